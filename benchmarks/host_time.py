@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.client.heartbeat import NoHeartbeat
-from quire.engine.client.messages import Stepped, encode
 from quire.engine.config import EngineConfig
+from quire.engine.core.steps import Steps
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import Unquantized
+from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.loop import Engine
 from quire.engine.models.decoder import Decoder, DecoderSpec
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
 from quire.engine.worker import graphs, inputs, runner, transfer
 from quire.engine.worker.loading import room

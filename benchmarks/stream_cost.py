@@ -28,15 +28,15 @@ from typing import cast
 import uvloop
 import zmq
 
-from quire.engine.client.child import end_with_parent, read_configuration
-from quire.engine.client.client import EngineClient
-from quire.engine.client.heartbeat import Heartbeat
-from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engine, encode
-from quire.engine.client.process import EngineProcess
-from quire.engine.client.supervisor import ProcessLink
-from quire.engine.hub.hub import Hub
-from quire.engine.hub.remote import HubLink
-from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import Ready, Stepped, Submit, decode_to_engine, encode
+from quire.engine.link.hub import Hub
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.process import EngineProcess
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.processes.child import end_with_parent, read_configuration
+from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.types import EngineInfo, RequestOutput
 from quire.server.cli.hosting import HttpServer
 from quire.server.config import ServerConfig

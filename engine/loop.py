@@ -15,8 +15,19 @@ from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.checkpoint.page_groups import PIECE
-from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
-from quire.engine.client.messages import (
+from quire.engine.config import EngineConfig
+from quire.engine.core.drafter import Drafter, StepwiseDrafter
+from quire.engine.core.executor import Executor
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.snapshot import take_snapshot
+from quire.engine.core.state_snapshots import SnapshotPlan
+from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.core.steps import Steps
+from quire.engine.drafting.choose import choose_drafter
+from quire.engine.drafting.heads import HeadDrafter
+from quire.engine.drafting.model import DraftPages, ModelDrafter
+from quire.engine.errors import QuireError
+from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
     Check,
@@ -36,21 +47,10 @@ from quire.engine.client.messages import (
     encode,
     together,
 )
-from quire.engine.config import EngineConfig
-from quire.engine.drafting.choose import choose_drafter
-from quire.engine.drafting.drafter import Drafter, StepwiseDrafter
-from quire.engine.drafting.heads import HeadDrafter
-from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import QuireError
-from quire.engine.executor import Executor
 from quire.engine.lora.queue import AdapterQueue
-from quire.engine.scheduler import Scheduler
-from quire.engine.snapshot import take_snapshot
-from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
-from quire.engine.tiers.snapshots import SnapshotPlan
 from quire.engine.types import EngineInfo, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads

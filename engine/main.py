@@ -14,9 +14,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from quire.engine.client.child import end_with_parent, read_configuration
-from quire.engine.client.exit_cause import FAULT_SIGNALS
-from quire.engine.client.heartbeat import Heartbeat
+from quire.engine.processes.child import end_with_parent, read_configuration
+from quire.engine.processes.exit_cause import FAULT_SIGNALS
+from quire.engine.processes.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from quire.engine.config import EngineConfig
@@ -48,9 +48,9 @@ def report_fault_signals(heartbeat: Heartbeat) -> None:
 
 
 def join(config: EngineConfig) -> int:
-    """Compute with the first of several machines, in this process; see engine/nodes/member.py."""
+    """Compute with the first of several machines, in this process; see engine/member.py."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
-    from quire.engine.nodes.member import run
+    from quire.engine.member import run
 
     return run(config)
 

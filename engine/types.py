@@ -1,6 +1,6 @@
 """What flows between server and engine: requests, outputs, and what the engine is. All frozen structs.
 
-What it does is told in engine/stats.py; what a step is made of is in engine/batch.py.
+What it does is told in engine/core/stats.py; what a step is made of is in engine/core/batch.py.
 """
 
 from __future__ import annotations

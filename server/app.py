@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine import VERSION
-from quire.engine.client.client import EngineClient
-from quire.engine.client.history import History
+from quire.engine.core.history import History
+from quire.engine.link.client import EngineClient
 from quire.engine.lora.modules import Modules
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware

@@ -13,7 +13,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 from quire.server.bursts import TRANSPORT, Bursts, BurstTransport
 from quire.server.errors import INVALID, error_body
 

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.client.broadcast import WeightsGroup
-from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import WeightChanges, Weights
-from quire.engine.hub.remote import HubLink, NoWeightsGroup
+from quire.engine.link.broadcast import WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink, NoWeightsGroup
+from quire.engine.link.weights import WeightChanges, Weights
 from quire.engine.lora.modules import Modules
 from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission
@@ -29,11 +29,11 @@ from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.durable import Durable
 from quire.server.generation.background import Background
-from quire.server.generation.fold import Kept
-from quire.server.generation.turns import Turns
+from quire.server.generation.fold import LogprobBudget
+from quire.server.generation.loop_turns import LoopTurns
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
-from quire.server.observe.others import Others
+from quire.server.observe.other_processes import OtherProcesses
 from quire.server.observe.request_log import RequestLog
 from quire.server.observe.throughput import tell_throughput
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
@@ -64,12 +64,12 @@ class Runtime:
     metrics: Metrics
     live_view: LiveView
     request_log: RequestLog
-    others: Others
+    others: OtherProcesses
     bodies: Bodies
     workers: WorkerPool
     grammars: GrammarChecker
-    turns: Turns
-    kept: Kept
+    turns: LoopTurns
+    kept: LogprobBudget
     adapters: Adapters | None
     """None where none are served."""
 
@@ -152,7 +152,7 @@ async def serving(
             adapters=() if adapters is None else adapters.names,
         )
         ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
-        ending.callback((turns := Turns()).close)
+        ending.callback((turns := LoopTurns()).close)
         admission = Admission(client, config, info.max_model_len, keyed=keyed)
         runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters)
         if isinstance(client.link, HubLink):  # then another API process may have the weights changed
@@ -175,7 +175,7 @@ def _runtime(
     client: EngineClient,
     group: WeightsGroup,
     workers: WorkerPool,
-    turns: Turns,
+    turns: LoopTurns,
     adapters: Adapters | None,
 ) -> Runtime:
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
@@ -195,12 +195,12 @@ def _runtime(
         metrics=metrics,
         live_view=LiveView(client, metrics.rolling),
         request_log=log,
-        others=Others(client, metrics, log),
+        others=OtherProcesses(client, metrics, log),
         bodies=Bodies(int(config.max_body_size * 2**20), BODIES_BYTES),
         workers=workers,
         grammars=GrammarChecker(workers),
         turns=turns,
-        kept=Kept(),
+        kept=LogprobBudget(),
         adapters=adapters,
     )
 

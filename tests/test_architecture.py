@@ -38,10 +38,10 @@ ALLOWED = {
 """Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
     "quire.engine",
-    "quire.engine.batch",
+    "quire.engine.core.batch",
     "quire.engine.types",
     "quire.engine.errors",
-    "quire.engine.executor",
+    "quire.engine.core.executor",
     "quire.engine.config",
     "quire.engine.replicas.cores",
     "quire.engine.checkpoint.adapted",
@@ -56,9 +56,9 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
     "quire.engine.checkpoint.stages",
-    "quire.engine.client.child",
-    "quire.engine.client.exit_cause",
-    "quire.engine.client.procfs",
+    "quire.engine.processes.child",
+    "quire.engine.processes.exit_cause",
+    "quire.engine.processes.procfs",
     "quire.engine.folder",
     "quire.engine.images.config",
     "quire.engine.lora.files",
@@ -318,7 +318,7 @@ def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["quire", "quire.server.cli.main", "quire.server.app", "quire.engine.client.client", "quire.kernels"]
+    "module", ["quire", "quire.server.cli.main", "quire.server.app", "quire.engine.link.client", "quire.kernels"]
 )
 def test_importing_is_light(module: str) -> None:
     script = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"

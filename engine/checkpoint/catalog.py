@@ -14,7 +14,7 @@ _TABLE = Path(__file__).with_name("catalog.toml")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CatalogEntry:
     name: str
     use: str
     """chat, code, embed or rerank."""
@@ -26,11 +26,11 @@ class Known:
     """What of config.json says the model's shape."""
 
 
-def known_models() -> dict[str, Known]:
+def known_models() -> dict[str, CatalogEntry]:
     """By short name, in the table's order."""
     table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
     return {
-        name: Known(
+        name: CatalogEntry(
             name,
             entry["use"],
             HubName(entry["repo"], entry.get("tag")),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from quire.engine.drafting.drafter import (
+from quire.engine.core.drafter import (
     BANDS,
     BANDS_FROM,
     FORCED,
@@ -19,7 +19,7 @@ from quire.engine.drafting.drafter import (
     Guess,
     kinds_of,
 )
-from quire.engine.sequence import Sequence
+from quire.engine.core.sequence import Sequence
 from quire.engine.types import Request
 
 EXPECTED = 0.6

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.engine.config import SpeculativeConfig
+from quire.engine.core.drafter import Drafter, NoDrafts, StepwiseDrafter
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.drafter import Drafter, NoDrafts, StepwiseDrafter
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.drafting.seldom import Seldom
+from quire.engine.drafting.selective import SelectiveDrafter
 from quire.engine.drafting.stepwise import Stepwise
 from quire.engine.text.grammar import GrammarCompiler
 
@@ -45,5 +45,5 @@ def choose_drafter(
         drafter = lookup(config.prompt_lookup_min)
     forced: Drafter = ForcedTokens(drafter, compiler)
     if model is None:
-        forced = Seldom(forced, step_costs)
+        forced = SelectiveDrafter(forced, step_costs)
     return Adaptive(forced, most, step_costs)

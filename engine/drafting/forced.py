@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.drafting.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, grammar_of, kinds_of
+from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, grammar_of, kinds_of
+from quire.engine.core.sequence import Sequence
 from quire.engine.errors import QuireError
-from quire.engine.sequence import Sequence
 from quire.engine.text.grammar import GrammarCompiler, usual_form
 from quire.engine.types import Request
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from quire.engine.batch import DraftRow
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.core.batch import DraftRow
+from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.drafting.model import DraftPages
 
 

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
-from quire.engine.sequence import Sequence
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.sequence import Sequence
 
 GRAMS = (1, 2, 4, 8)
 """Lengths of the runs of tokens that are looked up, the longest first that is found."""

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import msgspec
 
-from quire.engine.batch import Admission, CatchUp, Drafted
-from quire.engine.drafting.drafter import Asked, Guess, StepwiseDrafter
-from quire.engine.sequence import Sequence
+from quire.engine.core.batch import Admission, CatchUp, Drafted
+from quire.engine.core.drafter import Asked, Guess, StepwiseDrafter
+from quire.engine.core.sequence import Sequence
 from quire.engine.types import SamplingParams
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 
+from quire.engine.core.drafter import NEXT, Asked, Drafter, Guess, StepwiseDrafter, kinds_of
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import Experiences, StepCosts
-from quire.engine.drafting.drafter import NEXT, Asked, Drafter, Guess, StepwiseDrafter, kinds_of
-from quire.engine.sequence import Sequence
 
 
 class Stepwise(Drafter):

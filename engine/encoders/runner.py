@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, Batch, StepOutput
+from quire.engine.core.batch import Admission, Batch, StepOutput
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import PooledRow, Pooler, finished_rows
 from quire.engine.types import PoolingParams

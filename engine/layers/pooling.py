@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Row
 from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.core.batch import Row
 from quire.engine.layers.heads import Head, Stage
 from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend

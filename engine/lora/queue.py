@@ -12,9 +12,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from time import monotonic
 
-from quire.engine.executor import AdapterLoader
-from quire.engine.fairness import FairQueue
-from quire.engine.sequence import Sequence
+from quire.engine.core.executor import AdapterLoader
+from quire.engine.core.fairness import FairQueue
+from quire.engine.core.sequence import Sequence
 from quire.engine.types import Adapter
 
 _PATIENCE = 0.005

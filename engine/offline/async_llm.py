@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from quire.engine.client.weights import Mode, Weights
 from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.link.weights import Mode, Weights
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
 from quire.engine.offline.metrics import Metric, metrics_of

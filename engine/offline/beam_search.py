@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.offline.model import Encoded
 from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
 from quire.engine.offline.params import BeamSearchParams

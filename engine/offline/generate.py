@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.offline.model import Task
 from quire.engine.offline.outputs import Answer, RequestMetrics, RequestOutput, as_dict, metrics_of
 from quire.engine.offline.params import RequestOutputKind

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.client.link import EngineLink
 from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError
-from quire.engine.stats import EngineSnapshot, EngineStats
+from quire.engine.link.link import EngineLink
 from quire.engine.types import EngineInfo, Request
 
 if TYPE_CHECKING:

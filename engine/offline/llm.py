@@ -16,8 +16,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.client.weights import Weights
 from quire.engine.errors import InvalidRequest
+from quire.engine.link.weights import Weights
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
 from quire.engine.offline.generate import generate

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest
+from quire.engine.link.client import EngineClient
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
 from quire.engine.offline.model import Encoded, Prompt

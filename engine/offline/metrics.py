@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.stats import EngineStats
+from quire.engine.core.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

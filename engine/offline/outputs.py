@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.engine import types
-from quire.engine.client.history import Timeline
+from quire.engine.core.history import Timeline
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, TokenLogprob

@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.model import Model
 from quire.engine.replicas.replicas import Replicas

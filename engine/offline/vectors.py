@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.link.client import EngineClient
 from quire.engine.text.pairs import encode_judged, encode_pairs
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, EngineInfo, PoolingParams, Request

@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.link import EngineLink
-from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineSnapshot, StepRecord
+from quire.engine.core.together import together, total
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.link import EngineLink
+from quire.engine.link.supervisor import ProcessLink
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
-from quire.engine.replicas.together import together, total
-from quire.engine.stats import EngineSnapshot, StepRecord
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.replicas")

@@ -2,7 +2,7 @@
 that one has too much to do; then the one that has the least.
 
 A replica is not asked what it has cached: that is taken to be what was sent to it lately. As in the engines
-(engine/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end. There
+(engine/core/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end. There
 is no clock, no input and no output here.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.engine.blocks import block_hash, contents_between, root_hash
+from quire.engine.core.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import Request
 
 PIECE = 16

@@ -10,14 +10,14 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
+from quire.engine.core.executor import PageMover
 from quire.engine.errors import ConfigError
-from quire.engine.executor import PageMover
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.disk import DiskTier
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.identity import WeightFiles, identity_of
-from quire.engine.tiers.sealed import Sealed
+from quire.engine.tiers.sealed import SealedTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.tiers import NoTiers, Size, Tiers
 
@@ -78,10 +78,10 @@ def choose_tiers(
             identity = identity_of(config, model, weights, mover.layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
-                tiers.append(Bounded(Sealed(disk, identity)))
+                tiers.append(Bounded(SealedTier(disk, identity)))
                 sizes[disk.name] = lambda: disk.size
             if config.kv_offload_tier is not None:
-                tiers.append(Bounded(Sealed(_imported(config.kv_offload_tier, identity), identity)))
+                tiers.append(Bounded(SealedTier(_imported(config.kv_offload_tier, identity), identity)))
     if not tiers:
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
-from quire.engine.blocks import BlockPool
-from quire.engine.executor import PageMover
-from quire.engine.sequence import Sequence, Status
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.executor import PageMover
+from quire.engine.core.sequence import Sequence, Status
 from quire.engine.tiers.tier import Page, Tier
 
 log = logging.getLogger("quire.tiers")

@@ -42,7 +42,7 @@ def _checksum(head: bytes, page: Page) -> bytes:
     return found.digest()
 
 
-class Sealed:
+class SealedTier:
     """A Tier that seals what goes to another one, trusts nothing that comes back, and outlives what it raises."""
 
     def __init__(self, tier: Tier, identity: bytes) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from time import monotonic
 
-from quire.engine.batch import Fetched
-from quire.engine.blocks import BlockPool
-from quire.engine.executor import PageMover
-from quire.engine.sequence import Sequence
-from quire.engine.stats import TierStats
+from quire.engine.core.batch import Fetched
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.executor import PageMover
+from quire.engine.core.prefix_cache import PrefixCache
+from quire.engine.core.sequence import Sequence
+from quire.engine.core.stats import TierStats
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.loads import Load, Loads
-from quire.engine.tiers.prefix_cache import PrefixCache
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.writer import Writer
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock
 
-from quire.engine.executor import PageMover
+from quire.engine.core.executor import PageMover
 from quire.engine.tiers.tier import Page, Tier
 
 _MOST_UNWRITTEN = 256 * 2**20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from quire.engine.batch import Admission, Batch, Row
 from quire.engine.checkpoint.kv_plan import KVPlan
 from quire.engine.config import EngineConfig
-from quire.engine.executor import Executor
+from quire.engine.core.batch import Admission, Batch, Row
+from quire.engine.core.executor import Executor
 from quire.engine.types import SamplingParams
 
 TOKENS = (1, 2, 4, 6, 8, 16, 32, 64)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, CatchUp, Drafted, Row
+from quire.engine.core.batch import Admission, CatchUp, Drafted, Row
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
 from quire.engine.worker.costs import CONTEXT, TOKENS, measured

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Batch
+from quire.engine.core.batch import Batch
 from quire.engine.errors import ConfigError
 from quire.engine.worker.inputs import Picks, Slots
 from quire.engine.worker.transfer import upload

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.batch import Admission, Batch, DraftRow
+from quire.engine.core.batch import Admission, Batch, DraftRow
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.costs import CONTEXT, measured

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.batch import Admission, Batch, Row
+from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.engine.batch import PageCopy, SlotCopy
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import (
     CPU_KV_BYTES,
@@ -25,6 +24,7 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import PageCopy, SlotCopy
 from quire.engine.errors import ConfigError
 from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters

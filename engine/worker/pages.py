@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.executor import PageMover
+from quire.engine.core.executor import PageMover
 
 Claim = Callable[[Iterable[int]], None]
 

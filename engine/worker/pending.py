@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.engine.batch import Failure, Row, StepOutput
 from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.core.batch import Failure, Row, StepOutput
 from quire.engine.layers.pooling import PooledRow, finished_rows
 from quire.engine.types import TokenLogprob
 from quire.engine.worker.inputs import Owner

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Batch, Row
-from quire.engine.executor import PageMover, Pending
+from quire.engine.core.batch import Batch, Row
+from quire.engine.core.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder, Features
 from quire.engine.types import PoolingParams, SamplingParams

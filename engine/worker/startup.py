@@ -15,8 +15,8 @@ from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
+from quire.engine.core.executor import AdapterLoader, Executor
 from quire.engine.errors import ConfigError
-from quire.engine.executor import AdapterLoader, Executor
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
@@ -37,10 +37,10 @@ from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
-from quire.engine.worker.ranks.alone import Alone
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
 from quire.engine.worker.ranks.processes import Ranks
+from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
@@ -118,7 +118,7 @@ def _start(
     chosen: Chosen,
     progress: Callable[[], None],
     tensors: Tensors | None,
-    ranks: Ranks | Alone,
+    ranks: Ranks | SingleProcess,
     kept: str | None,
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
@@ -256,13 +256,13 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     given: bool,
-) -> Ranks | Alone:
+) -> Ranks | SingleProcess:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
     if config.node_rank:
         raise ConfigError("node_rank: machines but the first run nothing but `quire serve`", param="node_rank")
     if config.ranks == 1:
-        return Alone()
+        return SingleProcess()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
@@ -281,7 +281,7 @@ def plan_pages(
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
-    ranks: Ranks | Alone,
+    ranks: Ranks | SingleProcess,
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
     layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire.engine.executor import Executor
+from quire.engine.core.executor import Executor
 from quire.engine.worker.runner import Runner
 
 

@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.link.client import EngineClient
 from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import Reservation
 from quire.server.access.tenants import Tenant

@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client.child import Child, module
-from quire.engine.client.exit_cause import exit_cause
-from quire.engine.client.procfs import Stopped
-from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.hub.hub import Hub
-from quire.engine.hub.messages import NotStarted, Serving
-from quire.engine.hub.relay import Channel
+from quire.engine.link.hub import Hub
+from quire.engine.link.hub_messages import NotStarted, Serving
+from quire.engine.link.hub_relay import Channel
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.processes.procfs import Stopped
+from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.environment import INTERRUPTED, signals_told

@@ -22,11 +22,11 @@ from fastapi import FastAPI
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.client.client import EngineClient
-from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
 from quire.engine.images.reader import image_reader
+from quire.engine.link.client import EngineClient
 from quire.engine.lora.modules import Modules, adaptable_modules
+from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN

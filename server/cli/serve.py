@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told

@@ -16,7 +16,7 @@ from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
 from quire.server.config import ServerConfig
-from quire.server.fleet.added import Added
+from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.app import fleet_app
 from quire.server.fleet.config import ModelEntry, read_fleet
 from quire.server.fleet.fleet import Fleet
@@ -58,7 +58,7 @@ class SeveralModels:
             finally:
                 await client.link.stop()
 
-        added = Added(self._models, data)
+        added = AddedModels(self._models, data)
         self._fleet = Fleet(self._models, opened)
         for entry in await asyncio.to_thread(added.start):
             self._fleet.add(entry)

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.client.client import EngineClient
-from quire.engine.client.link import Link
-from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.link import Link
+from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import EngineInfo, Request, SamplingParams
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse

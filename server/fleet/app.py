@@ -24,7 +24,7 @@ from quire.server.access.tenants import Tenants
 from quire.server.app import application
 from quire.server.config import ServerConfig
 from quire.server.errors import OLLAMA
-from quire.server.fleet.added import Added
+from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
 from quire.server.resolve.translated.ollama import untagged
@@ -67,7 +67,9 @@ class _Unload(_Change):
 Change = TypeVar("Change", bound=_Change)
 
 
-def fleet_app(fleet: Fleet, settings: FleetConfig, added: Added, config: ServerConfig, tenants: Tenants) -> FastAPI:
+def fleet_app(
+    fleet: Fleet, settings: FleetConfig, added: AddedModels, config: ServerConfig, tenants: Tenants
+) -> FastAPI:
     """An ASGI application that serves a fleet, which starts and ends with its lifespan. Beside the routes of all
     servers: GET /v1/models has all models with their `state`, and POST /v1/models/load and /v1/models/unload are an
     admin's. Raises what `application` raises."""
@@ -86,7 +88,7 @@ def fleet_app(fleet: Fleet, settings: FleetConfig, added: Added, config: ServerC
 class FleetModels:
     """Where nothing names a model, a request is for the first; the query parameter `model` names one too."""
 
-    def __init__(self, fleet: Fleet, settings: FleetConfig, added: Added, config: ServerConfig) -> None:
+    def __init__(self, fleet: Fleet, settings: FleetConfig, added: AddedModels, config: ServerConfig) -> None:
         self.fleet, self.settings, self.added = fleet, settings, added
         self.bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
 

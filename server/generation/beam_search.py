@@ -10,16 +10,16 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, Scores, continued
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.generation import Generation
+from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec, Prompt
-from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
 
 
@@ -32,7 +32,7 @@ class BeamSearch(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
-        turns: Turns,
+        turns: LoopTurns,
         *,
         context_length: int,
     ) -> None:

@@ -39,7 +39,7 @@ class Answer:
         return self.parts.text("reasoning")
 
 
-class Kept:
+class LogprobBudget:
     """Counts the log probabilities that whole answers hold in this process, until they are sent."""
 
     def __init__(self) -> None:

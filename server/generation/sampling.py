@@ -8,15 +8,15 @@ from functools import partial
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.generation import Generation, Sink
+from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
 from quire.server.store.calls import Progress
 
@@ -25,7 +25,7 @@ class Sampling(Generation):
     """Each choice is one request to the engine."""
 
     def __init__(
-        self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics, turns: Turns
+        self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics, turns: LoopTurns
     ) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         super().__init__(spec, tokenizer, metrics)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.types import Adapter, PoolingParams, Request, RequestOutput
 from quire.server.generation.deadlines import Deadlines
 from quire.server.observe.metrics import Metrics

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine import VERSION
-from quire.engine.client.history import History, Step, Timeline
+from quire.engine.core.history import History, Step, Timeline
 from quire.server.encoding import encode_json
 
 ENGINE, REQUESTS = 1, 2

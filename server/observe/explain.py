@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from quire.engine.client.history import History, Step, Timeline
+from quire.engine.core.history import History, Step, Timeline
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000

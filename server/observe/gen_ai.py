@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from quire.engine.client.history import Timeline, TimelinePhase
+from quire.engine.core.history import Timeline, TimelinePhase
 
 PROVIDER = "quire"
 REQUEST_SECONDS = tuple(0.01 * 2**i for i in range(14))

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.procfs import resident_bytes
-from quire.engine.stats import EngineSnapshot
+from quire.engine.core.stats import EngineSnapshot
+from quire.engine.link.client import EngineClient
+from quire.engine.processes.procfs import resident_bytes
 from quire.server.encoding import DATA, END, encode_json
 from quire.server.observe.rolling_stats import KEPT_SECONDS, RollingStats
 

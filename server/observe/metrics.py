@@ -13,10 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.history import Step, Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
-from quire.engine.stats import TierStats
+from quire.engine.core.history import Step, Timeline, TimelinePhase
+from quire.engine.core.stats import TierStats
+from quire.engine.link.client import EngineClient
 from quire.engine.types import EngineInfo
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats

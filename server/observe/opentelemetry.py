@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.engine import VERSION
-from quire.engine.client.history import History, Timeline
+from quire.engine.core.history import History, Timeline
 from quire.engine.errors import ConfigError
 from quire.server.observe.gen_ai import PROVIDER, operation_of
 from quire.server.observe.request_log import RequestRecord

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.history import History, Timeline
-from quire.engine.fairness import OUTPUT_COST
+from quire.engine.core.fairness import OUTPUT_COST
+from quire.engine.core.history import History, Timeline
+from quire.engine.link.client import EngineClient
 from quire.server.observe.explain import ms, phases
 from quire.server.observe.request_log import RequestLog, RequestRecord
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 
 KEPT_SECONDS = 300
 _WIDTH = math.log(1.1)

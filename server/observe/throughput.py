@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from quire.engine.client.client import EngineClient
-from quire.engine.stats import EngineStats
+from quire.engine.core.stats import EngineStats
+from quire.engine.link.client import EngineClient
 
 logger = logging.getLogger("quire.throughput")
 SECONDS = 10.0

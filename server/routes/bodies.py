@@ -66,7 +66,7 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
 
 
-async def resolved(request: Request, resolve: Work[Resolved]) -> GenerationSpec:
+async def resolved_spec(request: Request, resolve: Work[Resolved]) -> GenerationSpec:
     """The spec of a generation that the engine can compute, whose answer has the id that its caller chose: the body's
     request_id, or the header X-Request-Id.
 

@@ -10,7 +10,7 @@ from quire.server.access.admission import GenerationRoute
 from quire.server.generation.answers.chat import ChatWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.chat import resolve_chat
-from quire.server.routes.bodies import documented, resolved
+from quire.server.routes.bodies import documented, resolved_spec
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 
@@ -21,5 +21,5 @@ router = APIRouter(route_class=GenerationRoute)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     model = model_of(request)
-    spec = await resolved(request, resolve_chat)
+    spec = await resolved_spec(request, resolve_chat)
     return await reply(request, spec, ChatWriter(spec, model.tokenizer, model.fingerprint))

@@ -10,7 +10,7 @@ from quire.server.access.admission import GenerationRoute
 from quire.server.generation.answers.completion import CompletionWriter
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.resolve.completions import resolve_completion
-from quire.server.routes.bodies import documented, resolved
+from quire.server.routes.bodies import documented, resolved_spec
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 
@@ -21,5 +21,5 @@ router = APIRouter(route_class=GenerationRoute)
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or each of several."""
     model = model_of(request)
-    spec = await resolved(request, resolve_completion)
+    spec = await resolved_spec(request, resolve_completion)
     return await reply(request, spec, CompletionWriter(spec, model.tokenizer, model.fingerprint))

@@ -10,7 +10,7 @@ from quire.server.access.admission import GenerationRoute
 from quire.server.generation.answers.decisions import DecisionsWriter
 from quire.server.protocol.decisions import DecisionRequest
 from quire.server.resolve.translated.decisions import resolve_decisions
-from quire.server.routes.bodies import documented, resolved
+from quire.server.routes.bodies import documented, resolved_spec
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 
@@ -21,5 +21,5 @@ router = APIRouter(route_class=GenerationRoute)
 async def create_decision(request: Request) -> Response:
     """Answer questions about an input by the probabilities of their options; no text is generated."""
     model = model_of(request)
-    spec = await resolved(request, resolve_decisions)
+    spec = await resolved_spec(request, resolve_decisions)
     return await reply(request, spec, DecisionsWriter(spec, model.tokenizer, model.fingerprint))

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.engine.client.broadcast import Group, Tensor
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
+from quire.engine.link.broadcast import Group, Tensor
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
@@ -39,7 +39,7 @@ router = APIRouter()
 async def engine_events(request: Request) -> Response:
     """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
-    It costs nothing while nobody watches. server/observe/live_view.py and engine/stats.py (EngineSnapshot) describe
+    It costs nothing while nobody watches. server/observe/live_view.py and engine/core/stats.py (EngineSnapshot) describe
     the events.
     """
     runtime = runtime_of(request)

@@ -10,7 +10,7 @@ from quire.server.access.admission import CountedRoute, GenerationRoute
 from quire.server.generation.answers.messages import MessagesWriter
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.resolve.translated.messages import count_tokens, resolve_message
-from quire.server.routes.bodies import documented, resolved, worked_on
+from quire.server.routes.bodies import documented, resolved_spec, worked_on
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 
@@ -22,7 +22,7 @@ counting = APIRouter(route_class=CountedRoute)
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     model = model_of(request)
-    spec = await resolved(request, resolve_message)
+    spec = await resolved_spec(request, resolve_message)
     return await reply(request, spec, MessagesWriter(spec, model.tokenizer, model.fingerprint))
 
 

@@ -15,9 +15,9 @@ from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
+from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
-from quire.server.generation.turns import Turns
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
@@ -155,7 +155,7 @@ async def events_of(
     generation: Generation,
     writer: AnswerWriter,
     spec: GenerationSpec,
-    turns: Turns,
+    turns: LoopTurns,
     ended: Callable[[], Awaitable[None]],
     transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
-from quire.server.observe.others import explained
+from quire.server.observe.other_processes import explained
 from quire.server.runtime import server_of
 
 router = APIRouter()

@@ -21,13 +21,13 @@ from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import documented, owner_of, resolved
+from quire.server.routes.bodies import documented, owner_of, resolved_spec
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
-from quire.server.store.store import Known, Put, Store, Stored
+from quire.server.store.store import ItemSummary, Put, Store, Stored
 from quire.server.streams import RESUMED
 
 router = APIRouter()
@@ -84,7 +84,7 @@ class Keeper:
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     model, owner = model_of(request), owner_of(request)
-    spec = await resolved(request, partial(resolve_response, owner=owner))
+    spec = await resolved_spec(request, partial(resolve_response, owner=owner))
     fields = spec.response
     assert fields is not None
     if fields.store:
@@ -199,7 +199,7 @@ def store_of(request: Request, id: str) -> Store:
     return store
 
 
-async def _find(request: Request, response_id: str) -> Known:
+async def _find(request: Request, response_id: str) -> ItemSummary:
     """Raises RequestNotFound."""
     store = store_of(request, response_id)
     return _there(await asyncio.to_thread(store.known, owner_of(request), "response", response_id), response_id)
@@ -219,7 +219,7 @@ def _there(found: Found | None, response_id: str) -> Found:
     return found
 
 
-async def _last_event(kept: Known, response: bytes) -> AsyncGenerator[bytes]:
+async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[bytes]:
     kind = ENDINGS.get(kept.about["status"], "response.incomplete")
     number = max(0, kept.about["events"] - 1)
     yield encode_event(kind, {"type": kind, "sequence_number": number}, response=response)

@@ -47,7 +47,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ItemSummary:
     """What is known of an object without reading it."""
 
     about: dict[str, Any]
@@ -99,7 +99,7 @@ class Store:
         with self._database.reading() as database:
             return _get(database, owner, kind, id)
 
-    def known(self, owner: str, kind: Kind, id: str) -> Known | None:
+    def known(self, owner: str, kind: Kind, id: str) -> ItemSummary | None:
         with self._database.reading() as database:
             return _known(database, owner, kind, id)
 
@@ -116,7 +116,9 @@ class Store:
             self._sizes[owner] = self._sizes.get(owner, 0) + size
             self._make_room(database)
 
-    def append(self, owner: str, id: str, items: Sequence[Item], check: Callable[[Known], None] | None = None) -> bool:
+    def append(
+        self, owner: str, id: str, items: Sequence[Item], check: Callable[[ItemSummary], None] | None = None
+    ) -> bool:
         """Add items behind the others of a conversation. Whether there is one. `check` may raise what refuses them."""
         with self._writing() as database:
             known = _known(database, owner, "conversation", id)
@@ -240,7 +242,7 @@ class Reader:
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
-    def known(self, owner: str, kind: Kind, id: str) -> Known | None:
+    def known(self, owner: str, kind: Kind, id: str) -> ItemSummary | None:
         return _known(self._database, owner, kind, id)
 
     def get(self, owner: str, kind: Kind, id: str) -> Stored | None:
@@ -273,7 +275,7 @@ def _get(database: sqlite3.Connection, owner: str, kind: Kind, id: str) -> Store
     return None if row is None else Stored(kind, json.loads(row[0]), bytes(row[1]))
 
 
-def _known(database: sqlite3.Connection, owner: str, kind: Kind, id: str) -> Known | None:
+def _known(database: sqlite3.Connection, owner: str, kind: Kind, id: str) -> ItemSummary | None:
     query = "select about, length(data), size, count from objects where owner = ? and id = ? and kind = ?"
     row = database.execute(query, (owner, id, kind)).fetchone()
-    return None if row is None else Known(json.loads(row[0]), *row[1:])
+    return None if row is None else ItemSummary(json.loads(row[0]), *row[1:])

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from quire.engine.client.child import Child, module
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
+from quire.engine.processes.child import Child, module
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel
 from quire.server.workers.frames import frame, receive
-from quire.server.workers.queue import FairQueue, Turn
+from quire.server.workers.queue import JobQueue, WorkerTurn
 from quire.server.workers.watch import watched
 from quire.server.workers.worker import Job, Limits
 
@@ -54,7 +54,7 @@ class WorkerPool:
         self._adapters = adapters
         self.slots = min(8, max(2, (os.cpu_count() or 1) // 2))
         """Workers at the same time."""
-        self._queue = FairQueue(self.slots)
+        self._queue = JobQueue(self.slots)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._unclaimed: list[asyncio.Task[_Worker]] = []
@@ -114,7 +114,7 @@ class WorkerPool:
             raise self._given_up
         if len(self._queue) >= MAX_WAITING:
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
-        turn = Turn(tenant, sum(map(len, pieces)), asyncio.get_running_loop().create_future(), slow)
+        turn = WorkerTurn(tenant, sum(map(len, pieces)), asyncio.get_running_loop().create_future(), slow)
         self._queue.add(turn)
         try:
             await turn.granted

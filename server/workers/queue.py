@@ -18,7 +18,7 @@ _BYTES_PER_SECOND = 1e6
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class WorkerTurn:
     """A job that waits for a worker, or has one."""
 
     tenant: Tenant
@@ -49,13 +49,13 @@ class Turn:
         return self.arrived + self.size / _BYTES_PER_SECOND
 
 
-class FairQueue:
+class JobQueue:
     """Grants `slots` turns at once."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._waiting: list[Turn] = []
-        self._running: set[Turn] = set()
+        self._waiting: list[WorkerTurn] = []
+        self._running: set[WorkerTurn] = set()
         self._tenants: dict[str, float] = {}
         """Seconds of workers by tenant, divided by its weight; only of tenants that have a job here."""
         self._kinds: dict[tuple[str, int], float] = {}
@@ -72,7 +72,7 @@ class FairQueue:
             if not turn.granted.done():
                 turn.granted.set_exception(error)
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: WorkerTurn) -> None:
         # A newcomer begins where the least served one is: it has no claim to the time when it was away.
         tenant, kind = turn.keys
         self._tenants.setdefault(tenant, min(self._tenants.values(), default=0.0))
@@ -82,7 +82,7 @@ class FairQueue:
         self._waiting.append(turn)
         self._grant()
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: WorkerTurn) -> None:
         """The job has ended, or is given up."""
         tenant, kind = turn.keys
         if turn in self._running:
@@ -111,7 +111,7 @@ class FairQueue:
             turn.began = time.monotonic()
             turn.granted.set_result(None)
 
-    def _order(self, now: float) -> Callable[[Turn], tuple[float, float, float]]:
+    def _order(self, now: float) -> Callable[[WorkerTurn], tuple[float, float, float]]:
         """What the tenant has had, its running jobs included, and the kind; when the job is due."""
         tenants, kinds = self._tenants.copy(), self._kinds.copy()
         for running in self._running:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from quire.engine.client.procfs import Standstill
+from quire.engine.processes.procfs import Standstill
 
 STILL_SECONDS = 5.0
 """A process is killed that does nothing for so long, though it was asked for something and could compute."""

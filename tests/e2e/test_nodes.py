@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from quire.engine.nodes.member import Member
+from quire.engine.member import Member
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
@@ -233,7 +233,7 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
 ) -> None:
     """Machine 0 cannot count what the kernel of another machine kills."""
     kills = count()
-    monkeypatch.setattr("quire.engine.nodes.member.oom_kills", lambda: next(kills) if kernel_kills else 3)
+    monkeypatch.setattr("quire.engine.member.oom_kills", lambda: next(kills) if kernel_kills else 3)
     settings = told()
     member = Member(member_config(settings))
     keeping = threading.Thread(target=member.keep, args=(0,), daemon=True)

@@ -16,10 +16,10 @@ import pytest
 
 from quire import LLM
 from quire import SamplingParams as LLMParams
-from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
+from quire.engine.link.client import EngineClient
+from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Request, SamplingParams

@@ -7,9 +7,9 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from quire.engine.batch import Admission, Batch, StepOutput
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
-from quire.engine.sequence import Sequence
+from quire.engine.core.batch import Admission, Batch, StepOutput
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.sequence import Sequence
 from quire.engine.types import PoolingParams, TokenLogprob
 
 BLOCK = 4

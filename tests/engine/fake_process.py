@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.exit_cause import ExitCause
-from quire.engine.client.messages import (
+from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineStats
+from quire.engine.errors import EngineError, RequestQuarantined
+from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
     Check,
@@ -20,10 +22,8 @@ from quire.engine.client.messages import (
     Submit,
     ToEngine,
 )
-from quire.engine.client.process import EngineProcess
-from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError, RequestQuarantined
-from quire.engine.stats import EngineStats
+from quire.engine.link.process import EngineProcess
+from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.types import EngineInfo, Request, RequestOutput, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.nodes.member import Life, Member
+from quire.engine.member import Life, Member
 from quire.engine.worker.ranks.follower import follow_joined
 from quire.engine.worker.ranks.remote import Gathering, Remote
 from tests.e2e.server import free_port

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train_head import story_requests, train_head
-from quire.engine.batch import DraftRow
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.core.batch import DraftRow
+from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.errors import ConfigError

@@ -6,9 +6,9 @@ from typing import cast
 
 import zmq
 
-from quire.engine.client.messages import SnapshotRequest, Submit, ToEngine, encode
+from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.loop import Engine, _receive
-from quire.engine.stats import EngineSnapshot, EngineStats
 from quire.engine.types import Request, SamplingParams
 
 

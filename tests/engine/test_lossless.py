@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.core.drafter import Drafter, NoDrafts
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
 from quire.engine.drafting.choose import choose_drafter
-from quire.engine.drafting.drafter import Drafter, NoDrafts
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.drafting.seldom import Seldom
+from quire.engine.drafting.selective import SelectiveDrafter
 from quire.engine.loop import Engine
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, Request, SamplingParams, ThinkingBudget
@@ -141,7 +141,7 @@ def looking(name: str, seed: int, wanted: dict[str, Answer], made: Engine) -> Dr
     drafters: dict[str, Drafter] = {
         "right": Right(wanted),
         "grammar": choose_drafter(None, (), None, compiler) or NoDrafts(),
-        "seldom": Adaptive(Seldom(ForcedTokens(PromptLookup(1), compiler), DEAR), 8, CHEAP),
+        "seldom": Adaptive(SelectiveDrafter(ForcedTokens(PromptLookup(1), compiler), DEAR), 8, CHEAP),
         "grammar and garbage": ForcedTokens(Garbage(random.Random(seed)), compiler),
         "grammar and right": ForcedTokens(Right(wanted), compiler),
         "ngram": Adaptive(PromptLookup(2), 8, CHEAP),

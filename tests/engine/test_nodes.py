@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.loop import Engine, let_go
-from quire.engine.nodes.member import Life
+from quire.engine.member import Life
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import encode
 from quire.engine.worker.ranks.remote import JOINS, Answer, Join, Joined, Remote, join_of
@@ -241,7 +241,7 @@ def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both
 
 def test_one_place_is_taken_once_until_its_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.worker.ranks.remote.SILENCE", timedelta(seconds=2))
-    monkeypatch.setattr("quire.engine.nodes.member.SILENCE", timedelta(seconds=2))
+    monkeypatch.setattr("quire.engine.member.SILENCE", timedelta(seconds=2))
     settings = told() | {"tensor_parallel_size": 4}
     _, thread, found = gathering(settings)
     config = member_config(settings)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.drafter import Asked, Drafter, Guess, NoDrafts
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.drafting.stepwise import Stepwise

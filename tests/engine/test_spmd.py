@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.batch import Admission, Batch, PageCopy, Row
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.core.batch import Admission, Batch, PageCopy, Row
+from quire.engine.core.steps import Steps
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.loop import Engine, let_go
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import graphs, startup

@@ -14,16 +14,16 @@ import torch
 from msgspec.structs import replace as replace_struct
 from safetensors.torch import load_file, save_file
 
-from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import PagedState, PageGroups, page_groups
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
-from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.core.batch import Batch
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine, let_go
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request
 from quire.engine.worker import device

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.heartbeat import NoHeartbeat
-from quire.engine.client.supervisor import ProcessLink
-from quire.engine.client.weights import MODES, Mode, Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.link.weights import MODES, Mode, Weights
 from quire.engine.loop import Engine, _built_anew
 from quire.engine.offline.in_process import InProcessLink
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
 from tests.quantized_models import gptq, quantize_checkpoint
 from tests.tiny_encoders import save_tiny_encoder

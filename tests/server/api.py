@@ -12,8 +12,8 @@ import httpx
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.link import Link
+from quire.engine.link.client import EngineClient
+from quire.engine.link.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.runtime import Runtime

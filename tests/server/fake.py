@@ -9,9 +9,9 @@ from itertools import count
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.link import EngineLink
-from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.link.client import EngineClient
+from quire.engine.link.link import EngineLink
 from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
 Script = Callable[[Request, int], int]

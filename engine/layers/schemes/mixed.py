@@ -27,7 +27,7 @@ class Format(ABC):
         Raises ModelError for tensors that contradict themselves."""
 
 
-class Mixed(Scheme):
+class MixedScheme(Scheme):
     """Quantized linears and others, as `format_of` says it of each by its name; None: of floating-point numbers."""
 
     def __init__(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, Row
+from quire.engine.core.batch import Admission, Row
 from quire.engine.encoders.siglip import Tower
 from quire.engine.models.decoder import Features
 from quire.engine.types import Span

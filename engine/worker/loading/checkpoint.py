@@ -21,7 +21,7 @@ from quire.engine.layers.quantize import AtLoad, Int8Table
 from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.layers.schemes.formats import formats_of
 from quire.engine.layers.schemes.gguf import Gguf
-from quire.engine.layers.schemes.mixed import Mixed
+from quire.engine.layers.schemes.mixed import MixedScheme
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
 from quire.engine.worker.loading.layout import Arrangement
@@ -68,7 +68,7 @@ def open_weights(
         formats = weight_formats(given)
         arrangement = Arrangement(model_config)
         headers = arrangement.headers(read_tensor_headers(path))
-        scheme = Mixed(backend, dtype, formats_of(formats, headers, arrangement.stored))
+        scheme = MixedScheme(backend, dtype, formats_of(formats, headers, arrangement.stored))
         needed = ((name, tensor) for name, tensor in stream if not is_aside(name))
         return _with_table(config, Weights(scheme, needed, formats.said), backend, dtype)
     else:
@@ -110,7 +110,7 @@ def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.
     found = linear_types(header, model_config)
     types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}
     stored = {name: Gguf(kind) for name, kind in types.items()}
-    scheme = Mixed(backend, dtype, stored.get, stored.get("model.embed_tokens"))
+    scheme = MixedScheme(backend, dtype, stored.get, stored.get("model.embed_tokens"))
     return Weights(scheme, arrangement.arranged(gguf_stream(header, model_config)), said)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from quire.engine.executor import AdapterLoader
+from quire.engine.core.executor import AdapterLoader
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.adapters import ModelAdapters
 from quire.engine.worker.ranks.messages import UseAdapter

@@ -2,7 +2,7 @@
 
 It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
 `--joined` the first rank is on another machine: standard input has a line with what this machine knows better
-(engine/nodes/member.py), and orders come by the first rank's store.
+(engine/member.py), and orders come by the first rank's store.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.engine.client.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
+from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import (
@@ -36,7 +36,7 @@ from quire.engine.worker.ranks.messages import (
     frame,
     read_frame,
 )
-from quire.engine.worker.ranks.rank import Here, Rank, StageRank, TensorRank
+from quire.engine.worker.ranks.rank import OwnMachine, Rank, StageRank, TensorRank
 from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
 from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
@@ -50,7 +50,7 @@ Read = Callable[[], bytes | None]
 """The next message; None where the first rank has ended."""
 
 
-def follow(read: Read, say: Callable[[FromRank], None], here: Here | None = None) -> int:
+def follow(read: Read, say: Callable[[FromRank], None], here: OwnMachine | None = None) -> int:
     """Load, and then compute until there is nothing more to `read`. Returns the exit status."""
     if (first := read()) is None:
         return 0
@@ -113,7 +113,7 @@ def join() -> int:
 
 def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
     settings = config.model_dump(include={"model", "revision", "threads"})
-    here = Here(settings, cores, joined.address, Path(joined.copies))
+    here = OwnMachine(settings, cores, joined.address, Path(joined.copies))
     try:
         orders, answers = find_store(joined.store), find_store(joined.store)
     except ConnectionError:

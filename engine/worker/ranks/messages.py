@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Batch, DraftRow
+from quire.engine.core.batch import Batch, DraftRow
 from quire.engine.types import Adapter
 
 FRAME_LENGTH = struct.Struct("<Q")

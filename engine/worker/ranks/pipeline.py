@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from quire.engine.batch import Batch, StepOutput
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.pending import PendingStep
 from quire.engine.worker.ranks.messages import Loaded, Picked, Step

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from quire.engine.client.child import Child, module
-from quire.engine.client.exit_cause import exit_cause
-from quire.engine.client.procfs import Stopped
 from quire.engine.config import EngineConfig
+from quire.engine.core.executor import AdapterLoader
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.executor import AdapterLoader
 from quire.engine.lora.files import CONFIG, WEIGHTS
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.processes.procfs import Stopped
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.types import Adapter
 from quire.engine.worker.heads import Heads
@@ -254,7 +254,7 @@ def _watch(process: RankProcess, rank: int, ranks: weakref.ref[Ranks], closing: 
 
 def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, patience: float) -> None:
     """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
-    may take; a machine's member (engine/nodes/member.py) does the same for its own."""
+    may take; a machine's member (engine/member.py) does the same for its own."""
     stopped, last = Stopped(), time.monotonic()
     while not closing.wait(_LOOK_SECONDS):
         last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Batch
 from quire.engine.layers.shard import Shard
 from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.replicas.cores import stay_on
@@ -55,7 +55,7 @@ from quire.engine.worker.sampling.grammar import SlotGrammars
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class OwnMachine:
     """What a machine but the first knows better than the first."""
 
     settings: Mapping[str, Any]
@@ -74,7 +74,9 @@ class Rank(ABC):
     _runner: Runner
     _heads: Heads
 
-    def __init__(self, config: EngineConfig, start: Start, progress: Callable[[], None], here: Here | None) -> None:
+    def __init__(
+        self, config: EngineConfig, start: Start, progress: Callable[[], None], here: OwnMachine | None
+    ) -> None:
         """`progress` is called after each part of a stage's step. `here`: of a machine but the first."""
         stay_on(set(start.cores) if here is None else here.cores)
         if here is not None:

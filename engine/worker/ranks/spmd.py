@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from quire.engine.batch import Admission, Batch, DraftRow, StepOutput
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Admission, Batch, DraftRow, StepOutput
+from quire.engine.core.executor import Pending
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.executor import Pending
 from quire.engine.layers.shard import Shard
 from quire.engine.types import SamplingParams
 from quire.engine.worker.device import Chosen

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, Failure, Row
+from quire.engine.core.batch import Admission, Failure, Row
 from quire.engine.errors import InvalidRequest, Overloaded, QuireError
 from quire.engine.text.grammar import Compiled, GrammarCompiler, first_line, worn_out
 from quire.engine.types import Grammar, SamplingParams

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.engine.checkpoint.catalog import Known, known_models
+from quire.engine.checkpoint.catalog import CatalogEntry, known_models
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
@@ -42,7 +42,7 @@ _COPIED = 2**25
 class Row:
     """A model on a machine."""
 
-    model: Known
+    model: CatalogEntry
     parameters: int
     memory: int
     """Bytes with CONTEXT tokens of one request, Quire's own included."""
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], started: float) -> int:
     return 0
 
 
-def row_of(model: Known, machine: Machine) -> Row:
+def row_of(model: CatalogEntry, machine: Machine) -> Row:
     sizes, stored = _sizes(model)
     made = estimate(sizes, machine, Wishes(), stored)
     least = min(CONTEXT, sizes.max_position)
@@ -88,7 +88,7 @@ def row_of(model: Known, machine: Machine) -> Row:
     return Row(model, sizes.parameters, memory, context, speed)
 
 
-def _sizes(model: Known) -> tuple[ModelSizes, StoredWeights | None]:
+def _sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
     """A model's sizes, and what its GGUF file's header would say of them."""
     plain = read_sizes(model.config)
     if model.gigabytes is None:
@@ -112,7 +112,7 @@ def _shown(row: Row) -> tuple[str, ...]:
     )
 
 
-def _source(model: Known) -> tuple[str, str]:
+def _source(model: CatalogEntry) -> tuple[str, str]:
     return model.licence, model.hub.shown
 
 

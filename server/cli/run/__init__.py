@@ -21,9 +21,9 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.batches.lines import (
     Job,

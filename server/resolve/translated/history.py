@@ -14,7 +14,7 @@ from quire.server.protocol.bounds import MAX_MESSAGES
 from quire.server.protocol.items import CallOutput, ImageContent, Item, Message, Reasoning, TextContent
 from quire.server.resolve.checks import check_texts
 from quire.server.store.store import Item as StoredItem
-from quire.server.store.store import Known, Reader, reading, size_of
+from quire.server.store.store import ItemSummary, Reader, reading, size_of
 
 MAX_ITEMS = 10_000
 """Of a conversation, and of an input that is stored: some thousand turns of an agent with its calls."""
@@ -80,7 +80,7 @@ def in_conversation(folder: Path, owner: str, conversation_id: str) -> list[Any]
         return stored.items(owner, conversation_id)
 
 
-def check_room(known: Known, items: Sequence[StoredItem], param: str) -> None:
+def check_room(known: ItemSummary, items: Sequence[StoredItem], param: str) -> None:
     """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
     are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
     count, size = known.count + len(items), known.size + size_of(items)

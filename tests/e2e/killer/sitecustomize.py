@@ -28,8 +28,8 @@ WAYS: dict[str, Callable[[], Any]] = {
 SEEDS = {way: 666_000 + index for index, way in enumerate(WAYS)}
 
 if "quire.engine.main" in sys.orig_argv:
-    from quire.engine.batch import Batch, StepOutput
-    from quire.engine.scheduler import Scheduler
+    from quire.engine.core.batch import Batch, StepOutput
+    from quire.engine.core.scheduler import Scheduler
 
     apply = Scheduler.apply
     deadly = {SEEDS[way]: act for way, act in WAYS.items()}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import Adaptive, StepCosts, worthwhile
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
-from quire.engine.sequence import Sequence
 from tests.engine.drafting.test_lookup import sequence
 
 RATES = st.floats(0.01, 0.99)

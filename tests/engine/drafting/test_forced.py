@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from quire.engine.drafting.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, NoDrafts
+from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, NoDrafts
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.errors import InvalidRequest
-from quire.engine.sequence import Sequence
 from quire.engine.text.grammar import GrammarCompiler, json_grammar, usual_form, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, Request, SamplingParams

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.lookup import (
     CANDIDATES,
     GRAMS,
@@ -16,7 +17,6 @@ from quire.engine.drafting.lookup import (
     SharedLookup,
     following,
 )
-from quire.engine.sequence import Sequence
 from quire.engine.types import Request, SamplingParams
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=80)

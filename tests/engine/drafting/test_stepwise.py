@@ -6,10 +6,10 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
+from quire.engine.core.drafter import Asked, Guess, StepwiseDrafter
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.drafter import Asked, Guess, StepwiseDrafter
 from quire.engine.drafting.stepwise import Stepwise
-from quire.engine.sequence import Sequence
 from tests.engine.drafting.test_lookup import sequence
 
 COSTS = StepCosts((1, 64), (1.0, 3.0))

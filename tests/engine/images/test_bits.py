@@ -11,12 +11,12 @@ import torch
 
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.client.messages import Submit, apart, decode_to_engine, encode, together
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.siglip import Tower
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, ImageReader, image_reader
 from quire.engine.layers.schemes import Unquantized
+from quire.engine.link.engine_messages import Submit, apart, decode_to_engine, encode, together
 from quire.engine.loop import Engine
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.batch import Batch
+from quire.engine.core.batch import Batch
+from quire.engine.core.scheduler import Scheduler
 from quire.engine.lora.queue import AdapterQueue
-from quire.engine.scheduler import Scheduler
 from quire.engine.types import Adapter, Request, SamplingParams
 from tests.engine.fake_device import BLOCK, NUM_BLOCKS, FakeDevice
 from tests.variants import examples

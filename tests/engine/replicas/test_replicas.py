@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.exit_cause import ExitCause
-from quire.engine.client.messages import Failed, Load, Ready, ToEngine
-from quire.engine.client.supervisor import ProcessLink
-from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded
+from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import Failed, Load, Ready, ToEngine
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.link.weights import Weights
+from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
@@ -40,7 +40,7 @@ ACTIONS = st.one_of(
 def fakes() -> Iterator[pytest.MonkeyPatch]:
     """What is set on it is undone at the end, in the right order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
+        patch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
         patch.setattr("quire.engine.replicas.replicas.replica_cores", lambda count: [set()] * count)
         yield patch
 
@@ -192,7 +192,7 @@ async def until_gone(client: EngineClient, number: int) -> None:
 async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     with fakes() as patch:
         client = await started(2)
-        patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
+        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
         for each in client.link._replicas:
             each._config = each._config.model_copy(update={"max_engine_starts": 1})
         good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
@@ -291,7 +291,7 @@ async def test_all_have_the_shortest_context() -> None:
             super().send(message)
 
     with fakes() as patch:
-        patch.setattr("quire.engine.client.supervisor.EngineProcess", Fitted)
+        patch.setattr("quire.engine.link.supervisor.EngineProcess", Fitted)
         client = processes(EngineConfig(data_parallel_size=3))
         info = await client.link.start()
         assert info.max_model_len == 80
@@ -302,7 +302,7 @@ async def test_all_have_the_shortest_context() -> None:
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
     with fakes() as patch:
-        patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
+        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
         client = processes(EngineConfig(data_parallel_size=2))
         with pytest.raises(ConfigError, match="there is no room"):
             await client.link.start()

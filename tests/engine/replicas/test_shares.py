@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED
+from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
+from quire.engine.core.together import together, total
 from quire.engine.replicas import shares
 from quire.engine.replicas.cores import threads_on
 from quire.engine.replicas.shares import replica_config
-from quire.engine.replicas.together import together, total
-from quire.engine.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED
-from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from quire.engine.batch import Admission, Row
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Admission, Row
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.loop import Engine
 from quire.engine.text import grammar as grammar_module

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from quire.engine.scheduler import Scheduler
+from quire.engine.core.scheduler import Scheduler
 from quire.engine.tiers import bounded, loads, writer
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Request, SamplingParams
+from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
-from tests.engine.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
 from tests.variants import examples
 

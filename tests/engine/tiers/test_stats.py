@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.client.messages import Stepped, decode_from_engine, encode
-from quire.engine.stats import EngineStats, TierStats
+from quire.engine.core.stats import EngineStats, TierStats
+from quire.engine.link.engine_messages import Stepped, decode_from_engine, encode
 
 
 def test_counters_go_on_over_engines_and_gauges_do_not() -> None:

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import one_group
-from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request
 from quire.engine.worker import graphs
 from quire.engine.worker.loading import model as loading

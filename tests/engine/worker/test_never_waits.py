@@ -1,5 +1,5 @@
 """Launching a step on a GPU: no operator mixes host and device, and nothing makes the host wait. No number is right
-here; tests/engine/test_steps.py and tests/kernels are about those."""
+here; tests/engine/core/test_steps.py and tests/kernels are about those."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.steps import Steps
 from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
 from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import EngineError
+from quire.engine.processes.socket_folder import SocketFolder
 from tests.broken_folders import copy_demo
 from tests.e2e.server import free_port
 from tests.server.cli.processes import needs_proc

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.client.process import _KERNELS
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
+from quire.engine.link.process import _KERNELS
 from quire.server.cli.announcement import url
 from quire.server.cli.main import main
 from quire.server.cli.serve import bind

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import ModelError
+from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.fleet import app as fleet_module
-from quire.server.fleet.added import Added
+from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.app import FleetModels, fleet_app
 from quire.server.fleet.config import Bounds, FleetConfig, ModelEntry
 from quire.server.fleet.fleet import Fleet
@@ -58,7 +58,9 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[FleetModels
     entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
     over = asyncio.Event()
     settings = FleetConfig(entries, None, 1.0, Bounds(), {})
-    app = fleet_app(Fleet(settings, partial(engine_of, over)), settings, Added(settings, None), config, Tenants(config))
+    app = fleet_app(
+        Fleet(settings, partial(engine_of, over)), settings, AddedModels(settings, None), config, Tenants(config)
+    )
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import Timeout
+from quire.engine.link.client import EngineClient
 from quire.engine.types import Request, SamplingParams
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted

@@ -90,7 +90,7 @@ def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(folds, "MAX_LOGPROBS_IN_ALL", 10)
     token = TokenText(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
     step = [ChoiceDelta(0, "x", [token] * 2)]
-    kept = folds.Kept()
+    kept = folds.LogprobBudget()
     with kept.call() as small:
         with kept.call() as large:
             large(step)

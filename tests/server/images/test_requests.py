@@ -15,9 +15,9 @@ import pytest
 from openai import AsyncOpenAI
 from PIL import Image
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.reader import image_reader
+from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app

@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.engine.client.history import Step, Timeline
-from quire.engine.stats import StepRecord
+from quire.engine.core.history import Step, Timeline
+from quire.engine.core.stats import StepRecord
 from quire.engine.types import Request, SamplingParams
 from quire.server.observe import engine_trace as tracing
 from quire.server.observe.engine_trace import phase_totals, trace

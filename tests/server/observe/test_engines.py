@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from quire.engine.stats import EngineStats, TierStats
+from quire.engine.core.stats import EngineStats, TierStats
 from quire.server.observe.metrics import EngineCollector, RefusalCollector
 
 

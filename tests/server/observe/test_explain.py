@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.client.history import History
-from quire.engine.stats import StepRecord
+from quire.engine.core.history import History
+from quire.engine.core.stats import StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
@@ -99,8 +99,8 @@ def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
 
 
 def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.client.history.KEPT_STEPS", 10)
-    monkeypatch.setattr("quire.engine.client.history.KEPT_IN_ALL", 25)
+    monkeypatch.setattr("quire.engine.core.history.KEPT_STEPS", 10)
+    monkeypatch.setattr("quire.engine.core.history.KEPT_IN_ALL", 25)
     history = History(keep=4)
     for name in "abcdef":
         history.submitted(request(name))
@@ -122,7 +122,7 @@ def record(number: int, began: float, ended: float, chunks: list[tuple[str, int,
 
 def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
-    monkeypatch.setattr("quire.engine.client.history.monotonic", lambda: clock)
+    monkeypatch.setattr("quire.engine.core.history.monotonic", lambda: clock)
     history = History()
     history.submitted(request("a"))
     token = RequestOutput("a", [7])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.engine.client.history import Timeline
+from quire.engine.core.history import Timeline
 from quire.server.observe.gen_ai import GenAiHistograms, operation_of
 from tests.server.api import NAME, open_api
 from tests.server.fake import FakeEngine, hashed

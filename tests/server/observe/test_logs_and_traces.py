@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.client.client import EngineClient
+from quire.engine.core.stats import EngineStats
 from quire.engine.errors import ConfigError
-from quire.engine.stats import EngineStats
+from quire.engine.link.client import EngineClient
 from quire.server.observe.logs import JsonFormatter, access
 from quire.server.observe.opentelemetry import otlp_exporter
 from quire.server.observe.throughput import tell_throughput, throughput

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.engine.client.history import History
-from quire.engine.stats import StepRecord
+from quire.engine.core.history import History
+from quire.engine.core.stats import StepRecord
 from quire.engine.types import Adapter, Request, RequestOutput, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

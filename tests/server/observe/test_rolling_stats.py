@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 from quire.server.observe.metrics import ENGINE, TOKEN_SECONDS, Metrics, SpanCollector
 from tests.server.fake import FakeEngine
 

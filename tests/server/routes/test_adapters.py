@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError
+from quire.engine.link.client import EngineClient
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.offline.in_process import InProcessLink
 from quire.server.app import create_app

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 from quire.engine.text.no_tokenizer import NoTokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.pooling import read_tasks
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app

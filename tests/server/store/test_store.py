@@ -15,7 +15,7 @@ from quire.engine.errors import ConfigError
 from quire.server.store import store as store_module
 from quire.server.store.database import FILE, ROW, Database
 from quire.server.store.schema import VERSION
-from quire.server.store.store import Item, Known, Put, Store, Stored, reading
+from quire.server.store.store import Item, ItemSummary, Put, Store, Stored, reading
 
 BIG = 1 << 30
 
@@ -110,14 +110,14 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     store.put("a", conversation("1", "a"))
     size = store.size
 
-    def refuse(known: Known) -> None:
+    def refuse(known: ItemSummary) -> None:
         assert (known.count, known.size) == (1, size)
         raise ValueError
 
     with pytest.raises(ValueError):
         store.append("a", "1", [item("b")], refuse)
     with pytest.raises(ValueError):
-        store.change("a", "1", lambda data: data[:0] if refuse(Known({}, 0, size, 1)) else data)
+        store.change("a", "1", lambda data: data[:0] if refuse(ItemSummary({}, 0, size, 1)) else data)
     assert (ids(store, "a", "1"), store.size) == ((["a"], False), size)
     assert store.change("a", "1", lambda data: b'{"n":%b}' % data) == b'{"n":{}}'
     assert store.change("a", "2", lambda data: data) is None

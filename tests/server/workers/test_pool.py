@@ -239,7 +239,7 @@ async def test_those_who_leave_ask_for_few_workers() -> None:
 
 
 async def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.client.child.sys.executable", "/nowhere/python")
+    monkeypatch.setattr("quire.engine.processes.child.sys.executable", "/nowhere/python")
     async with open_pool() as pool:
         with pytest.raises(EngineError):
             await isolated(pool, works.pid)

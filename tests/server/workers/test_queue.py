@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.workers import queue as queues
-from quire.server.workers.queue import LARGE_BYTES, FairQueue, Turn
+from quire.server.workers.queue import LARGE_BYTES, JobQueue, WorkerTurn
 
 
 def tenant(name: str, weight: float = 1.0) -> Tenant:
@@ -36,16 +36,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> Turn:
-    return Turn(of, size, asyncio.get_running_loop().create_future(), arrived=clock())
+def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerTurn:
+    return WorkerTurn(of, size, asyncio.get_running_loop().create_future(), arrived=clock())
 
 
-async def served(queue: FairQueue, clock: Clock, turns: list[Turn], seconds: Callable[[Turn], float]) -> list[Turn]:
+async def served(
+    queue: JobQueue, clock: Clock, turns: list[WorkerTurn], seconds: Callable[[WorkerTurn], float]
+) -> list[WorkerTurn]:
     """All turns in the order in which they were granted; each takes `seconds`."""
     for each in turns:
         queue.add(each)
-    order: list[Turn] = []
-    running: dict[Turn, float] = {}
+    order: list[WorkerTurn] = []
+    running: dict[WorkerTurn, float] = {}
     while len(order) < len(turns) or running:
         for each in turns:
             if each.granted.done() and each not in order:
@@ -60,7 +62,7 @@ async def served(queue: FairQueue, clock: Clock, turns: list[Turn], seconds: Cal
 async def test_who_sends_much_waits_for_who_sends_little(clock: Clock) -> None:
     many, few = tenant("many"), tenant("few")
     turns = [turn(many, clock) for _ in range(50)] + [turn(few, clock) for _ in range(5)]
-    order = await served(FairQueue(1), clock, turns, lambda each: 1.0)
+    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
     places = [place for place, each in enumerate(order) if each.tenant is few]
     assert places[-1] <= 2 * 5
 
@@ -68,7 +70,7 @@ async def test_who_sends_much_waits_for_who_sends_little(clock: Clock) -> None:
 async def test_shares_follow_weights(clock: Clock) -> None:
     heavy, light = tenant("heavy", 3.0), tenant("light", 1.0)
     turns = [turn(each, clock) for each in (heavy, light) for _ in range(40)]
-    order = await served(FairQueue(1), clock, turns, lambda each: 1.0)
+    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
     first = Counter(each.tenant.name for each in order[:40])
     assert 28 <= first["heavy"] <= 32
 
@@ -76,13 +78,13 @@ async def test_shares_follow_weights(clock: Clock) -> None:
 async def test_time_counts_and_not_the_number(clock: Clock) -> None:
     slow, quick = tenant("slow"), tenant("quick")
     turns = [turn(slow, clock) for _ in range(10)] + [turn(quick, clock) for _ in range(100)]
-    order = await served(FairQueue(1), clock, turns, lambda each: 10.0 if each.tenant is slow else 1.0)
+    order = await served(JobQueue(1), clock, turns, lambda each: 10.0 if each.tenant is slow else 1.0)
     assert 4 <= sum(each.tenant is slow for each in order[:55]) <= 6
 
 
 async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
     one = tenant("one")
-    queue = FairQueue(1)
+    queue = JobQueue(1)
     queue.add(blocker := turn(one, clock))
     large = turn(one, clock, size=900_000)
     queue.add(large)
@@ -104,10 +106,10 @@ async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
 )
 def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list[tuple[str, int, bool]]) -> None:
     async def run() -> None:
-        queue, open_turns = FairQueue(slots), list[Turn]()
+        queue, open_turns = JobQueue(slots), list[WorkerTurn]()
         tenants = {name: tenant(name) for name in "abc"}
         for name, size, ends_one in jobs:
-            each = Turn(tenants[name], size, asyncio.get_running_loop().create_future())
+            each = WorkerTurn(tenants[name], size, asyncio.get_running_loop().create_future())
             open_turns.append(each)
             queue.add(each)
             if ends_one:  # running or not: callers leave while they wait, too
@@ -131,7 +133,7 @@ def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list
 
 async def test_many_jobs_of_one_kind_do_not_hold_up_another(clock: Clock) -> None:
     """Also where all callers are one tenant: a server without keys."""
-    queue, anybody = FairQueue(2), tenant("")
+    queue, anybody = JobQueue(2), tenant("")
     grammars = [turn(anybody, clock) for _ in range(50)]
     for each in grammars:
         each.slow = True

@@ -1,0 +1,65 @@
+"""The interface to what computes the scheduler's batches: one device (engine/worker/runner.py), or a fake in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.types import Adapter
+
+
+class Pending(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepOutput:
+        """What the step computed; waits for it. Called once, and for all steps in the order of their launch."""
+
+
+class AdapterLoader(Protocol):
+    """Puts adapters into slots of the device, beside the steps: nothing waits for it."""
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Begin to put an adapter into a slot. No row of a step may be in this slot until it is `loaded`."""
+
+    def loaded(self) -> list[tuple[int, str | None]]:
+        """The slots that were filled since the last call, each with None, or with why it could not be filled."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a load has ended, or as long."""
+
+
+class PageMover(Protocol):
+    """Copies KV pages between the device and the host's memory. `read` and `write` may be called by any thread, and
+    return when the copy is made."""
+
+    page_bytes: int
+    """Of a page in all layers together."""
+    layout: str
+    """What the bytes of a page are: their shapes, types and order, and what computes them."""
+
+    def claim(self, pages: Sequence[int]) -> None:
+        """These pages are going to be written; called by the engine's loop before they are."""
+
+    def read(self, page: int) -> memoryview:
+        """A copy of a page as the batches launched so far leave it. No batch launched before this returns may write to
+        the page."""
+
+    def write(self, page: int, content: bytes | memoryview) -> None:
+        """Fill a page, which no batch may use that is launched before this returns."""
+
+
+class Executor(Protocol):
+    """Computes batches in the order in which they are launched."""
+
+    def launch(self, batch: Batch) -> Pending:
+        """Start computing a batch. A later batch may be launched before this one's result is asked for."""
+
+    def warm_up(self) -> bool:
+        """Prepare one thing that a later step will need, in less than a second or so; False when all is ready."""
+
+    def mover(self) -> PageMover | None:
+        """What copies its KV pages, for tiers of them; None: it keeps none."""
+
+    def load_grammars(self) -> None:
+        """Begin to load what grammars need, in the background; without this call it is loaded for the first one."""

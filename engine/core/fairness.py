@@ -1,0 +1,156 @@
+"""Which waiting sequence goes next: priorities first, then tenants by how much each was served, then arrival.
+
+Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
+the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
+that starts to wait is raised to at least the smallest counter of those that wait: idle time earns no credit.
+
+The paper preempts nobody, so long answers of one tenant could keep all places for minutes. Here a tenant that holds
+more places than another one's next sequence would give that one must let its newest ones wait, and so must whatever is
+less urgent than what waits: see `yielding`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+
+from quire.engine.core.sequence import Sequence
+from quire.engine.types import Request
+
+MAX_TENANTS = 4096
+"""Whose counters are remembered; gateways tell tenants' names, ever new ones. Of more the least served half that does
+not wait is forgotten: most of these would be raised to the smallest counter anyway, when they wait again."""
+OUTPUT_COST = 2
+"""How many prompt tokens a generated token counts as; the paper's value."""
+
+
+BEHIND = 16
+"""Tokens that what is less urgent gets of a step at least."""
+
+
+class TokenBudget:
+    """The tokens of a step. While something more urgent runs or waits, what is less urgent gets as many as that has,
+    and at least BEHIND: it goes on, and costs the others little of their time."""
+
+    def __init__(self, tokens: int, running: SequenceOf[Sequence], first: Sequence | None) -> None:
+        """`first`: of those that wait."""
+        self.left = tokens
+        known = running if first is None else (*running, first)
+        self._urgency = min((seq.request.priority for seq in known), default=0)
+        self._urgent = self._behind = 0
+
+    def most(self, seq: Sequence) -> int:
+        """How many tokens a sequence may compute."""
+        if seq.request.priority <= self._urgency:
+            return self.left
+        return min(self.left, max(BEHIND, self._urgent) - self._behind)
+
+    def take(self, seq: Sequence, count: int) -> None:
+        """A negative count gives back."""
+        self.left -= count
+        if seq.request.priority <= self._urgency:
+            self._urgent += count
+        else:
+            self._behind += count
+
+
+class FairQueue:
+    """The waiting sequences in order. It knows no clock, no pages and no steps."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        """Virtual token counters, by tenant."""
+        self._lines: dict[tuple[int, str], list[Sequence]] = {}
+        """By (priority, tenant): the waiting sequences in order of arrival. Empty lists are removed."""
+        self._last_left = 0.0
+        """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
+
+    def rank(self, seq: Sequence) -> tuple[int, float, int]:
+        """The smallest goes first; among running sequences the largest is preempted first."""
+        return (seq.request.priority, self._served.get(seq.request.tenant, self._last_left), seq.arrival)
+
+    def push(self, seq: Sequence) -> None:
+        tenant = seq.request.tenant
+        if not self._waits(tenant):
+            lowest = min((self._served[other] for _, other in self._lines), default=self._last_left)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), lowest)
+        insort(self._lines.setdefault((seq.request.priority, tenant), []), seq, key=_arrival)
+        self._forget()
+
+    def peek(self) -> Sequence | None:
+        """The sequence to go next."""
+        return min((line[0] for line in self._lines.values()), key=self.rank, default=None)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a waiting sequence out."""
+        tenant = seq.request.tenant
+        key = (seq.request.priority, tenant)
+        line = self._lines[key]
+        index = bisect_left(line, seq.arrival, key=_arrival)
+        assert line[index] is seq, "it does not wait"
+        del line[index]
+        if not line:
+            del self._lines[key]
+            if not self._waits(tenant):
+                self._last_left = self._served[tenant]
+
+    def yielding(self, first: Sequence, running: SequenceOf[Sequence]) -> list[Sequence]:
+        """The running sequences that may be preempted for `first`, which goes next, in the order to preempt them.
+
+        They are less urgent; or they come after it in rank, and their tenant still runs at least as many for its weight
+        without them as its own tenant does with it. So each preemption makes the shares of the most urgent more equal,
+        and none is answered by one back.
+        """
+        tenant, urgency, rank = first.request.tenant, first.request.priority, self.rank(first)
+        held = Counter(seq.request.tenant for seq in running)
+        if len(held) == 1 and tenant in held and all(seq.request.priority <= urgency for seq in running):
+            return []
+        share = (held[tenant] + 1) / first.request.weight
+        found = []
+        for seq in sorted(running, key=self.rank, reverse=True):
+            other, less_urgent = seq.request.tenant, seq.request.priority > urgency
+            beyond = other != tenant and (held[other] - 1) / seq.request.weight >= share
+            if less_urgent or (beyond and rank < self.rank(seq)):
+                held[other] -= 1
+                found.append(seq)
+        return found
+
+    def slot(self, seq: Sequence) -> int:
+        """The slot of the adapter of a sequence that may go next; 0: it needs none."""
+        assert seq.request.adapter is None, "an adapter, and nothing that loads any"
+        return 0
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; it does not wait."""
+
+    def take_loads(self) -> list[tuple[str, float]]:
+        """See Batch.loads; since the last call."""
+        return []
+
+    def advance(self) -> SequenceOf[tuple[Sequence, str]]:
+        """Let those go next that waited for something that has come. Returns those for which it cannot come, with why:
+        they still wait, and must be removed."""
+        return ()
+
+    def wait(self) -> None:
+        """Wait a little for what sequences wait for, as there is nothing to compute."""
+
+    def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count tokens that were computed for the request's tenant."""
+        served = self._served.get(request.tenant, self._last_left)
+        self._served[request.tenant] = served + (prompt_tokens + OUTPUT_COST * output_tokens) / request.weight
+
+    def _forget(self) -> None:
+        if len(self._served) > MAX_TENANTS:
+            waiting = {tenant for _, tenant in self._lines}
+            idle = sorted(self._served.keys() - waiting, key=lambda tenant: self._served[tenant])
+            for tenant in idle[: len(idle) // 2]:
+                del self._served[tenant]
+
+    def _waits(self, tenant: str) -> bool:
+        return any(other == tenant for _, other in self._lines)
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival

@@ -1,0 +1,160 @@
+"""Snapshots of states that are too large for every page (DeltaState in engine/checkpoint/page_groups.py): whoever
+begins behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies
+a sequence's slot to it, using it copies it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from quire.engine.core.batch import SlotCopy
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.sequence import Sequence
+
+_WORTHWHILE = 64
+"""Tokens computed since a sequence's last snapshot that make one at its prompt's end worth a step of its own."""
+
+
+class SnapshotPlan(NamedTuple):
+    slots: int
+    every: int
+    """Tokens, a multiple of a page's."""
+
+
+class _Kept(NamedTuple):
+    """A snapshot that a step is to take."""
+
+    snapshot: int
+    digest: bytes
+    """Of the page at whose end it stands."""
+    slot: int
+
+
+class NoSnapshots:
+    """For models whose pages hold all that a sequence needs."""
+
+    def usable(self, digests: SequenceOf[bytes]) -> int:
+        """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
+        return len(digests)
+
+    def begin_step(self) -> None:
+        """Another step is decided: what the steps before it keep can be used."""
+
+    def bound(self, seq: Sequence, most: int) -> int:
+        """How many of `most` known tokens a sequence may compute in the next step."""
+        return most
+
+    def drafts(self, known: int, most: int) -> int:
+        """How many of `most` guesses may follow a sequence's `known` tokens in the next step."""
+        return most
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence got a slot, and the pages of its first `computed` tokens."""
+
+    def keep(self, seq: Sequence, known: int) -> None:
+        """A step takes a sequence's state to its first `known` tokens, none of them a guess."""
+
+    def take_copies(self) -> list[SlotCopy]:
+        """What is to be copied before the step that is being decided computes anything, in this order."""
+        return []
+
+    def forget(self) -> None:
+        """Let no snapshot be found."""
+
+
+class Snapshots(NoSnapshots):
+    """They are kept at every so many tokens, counted from a sequence's beginning, and at the last page's end within its
+    prompt, so that a conversation's next turn finds one. Steps end there. The least recently used ones make room; those
+    whose page is cached no longer go first."""
+
+    def __init__(self, pages: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
+        """The snapshots are the slots from `first_slot` on."""
+        assert plan.every % block_size == 0
+        self._pages, self._block_size, self._every, self._first_slot = pages, block_size, plan.every, first_slot
+        self._pool = BlockPool(plan.slots)
+        self._digests: dict[int, bytes] = {}
+        self._copies: list[SlotCopy] = []
+        self._kept: list[_Kept] = []
+        """By the step that was decided last: it has to compute them first."""
+
+    def usable(self, digests: SequenceOf[bytes]) -> int:
+        return next((count for count in range(len(digests), 0, -1) if self._pool.knows(digests[count - 1])), 0)
+
+    def begin_step(self) -> None:
+        for kept, digest, slot in self._kept:
+            self._pool.register(kept, digest)
+            self._pool.release([kept])
+            self._digests[kept] = digest
+            self._copies.append(SlotCopy(slot, self._first_slot + kept))
+        self._kept = []
+
+    def bound(self, seq: Sequence, most: int) -> int:
+        return min(most, self._next(seq) - seq.computed)
+
+    def drafts(self, known: int, most: int) -> int:
+        """The next step must be able to end at the next place."""
+        return min(most, self._regular(known) - known - 1)
+
+    def begin(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        seq.snapshot = seq.computed
+        if seq.computed:
+            found = self._pool.find(self._digest(seq, seq.computed))
+            assert found is not None, "a sequence begins where no snapshot is"
+            self._pool.share([found])
+            self._pool.release([found])  # now it is the most recently used one
+            self._copies.append(SlotCopy(self._first_slot + found, seq.slot))
+
+    def keep(self, seq: Sequence, known: int) -> None:
+        place = known % self._every == 0 or known == self._prompt_end(seq)
+        if not place or known > len(seq.tokens):
+            return
+        assert seq.slot is not None
+        seq.snapshot, digest = known, self._digest(seq, known)
+        if self._pool.knows(digest):
+            return
+        self._let_go()
+        if self._pool.num_free:
+            (kept,) = self._pool.allocate(1)
+            self._digests.pop(kept, None)
+            self._kept.append(_Kept(kept, digest, seq.slot))
+
+    def take_copies(self) -> list[SlotCopy]:
+        copies, self._copies = self._copies, []
+        return copies
+
+    def forget(self) -> None:
+        self._pool.forget()
+        self._digests.clear()
+        self._pool.release([each.snapshot for each in self._kept])
+        self._kept = []
+
+    def _next(self, seq: Sequence) -> int:
+        """The first place behind a sequence's computed tokens."""
+        regular, end = self._regular(seq.computed), self._prompt_end(seq)
+        return end if end is not None and seq.computed < end < regular else regular
+
+    def _regular(self, tokens: int) -> int:
+        return (tokens // self._every + 1) * self._every
+
+    def _prompt_end(self, seq: Sequence) -> int | None:
+        """The last page's end within the prompt, whose last token must be computed in any case; None where too little
+        is computed up to there."""
+        end = (seq.num_prompt - 1) // self._block_size * self._block_size
+        return end if end - seq.snapshot >= _WORTHWHILE else None
+
+    def _digest(self, seq: Sequence, tokens: int) -> bytes:
+        """Of the page at whose end so many tokens are."""
+        return seq.digests(tokens // self._block_size, self._block_size)[-1]
+
+    def _let_go(self) -> None:
+        """Of snapshots whose page is cached no longer."""
+        for kept, digest in list(self._digests.items()):
+            if not self._pages.knows(digest):
+                self._pool.drop(kept)
+                del self._digests[kept]
+
+
+def choose_snapshots(pages: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int) -> NoSnapshots:
+    """By default none."""
+    return NoSnapshots() if plan is None else Snapshots(pages, block_size, plan, first_slot)

@@ -1,0 +1,144 @@
+"""What the engine says of its work: counters, each step, and a snapshot between two of them. All frozen structs."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
+
+
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of one tier of KV pages below the device's: gauges as they are now, and counters since the engine's start."""
+
+    name: str
+    pages: int = 0
+    """Pages that it has; 0 where it does not say."""
+    bytes: int = 0
+    fetched_pages: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
+    """What fetching took, all pages' added up."""
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    off: bool = False
+    """Whether it hung, and is not used any more."""
+
+    def after(self, earlier: TierStats) -> TierStats:
+        """With the counters of the engines before."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
+        return msgspec.structs.replace(self, **sums)
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    saved_blocks: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed (cached ones not counted)."""
+    generation_tokens: int = 0
+    steps: int = 0
+    drafts: int = 0
+    """Times that a sequence's next tokens were guessed and verified."""
+    draft_tokens: int = 0
+    accepted_drafts: list[int] = []
+    """Accepted draft tokens by their place in the draft, from the first."""
+    tiers: list[TierStats] = []
+    """Below the device's cache, the nearest first."""
+    load_seconds: float = 0.0
+    """How long sequences waited for pages of tiers."""
+    pages_lost: int = 0
+    """Pages that no tier kept, for they came faster than they could be written."""
+
+    def without_gauges(self) -> EngineStats:
+        """The counters of an engine that is no more."""
+        tiers = [msgspec.structs.replace(tier, pages=0, bytes=0, off=False) for tier in self.tiers]
+        return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_GAUGES, 0))
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """With the counters increased by those of the engines before."""
+        sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTERS}
+        places = zip_longest(earlier.accepted_drafts, self.accepted_drafts, fillvalue=0)
+        before = {tier.name: tier for tier in earlier.tiers}
+        tiers = [tier.after(before.pop(tier.name, TierStats(tier.name))) for tier in self.tiers] + [*before.values()]
+        return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
+
+
+_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks")
+_COUNTERS = (
+    *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
+    *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
+)
+"""Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
+
+
+class SequenceSnapshot(msgspec.Struct, frozen=True):
+    """One request as the scheduler sees it."""
+
+    id: str
+    phase: Phase
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache held when it was admitted."""
+    computed_tokens: int
+    """Tokens whose KV is in the cache, or will be after the step under way."""
+    output_tokens: int
+    limit: int
+    """Most tokens it may generate."""
+    blocks: int
+    shared_blocks: int
+    """Those of its pages that others hold too."""
+    priority: int
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True):
+    """The engine between two steps, for the live view."""
+
+    stats: EngineStats
+    sequences: list[SequenceSnapshot]
+    """Those that run, then those that wait, each in their order; at most engine/core/snapshot.py's MOST_SEQUENCES."""
+    pages: bytes
+    """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared
+    by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `sequences` of its owner."""
+    resident_bytes: int
+    """Memory of the engine process; 0 where the system does not say."""
+    seconds: float
+    """Time it took to make this snapshot."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One step: what it computed, and when. Times are seconds of time.monotonic(), one clock for all processes."""
+
+    number: int
+    """The first step of an engine is 1."""
+    began: float
+    decided: float
+    """When the scheduler had decided the batch."""
+    computed: float
+    """When the executor's output had arrived."""
+    ended: float
+    """When the scheduler had applied it."""
+    rows: int
+    tokens: int
+    chunks: list[tuple[str, int, int]]
+    """(request, first token, tokens) of the rows that are not plain decodes; each plain decode has an output."""
+    preempted: list[str]
+    fetched: list[tuple[str, str, int, float, float]] = []
+    """(request, tier, tokens, began, ended) of what came back from tiers of KV pages before the step."""
+    drafts: list[tuple[str, int]] = []
+    """(request, tokens) of the rows with guessed tokens; an output has one token more than were right."""
+    loads: list[tuple[str, float]] = []
+    """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
+    them went on beside earlier steps, and this long the step waited."""

@@ -1,0 +1,189 @@
+"""Weights that a trainer sends over a torch.distributed group: received by a process of their own
+(worker/receiver.py), into files in the machine's memory, which are then served as any others (weights.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any, NamedTuple
+
+from quire.engine.errors import EngineError, InvalidRequest, QuireError
+from quire.engine.link.weights import Mode, WeightChanges, to_its_end
+from quire.engine.processes.child import Child, module
+
+_MEMORY = Path("/dev/shm")
+_LEEWAY_SECONDS = 30.0
+"""A receiver that takes so much longer than the group's own timeout hangs."""
+_NO_GROUP = "there is no group: /init_weights_group comes first"
+
+
+class Group(NamedTuple):
+    """Where a group meets, and this server's place in it. The sender is rank 0."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    """gloo, or on NVIDIA GPUs nccl."""
+    timeout: float
+    """Seconds to wait for the others, at the start and in each broadcast."""
+
+
+class Tensor(NamedTuple):
+    name: str
+    dtype: str
+    """float32, bfloat16 or float16."""
+    shape: Sequence[int]
+
+
+class WeightsGroup:
+    """One at a time for a server. All methods must be called from the client's event loop; one call follows another,
+    and each is made to its end, even if nobody waits for it any more."""
+
+    def __init__(self, weights: WeightChanges) -> None:
+        self.weights = weights
+        self._process: Child | None = None
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._group: Group | None = None
+        self._turn = asyncio.Lock()
+        self._root: Path | None = None
+        """Of all folders; the process removes it when we are gone."""
+        self._folders = 0
+        self._partial: Path | None = None
+        """The folder of the model that is on its way."""
+        self._served: Path | None = None
+
+    async def join(self, group: Group) -> None:
+        """Returns when all members are there; leaves another group. Raises InvalidRequest where they do not come."""
+
+        async def joined() -> None:
+            await self._forget()
+            self._group = group
+            try:
+                await self._ask("join", **group._asdict())
+            except QuireError:
+                self._group = None
+                raise
+
+        await to_its_end(self._turn, joined())
+
+    async def leave(self) -> None:
+        """Weights that came over the group are served on; a model of which only a part came is dropped."""
+
+        async def left() -> None:
+            if self._group is not None:
+                await self._forget()
+                await self._ask("leave")
+                self._group = None
+
+        await to_its_end(self._turn, left())
+
+    async def receive(self, tensors: Sequence[Tensor]) -> None:
+        """Take part in one broadcast for each tensor. Raises InvalidRequest where the group breaks, which it then is;
+        the weights before are served on."""
+
+        async def received() -> None:
+            if self._group is None:
+                raise InvalidRequest(_NO_GROUP, param="tensors")
+            if self._partial is None:
+                self._folders += 1
+                self._partial = self._folder() / str(self._folders)
+            try:
+                await self._ask("receive", folder=str(self._partial), tensors=tensors)
+            except QuireError:
+                await self._forget()
+                self._group = None
+                raise
+
+        await to_its_end(self._turn, received())
+
+    async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
+        """Compute with what was received since the last call: see Weights.update, whose errors are these."""
+
+        async def served() -> str:
+            if self._partial is None:
+                raise InvalidRequest("no tensor was received", param="tensors")
+            folder = self._partial
+            await self._ask("finish", folder=str(folder))
+            self._partial = None
+            try:
+                name = await self.weights.update(str(folder), mode, version)
+            except QuireError:
+                await _remove(folder)
+                raise
+            if self._served is not None:
+                await _remove(self._served)
+            self._served = folder
+            return name
+
+        return await to_its_end(self._turn, served())
+
+    async def close(self) -> None:
+        """After the client's end: the files go with the process."""
+        await self._end()
+        if self._root is not None:
+            await _remove(self._root)
+
+    async def _forget(self) -> None:
+        """The model that is on its way."""
+        if self._partial is not None:
+            folder, self._partial = self._partial, None
+            await _remove(folder)
+
+    def _folder(self) -> Path:
+        if self._root is None:
+            try:
+                place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+                self._root = Path(tempfile.mkdtemp(prefix="quire-weights-", dir=place))
+            except OSError as error:
+                raise EngineError(f"no folder for weights can be made: {error.strerror}") from None
+        return self._root
+
+    async def _ask(self, do: str, **parameters: Any) -> None:
+        """Have the process do it. Raises InvalidRequest with what it says, EngineError where it ends or hangs."""
+        if do == "join" and (self._process is None or self._process.returncode is not None):
+            await self._start()
+        timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS
+        line = b""
+        if self._connection is not None:
+            reader, writer = self._connection
+            with suppress(TimeoutError, OSError):
+                writer.write(json.dumps({"do": do, **parameters}).encode() + b"\n")
+                line = await asyncio.wait_for(reader.readline(), timeout)
+        if not line:
+            await self._end()
+            raise EngineError("the process that receives weights has ended, or hung: the group is gone")
+        if error := json.loads(line).get("error"):
+            raise InvalidRequest(f"the group broke: {error}")
+
+    async def _start(self) -> None:
+        await self._end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = Child(
+                [*module("quire.engine.worker.receiver"), str(theirs.fileno()), str(self._folder())],
+                descriptors=[theirs.fileno()],
+                stdout=DEVNULL,  # gloo tells there who has come
+            )
+        self._connection = await asyncio.open_connection(sock=ours)
+
+    async def _end(self) -> None:
+        if self._connection is not None:
+            self._connection[1].close()
+            self._connection = None
+        if self._process is not None:
+            await self._process.kill()
+            self._process = None
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

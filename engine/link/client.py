@@ -1,0 +1,357 @@
+"""The book of requests: who asked for what, what each got so far, and who reads it. A link (link.py) has the engine.
+
+The link replaces an engine that ends. The book has what the next one needs: each open request, with the tokens that it
+has already. As a token depends on nothing but its own request, the stream goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+import msgspec
+
+from quire.engine.core.history import History, Recorder
+from quire.engine.core.stats import EngineSnapshot, StepRecord
+from quire.engine.errors import EngineError, QuireError, SlowReader
+from quire.engine.link.link import Link
+from quire.engine.link.output_stream import OutputStream
+from quire.engine.types import Adapter, Request, RequestOutput
+
+log = logging.getLogger("quire.client")
+
+
+class Reader(Protocol):
+    """Takes the outputs of one call's requests: OutputStream in the process that answers the call."""
+
+    ids: Sequence[str]
+    tenant: str
+    call: str
+    """The id of the API call, as `EngineClient.cancel` takes it."""
+    submitted_at: float
+
+    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
+        """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
+        the event loop, if anything. Raises SlowReader when the call is to be given up."""
+
+    def fail(self, error: QuireError) -> None:
+        """No request of the call is open any more, and this is why."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """An API call that submits requests one after another, and has none open at times."""
+
+    id: str
+    tenant: str
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An open request."""
+
+    request: Request
+    reader: Reader
+    emitted: list[int] = field(default_factory=list)
+    """The tokens that were handed out for it."""
+    cached_tokens: int | None = None
+    """How many prompt tokens the first engine that computed it found cached; None before its first output. Clients are
+    told this number also after a replay, which finds a different one."""
+
+
+class EngineClient:
+    """The requests to one engine. All methods must be called from the same event loop."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        link.owner = self
+        self.slow_readers = 0
+        """Answers given up because nobody read them."""
+        self.refusing = False
+        """Whether new requests should be refused while the engine sleeps."""
+        self.failure: QuireError | None = None
+        """What new requests are told; None while they can be submitted."""
+        self.history = History(replicas=len(link.engines))
+        self.recorder: Recorder = self.history
+        """Is told what happens to requests."""
+        self._open: dict[str, _Entry] = {}
+        self._open_by_tenant: Counter[str] = Counter()
+        self._queued_tokens = 0
+        self._elsewhere: Counter[str] = Counter()
+        """Open requests of other books of the same engine, by tenant."""
+        self._queued_elsewhere = 0
+        self._calls: set[Call] = set()
+        self._due: list[Callable[[], None]] = []
+        """What is called at the end of this turn of the event loop."""
+        self._held: dict[str, Request] | None = None
+        """New requests that the engine is not told of, while there are to be none."""
+        self._snapshot: asyncio.Task[EngineSnapshot | None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be submitted; False once the engine is gone for good."""
+        return self.failure is None
+
+    @property
+    def responsive(self) -> bool:
+        return self.alive and self.link.responsive
+
+    @property
+    def healthy(self) -> bool:
+        return self.alive and self.link.healthy
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended, of all books of the engine."""
+        return len(self._open) + self._elsewhere.total()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those that have given no output yet."""
+        return self._queued_tokens + self._queued_elsewhere
+
+    @property
+    def open_by_tenant(self) -> Mapping[str, int]:
+        """The open requests of this book."""
+        return self._open_by_tenant
+
+    def num_open_of(self, tenant: str) -> int:
+        """Number of a tenant's requests that have not ended."""
+        return self._open_by_tenant[tenant] + self._elsewhere[tenant]
+
+    @property
+    def running_adapters(self) -> list[Adapter]:
+        """Of the open requests that have given an output, those that need one."""
+        return self._adapters(queued=False)
+
+    @property
+    def waiting_adapters(self) -> list[Adapter]:
+        """Of the open requests that have given no output yet."""
+        return self._adapters(queued=True)
+
+    def _adapters(self, *, queued: bool) -> list[Adapter]:
+        return [
+            each.request.adapter
+            for each in self._open.values()
+            if each.request.adapter is not None and (each.cached_tokens is None) == queued
+        ]
+
+    # What readers ask
+
+    def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
+        """Submit a group of requests, all of one tenant and with new ids, of the API call `call`.
+
+        Raises EngineError when the engine is gone for good.
+        """
+        ids = [request.id for request in requests]
+        stream = OutputStream(self.abort, ids, requests[0].tenant, call, self.link.weights_version)
+        self.add(requests, stream)
+        return stream
+
+    def add(self, requests: Sequence[Request], reader: Reader) -> None:
+        """As `submit`, with a reader that is there already."""
+        if self.failure is not None:
+            raise self.failure
+        for request in requests:
+            assert request.id not in self._open, f"request id {request.id} is in use"
+            self._open[request.id] = _Entry(request, reader)
+            self._queued_tokens += len(request.prompt_ids)
+            self.recorder.submitted(request)
+        self._open_by_tenant[reader.tenant] += len(requests)
+        if self._held is None:
+            self.link.send(requests)
+        else:
+            self._held |= {request.id: request for request in requests}
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End a request whose reader wants no more outputs."""
+        if self._close(request_id):
+            self.recorder.end(request_id, reason)
+            self._withdraw(request_id)
+
+    def begin_call(self, id: str, tenant: str) -> Call:
+        """A call that `cancel` finds, until `end_call`, whether or not it has requests open."""
+        call = Call(id, tenant)
+        self._calls.add(call)
+        return call
+
+    def end_call(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    def age(self, request_id: str) -> float:
+        """Seconds since an open request was submitted; 0 when it is not open."""
+        entry = self._open.get(request_id)
+        return 0.0 if entry is None else monotonic() - entry.reader.submitted_at
+
+    def snapshot(self) -> asyncio.Task[EngineSnapshot | None]:
+        """See Link.snapshot. Those who ask before it is there share it."""
+        if self._snapshot is None or self._snapshot.done():
+            self._snapshot = asyncio.create_task(self.link.snapshot())
+        return self._snapshot
+
+    # What others than the readers ask
+
+    def cancel(self, request_id: str, tenant: str | None = None) -> int:
+        """End a request, or all requests of a call, on behalf of someone who does not read their outputs.
+
+        request_id: the id of a request or of a call. Their readers see finish_reason "abort". With a tenant, only that
+        tenant's requests are ended. Returns how many were, or 1 for a call that has none open just now.
+        """
+        calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
+        for call in calls:
+            call.cancelled = True
+        found = [
+            each
+            for each, entry in self._open.items()
+            if request_id in (each, entry.reader.call) and tenant in (None, entry.reader.tenant)
+        ]
+        self._end(found)
+        return len(found) or len(calls)
+
+    def abort_all(self) -> None:
+        """End all open requests; their readers see finish_reason "abort"."""
+        self._end(list(self._open))
+
+    def end_all(self, error: QuireError) -> None:
+        """Abort all open requests; their readers get `error` after the outputs before it."""
+        for request_id in list(self._open):
+            self.give_up(request_id, error)
+
+    def retire(self, error: QuireError) -> None:
+        """The same, and later requests raise `error`: the engine is about to be stopped."""
+        self.end_all(error)
+        self.failure = self.failure or error
+
+    def drop(self, reader_is: Callable[[Reader], bool]) -> int:
+        """Abort the requests of some readers. Returns how many these were."""
+        found = [each for each, entry in self._open.items() if reader_is(entry.reader)]
+        for request_id in found:
+            self.abort(request_id)
+        return len(found)
+
+    def hold(self) -> None:
+        """Keep new requests from the engine, until `release`."""
+        self._held = {}
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        if held and self.failure is None:
+            self.link.send(list(held.values()))
+
+    @property
+    def has_unheld(self) -> bool:
+        """Whether requests are open that the engine was told of."""
+        return len(self._open) > len(self._held or ())
+
+    # What the link tells
+
+    def request(self, request_id: str) -> Request:
+        entry = self._open[request_id]
+        return msgspec.structs.replace(entry.request, emitted_ids=entry.request.emitted_ids + entry.emitted)
+
+    def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+        outputs = [self._noted(output) for output in outputs]
+        self.recorder.stepped(outputs, step, engine)
+        version = self.link.weights_version
+        for output in outputs:
+            entry = self._open.get(output.id)
+            if entry is None:
+                continue
+            if output.finish_reason is not None:
+                self._close(output.id)
+            try:
+                later = entry.reader.push(output, version)
+            except SlowReader as error:
+                self.slow_readers += 1
+                self._give_up(entry.reader, error)
+                continue
+            if later is not None:
+                if not self._due:
+                    asyncio.get_running_loop().call_soon(self._end_turn)
+                self._due.append(later)
+
+    def _noted(self, output: RequestOutput) -> RequestOutput:
+        """The output as the client is to see it, with the first engine's cached_tokens."""
+        entry = self._open.get(output.id)
+        if entry is None:
+            return output
+        if output.finish_reason is None:
+            entry.emitted += output.new_ids
+        if entry.cached_tokens is None:
+            entry.cached_tokens = output.cached_tokens
+            self._queued_tokens -= len(entry.request.prompt_ids)
+        elif entry.cached_tokens != output.cached_tokens:
+            return msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)
+        return output
+
+    def _end_turn(self) -> None:
+        """Hand on what has come in this turn: one callback for all streams, for a callback each costs more."""
+        due, self._due = self._due, []
+        for hand_on in due:
+            try:
+                hand_on()
+            except Exception:
+                log.exception("a stream failed")  # which is no reason to lose what is for the others
+
+    def lost(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
+        """ids: the requests that the engine had; None: all."""
+        self.recorder.engine_died(engine, ids)
+
+    def changed(self, engine: int = 0) -> None:
+        """Requests that a lone engine cannot compute yet wait in its link."""
+
+    def give_up(self, request_id: str, error: QuireError) -> None:
+        """End the call of a request, if it is open; its reader gets `error` after the outputs before it."""
+        if (entry := self._open.get(request_id)) is not None:
+            self._give_up(entry.reader, error)
+
+    def fail(self, error: EngineError, engine: int = 0) -> None:
+        """The engine is gone for good: every open stream ends with an error. Only the first call counts."""
+        if self.failure is None:
+            self.failure = error
+            self.recorder.engine_died(for_good=True)
+            readers = dict.fromkeys(entry.reader for entry in self._open.values())
+            for request_id in list(self._open):
+                self._close(request_id)
+            for reader in readers:
+                reader.fail(error)
+
+    def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
+        """What all books of the engine have open, this one included. What is on its way makes it inexact for a
+        moment."""
+        self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
+        self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
+
+    def _give_up(self, reader: Reader, error: QuireError) -> None:
+        for request_id in reader.ids:
+            self.abort(request_id)
+        reader.fail(error)
+
+    def _end(self, ids: Sequence[str]) -> None:
+        self.deliver([RequestOutput(each, [], finish_reason="abort") for each in ids])
+        for each in ids:
+            self._withdraw(each)
+
+    def _withdraw(self, request_id: str) -> None:
+        """Tell the engine of a request's end, if it was told of the request."""
+        if self.failure is None and (self._held is None or self._held.pop(request_id, None) is None):
+            self.link.abort(request_id)
+
+    def _close(self, request_id: str) -> bool:
+        """Remove a request from the open ones; returns whether it was open."""
+        entry = self._open.pop(request_id, None)
+        if entry is None:
+            return False
+        if entry.cached_tokens is None:
+            self._queued_tokens -= len(entry.request.prompt_ids)
+        tenant = entry.reader.tenant
+        self._open_by_tenant[tenant] -= 1
+        if not self._open_by_tenant[tenant]:
+            del self._open_by_tenant[tenant]  # gateways tell tenants' names, ever new ones
+        return True

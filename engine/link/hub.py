@@ -1,0 +1,311 @@
+"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (remote.py) in
+each of the others.
+
+The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
+aborts the requests of an API process that has ended, and passes questions from one API process to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import count
+from time import monotonic
+
+import zmq
+
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import together
+from quire.engine.link.hub_messages import (
+    LASTING,
+    Abort,
+    Alive,
+    Answer,
+    Answers,
+    Ask,
+    Change,
+    Changed,
+    EngineDied,
+    EngineState,
+    Fault,
+    FromHub,
+    Hello,
+    NotStarted,
+    Question,
+    ResetPrefixCache,
+    Serving,
+    SnapshotRequest,
+    SnapshotTaken,
+    State,
+    Submit,
+    ToHub,
+    Welcome,
+    decode_to_hub,
+    encode,
+)
+from quire.engine.link.hub_relay import Channel, Relayed
+from quire.engine.link.tasks import Tasks
+from quire.engine.link.weights import Weights
+from quire.engine.processes.wire import Wire
+from quire.engine.types import EngineInfo, Request, RequestOutput
+
+log = logging.getLogger("quire.hub")
+
+_TICK_SECONDS = 0.1
+"""Time between two looks at how the engines are."""
+_TELL_SECONDS = 1.0
+"""After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
+_ANSWER_SECONDS = 2.0
+"""How long an API process may take to answer a question of another."""
+_REMEMBER_SECONDS = 5.0
+"""Time between two questions to all API processes for the counts that would be lost with them."""
+
+
+class Hub:
+    """All methods must be called from the client's event loop."""
+
+    def __init__(self, client: EngineClient, address: str) -> None:
+        """address: where API processes connect, as ZeroMQ writes it."""
+        self._client = client
+        self._weights = Weights(client)
+        client.recorder = self  # what happened to a request is kept by the API process that has it
+        self._wire = Wire(zmq.ROUTER)
+        self._address = address
+        self._channels: dict[bytes, Channel] = {}
+        """By the identity of the API process."""
+        self._info: EngineInfo | None = None
+        self._flushing = False
+        self._state: State | None = None
+        """The last one that was sent."""
+        self._numbers = count()
+        self._asked: dict[tuple[bytes, int], asyncio.Future[bytes | None]] = {}
+        """Answers that are awaited, by who was asked and the question's number."""
+        self._lasting: dict[int, bytes] = {}
+        """By number of the API process: its last answer to LASTING."""
+        self._tasks = Tasks(self._failed)
+        self.changed = asyncio.Event()
+        """Set when an API process has started, or cannot; then another event takes its place."""
+
+    def listen(self) -> None:
+        """Begin to hear API processes. Raises EngineError where there can be no socket."""
+        self._wire.bind(self._address)
+        self._tasks.begin(self._receive())
+        self._tasks.begin(self._tick())
+        self._tasks.begin(self._remember())
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The API processes that there are."""
+        return list(self._channels.values())
+
+    def ready(self, info: EngineInfo) -> None:
+        """The engine is ready: API processes may begin."""
+        self._info = info
+        for identity, channel in self._channels.items():
+            self._welcome(identity, channel)
+
+    def add(self, identity: bytes, number: int) -> Channel:
+        """Expect an API process with this identity."""
+        channel = Channel(number, lambda message: self._write(identity, message))
+        self._channels[identity] = channel
+        return channel
+
+    def remove(self, identity: bytes) -> int:
+        """An API process has ended: abort its requests. Returns how many these were."""
+        channel = self._channels.pop(identity)
+        for (asked, _), answer in self._asked.items():
+            if asked == identity and not answer.done():
+                answer.set_result(None)
+        return self._client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        self._wire.close()
+
+    def _failed(self, error: BaseException) -> None:
+        log.error("the hub failed", exc_info=error)
+        self._client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
+
+    def _write(self, identity: bytes, message: FromHub) -> None:
+        self._wire.send(identity, encode(message))
+
+    def _stats(self) -> list[EngineStats]:
+        return [each.stats for each in self._client.link.engines]
+
+    async def _receive(self) -> None:
+        while True:
+            identity, message = await self._wire.receive()
+            channel = self._channels.get(identity)
+            if channel is not None:  # else it has ended
+                channel.silence = 0.0
+                self._take(identity, channel, decode_to_hub(message))
+
+    def _take(self, identity: bytes, channel: Channel, message: ToHub) -> None:
+        match message:
+            case Submit():
+                self._submit(channel, message)
+            case Abort():
+                for request_id in message.ids:
+                    self._client.abort(request_id)
+            case Hello():
+                self._welcome(identity, channel)
+            case Serving() | NotStarted():
+                channel.started = channel.started or message
+                self.changed.set()
+                self.changed = asyncio.Event()
+            case SnapshotRequest():
+                self._tasks.begin(self._snapshot(channel))
+            case ResetPrefixCache():
+                self._client.link.reset_prefix_cache()
+            case Change():
+                self._tasks.begin(self._change(channel, message))
+            case Ask():
+                self._tasks.begin(self._ask(identity, channel, message))
+            case Answer():
+                answer = self._asked.get((identity, message.number))
+                if answer is not None and not answer.done():
+                    answer.set_result(message.body)
+            case Alive():
+                pass
+
+    def _welcome(self, identity: bytes, channel: Channel) -> None:
+        """Tell an API process that the engine is ready, once both are there."""
+        if self._info is not None:
+            channel.welcomed = True
+            self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
+
+    def _submit(self, channel: Channel, message: Submit) -> None:
+        requests = together(message.requests, message.images)
+        reader = Relayed(requests, channel, self._stats)
+        try:
+            self._client.add(requests, reader)
+        except QuireError as error:
+            reader.fail(error)
+
+    # From the engine: what a Recorder is told
+
+    def submitted(self, request: Request) -> None:
+        """The API process has recorded it."""
+
+    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+        version, first = self._client.link.weights_version, True
+        for channel in self._channels.values():
+            channel.begin(record, replica, version, counts=first)
+            first = first and not channel.welcomed
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing, stats = False, self._stats()
+        for channel in self._channels.values():
+            channel.flush(stats)
+
+    def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
+        if not for_good:  # then all readers fail, which each API process is told
+            self._tell(EngineDied(replica, None if ids is None else list(ids)))
+            asyncio.get_running_loop().call_soon(self._tell_state)
+
+    def end(self, request_id: str, reason: str) -> None:
+        """The API process records it."""
+
+    def _tell(self, message: FromHub) -> None:
+        stats = self._stats()
+        for channel in self._channels.values():
+            if channel.welcomed:
+                channel.send(message, stats)
+
+    # What API processes want
+
+    async def _snapshot(self, channel: Channel) -> None:
+        view = None
+        if self._client.responsive:
+            view = await self._client.snapshot()
+        channel.send(SnapshotTaken(view), self._stats())
+
+    async def _change(self, channel: Channel, wanted: Change) -> None:
+        fault = None
+        try:
+            if wanted.do == "sleep":
+                await self._weights.sleep(wanted.level, wanted.mode, refuse=wanted.refuse)
+            elif wanted.do == "wake_up":
+                await self._weights.wake_up()
+            else:
+                await self._weights.update(wanted.path, wanted.mode, wanted.version)
+        except QuireError as error:
+            fault = Fault.of(error)
+        self._tell_state()
+        # Messages to an API process arrive in their order. When all have answered this question, all have been told of
+        # the change, and the one that asked for it can rely on that.
+        await self._answers("", b"")
+        channel.send(Changed(wanted.number, self._client.link.weights_version, fault), self._stats())
+
+    async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
+        bodies = await self._answers(asked.topic, asked.body, but=identity)
+        if asked.topic == LASTING:  # those that are being replaced
+            there = {each.number for each in self._channels.values() if each.welcomed}
+            bodies += [body for number, body in self._lasting.items() if number not in there]
+        channel.send(Answers(asked.number, bodies), self._stats())
+
+    async def _answers(self, topic: str, body: bytes, *, but: bytes | None = None) -> list[bytes]:
+        """The answers of all API processes, or of all but one."""
+        number = next(self._numbers)
+        waiting = {}
+        for identity, channel in self._channels.items():
+            if identity != but and channel.welcomed:
+                self._asked[identity, number] = waiting[channel] = asyncio.get_running_loop().create_future()
+                self._write(identity, Question(number, topic, body))
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=_ANSWER_SECONDS)
+        self._asked = {key: answer for key, answer in self._asked.items() if key[1] != number}
+        found = []
+        for channel, answer in waiting.items():
+            said = answer.result() if answer.done() else None
+            if topic == LASTING:
+                said = self._lasting[channel.number] = said or self._lasting.get(channel.number, b"")
+            found.append(said)
+        return [said for said in found if said]
+
+    async def _remember(self) -> None:
+        while True:
+            await asyncio.sleep(_REMEMBER_SECONDS)
+            await self._answers(LASTING, b"")
+
+    # How the engines are
+
+    async def _tick(self) -> None:
+        last = told = monotonic()
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            last, elapsed = monotonic(), min(monotonic() - last, 2 * _TICK_SECONDS)
+            for channel in self._channels.values():
+                channel.silence += elapsed
+            if last - told > _TELL_SECONDS:
+                self._state, told = None, last
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        state = self._now()
+        if state != self._state:
+            self._state = state
+            self._tell(state)
+
+    def _now(self) -> State:
+        client, link = self._client, self._client.link
+        return State(
+            engines=[EngineState(each.stats, each.responsive, each.asleep) for each in link.engines],
+            responsive=client.responsive,
+            healthy=client.healthy,
+            asleep=link.asleep,
+            refusing=client.refusing,
+            weights_version=link.weights_version,
+            deaths=link.deaths,
+            replays=link.replays,
+            quarantined=link.quarantined,
+            failure=None if client.failure is None else Fault.of(client.failure),
+            open=dict(client.open_by_tenant),
+            queued_tokens=client.queued_tokens,
+        )

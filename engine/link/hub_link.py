@@ -1,0 +1,284 @@
+"""The link of an API process to an engine that it shares with others: it goes through the hub (hub.py) of the process
+that has the engine, which tells how the engine is up to 0.1 s late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import count
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.core.together import total
+from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.link.broadcast import Group, WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import apart
+from quire.engine.link.hub_messages import (
+    Abort,
+    Alive,
+    Answer,
+    Answers,
+    Ask,
+    Change,
+    Changed,
+    EngineDied,
+    EngineState,
+    Failed,
+    FromHub,
+    Hello,
+    Question,
+    ResetPrefixCache,
+    Serving,
+    SnapshotRequest,
+    SnapshotTaken,
+    State,
+    Stepped,
+    Submit,
+    ToHub,
+    Welcome,
+    decode_from_hub,
+    encode,
+)
+from quire.engine.link.link import Link
+from quire.engine.link.tasks import Tasks
+from quire.engine.link.weights import Mode
+from quire.engine.processes.wire import Wire
+from quire.engine.types import EngineInfo, Request
+
+_ALIVE_SECONDS = 1.0
+_SILENCE_SECONDS = 10.0
+"""After so long without a sign of life from the hub, all that waits for it is given up."""
+_LINGER_MS = 1000
+"""How long the last message of a process may take when it ends."""
+Answering = Callable[[bytes], Awaitable[bytes | None]]
+
+
+class HubLink(Link):
+    """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
+
+    owner: EngineClient
+
+    def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
+        """address, identity: where the hub listens, and how it knows this process."""
+        super().__init__()
+        self.answering: Mapping[str, Answering] = {}
+        """How this process answers the questions of others, by topic."""
+        self.on_version: list[Callable[[str], None]] = []
+        """Called with the version of weights that have changed."""
+        self._told_version = self.weights_version
+        """What `on_version` was last called with."""
+        self.inherited: bytes | None = None
+        """The last answer to messages.LASTING of the process that this one replaces."""
+        self._address, self._identity = address, identity
+        self._wire: Wire | None = None
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
+        self._responsive = self._healthy = False
+        self._silence = 0.0
+        """Seconds since the hub was last heard, without those in which we could not listen."""
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._changing: dict[int, asyncio.Future[Changed]] = {}
+        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
+        self._unsent_aborts: list[str] = []
+        self._tasks = Tasks(self._failed)
+
+    def launch(self) -> None:
+        self._welcome = asyncio.get_running_loop().create_future()
+        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self._identity.encode())
+        self._wire.connect(self._address)
+        self._write(Hello())
+        self._tasks.begin(self._receive())
+        self._tasks.begin(self._live())
+
+    async def start(self) -> EngineInfo:
+        assert self._welcome is not None, "launch comes first"
+        welcome = await self._welcome
+        self.inherited = welcome.inherited
+        return welcome.info
+
+    async def stop(self) -> None:
+        self.die("the engine was stopped")
+        await self._tasks.cancel()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def tell_serving(self, announcement: str) -> None:
+        """This process listens."""
+        self._write(Serving(announcement))
+
+    @property
+    def responsive(self) -> bool:
+        return self._responsive and self._silence <= _SILENCE_SECONDS
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy and self._silence <= _SILENCE_SECONDS
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        """What is measured of each, and whether it works or sleeps."""
+        return self._states
+
+    def reset_prefix_cache(self) -> None:
+        self._write(ResetPrefixCache())
+
+    async def ask(self, topic: str, body: bytes = b"") -> list[bytes]:
+        """The answers of the other API processes, without those that have none or do not answer in time."""
+        number = next(self._numbers)
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        self._write(Ask(number, topic, body))
+        try:
+            return await self._asked[number]
+        finally:
+            del self._asked[number]
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
+        """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
+        await self._change(Change(next(self._numbers), "sleep", level=level, mode=mode, refuse=refuse))
+
+    async def wake_up(self) -> None:
+        """As Weights.wake_up."""
+        await self._change(Change(next(self._numbers), "wake_up"))
+
+    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
+        """As Weights.update."""
+        return await self._change(Change(next(self._numbers), "update", path=path, mode=mode, version=version))
+
+    async def _change(self, wanted: Change) -> str:
+        """Have the weights changed. Returns their version; raises what Weights raises."""
+        self._changing[wanted.number] = asyncio.get_running_loop().create_future()
+        self._write(wanted)
+        try:
+            changed = await self._changing[wanted.number]
+        finally:
+            del self._changing[wanted.number]
+        if changed.fault is not None:
+            raise changed.fault.error()
+        return changed.version
+
+    def send(self, requests: Sequence[Request]) -> None:
+        self._write(Submit(*apart(requests)))
+
+    def abort(self, request_id: str) -> None:
+        if not self._unsent_aborts:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._unsent_aborts.append(request_id)
+
+    def _send_aborts(self) -> None:
+        ids, self._unsent_aborts = self._unsent_aborts, []
+        if self._wire is not None:
+            self._write(Abort(ids))
+
+    async def snapshot(self) -> EngineSnapshot | None:
+        self._snapshot = answer = asyncio.get_running_loop().create_future()
+        self._write(SnapshotRequest())
+        return await answer
+
+    def _write(self, message: ToHub) -> None:
+        if self._wire is None:
+            raise EngineError("the engine was stopped")
+        self._wire.send(encode(message))
+
+    def _failed(self, error: BaseException) -> None:
+        self.die(f"the connection to the engine failed: {type(error).__name__}")
+
+    async def _live(self) -> None:
+        last = monotonic()
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            self._write(Alive())
+            last, elapsed = monotonic(), min(monotonic() - last, 2 * _ALIVE_SECONDS)
+            self._silence += elapsed
+            if self._silence > _SILENCE_SECONDS:
+                self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
+
+    def _give_up(self, error: QuireError) -> None:
+        """End all that waits for the hub with this error."""
+        self.owner.end_all(error)
+        waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
+        for each in waiting:
+            if not each.done():
+                each.set_exception(error)
+
+    async def _receive(self) -> None:
+        wire = self._wire
+        assert wire is not None
+        while True:
+            (message,) = await wire.receive()
+            self._silence = 0.0
+            self._take(decode_from_hub(message))
+
+    def _take(self, message: FromHub) -> None:
+        match message:
+            case Stepped():
+                self._take_steps(message)
+            case State():
+                self._take_state(message)
+            case Failed():
+                for request_id in message.ids:
+                    self.owner.give_up(request_id, message.fault.error())
+            case EngineDied():
+                self.owner.lost(message.replica, message.ids)
+            case SnapshotTaken():
+                if self._snapshot is not None and not self._snapshot.done():
+                    self._snapshot.set_result(message.view)
+            case Question():
+                self._tasks.begin(self._answer(message))
+            case Answers():
+                if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                    asked.set_result(message.bodies)
+            case Changed():
+                if (changing := self._changing.get(message.number)) is not None and not changing.done():
+                    changing.set_result(message)
+            case Welcome():
+                assert self._welcome is not None
+                self._take_state(message.state)
+                if not self._welcome.done():
+                    self._welcome.set_result(message)
+
+    def _take_steps(self, message: Stepped) -> None:
+        states = zip(self._states, message.stats, strict=True)
+        self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
+        self.stats = self._total()
+        for part in message.parts:
+            self.weights_version = part.weights_version
+            self.owner.history.counts = part.counts
+            self.owner.deliver(part.outputs, part.record, part.replica)
+
+    def _take_state(self, state: State) -> None:
+        self._states = state.engines
+        self.stats = self._total()
+        self._responsive, self._healthy = state.responsive, state.healthy
+        self.asleep, self.owner.refusing = state.asleep, state.refusing
+        self.deaths, self.replays, self.quarantined = state.deaths, state.replays, state.quarantined
+        self.weights_version = state.weights_version
+        if self._told_version != state.weights_version:
+            self._told_version = state.weights_version
+            for told in self.on_version:
+                told(state.weights_version)
+        self.owner.share(state.open, state.queued_tokens)
+        if state.failure is not None:
+            self.die(state.failure.message)
+
+    def _total(self) -> EngineStats:
+        return self._states[0].stats if len(self._states) == 1 else total([each.stats for each in self._states])
+
+    async def _answer(self, question: Question) -> None:
+        answering = self.answering.get(question.topic)
+        body = None if answering is None else await answering(question.body)
+        self._write(Answer(question.number, body))
+
+
+class NoWeightsGroup(WeightsGroup):
+    """A group has one member here, and calls for it may come to any API process."""
+
+    async def join(self, group: Group) -> None:
+        raise InvalidRequest("a server with --api-server-count above 1 joins no group: its weights come from a path")

@@ -1,0 +1,207 @@
+"""The messages between a server's hub, which has the engine, and its API processes: msgpack over ZeroMQ on a Unix
+socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from quire.engine import errors
+from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.errors import ConfigError, ModelError, QuireError
+from quire.engine.link.weights import Mode
+from quire.engine.types import EngineInfo, Image, Request, RequestOutput
+
+LASTING = "metrics"
+"""The topic of questions whose answers still count after the end of the API process that gave them."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error on its way to another process."""
+
+    kind: str
+    """The name of its class in engine/errors.py."""
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: QuireError) -> Fault:
+        return cls(type(error).__name__, error.message, error.param)
+
+    def error(self) -> QuireError:
+        kind = getattr(errors, self.kind)
+        if issubclass(kind, ModelError):  # which is made otherwise, and says no more
+            kind = ConfigError
+        made = kind(self.message, param=self.param)
+        assert isinstance(made, QuireError)
+        return made
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """An API process is there; answered by Welcome when the engine is ready."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life."""
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True):
+    """An API process listens."""
+
+    announcement: str
+    """What the server prints when it is ready."""
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag=True):
+    """An API process cannot start, and ends."""
+
+    fault: Fault
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    requests: list[Request]
+    """All of one tenant: those of one call. Without their images."""
+    images: list[Image] = []
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    ids: list[str]
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one SnapshotTaken."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Change(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a change of the weights, as the methods of Weights make them; answered by Changed."""
+
+    number: int
+    do: Literal["sleep", "wake_up", "update"]
+    level: int = 1
+    mode: Mode = "keep"
+    refuse: bool = False
+    path: str = ""
+    version: str | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A question to all other API processes; answered by Answers."""
+
+    number: int
+    topic: str
+    body: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """To a Question."""
+
+    number: int
+    body: bytes | None
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What one step gave to the requests of one API process, or what adds and aborts did."""
+
+    outputs: list[RequestOutput]
+    record: StepRecord | None
+    """All API processes get it, those too that have no request in the step."""
+    replica: int
+    weights_version: str
+    counts: bool
+    """Whether this API process is the one that counts the step in its metrics."""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One or several steps, in their order: all that came in one turn of the hub's event loop."""
+
+    parts: list[Part]
+    stats: list[EngineStats]
+    """Of each engine, after the last of them."""
+
+
+class EngineDied(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The requests that an engine had wait for another one."""
+
+    replica: int
+    ids: Sequence[str] | None
+    """None: all that are open."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The requests of a call have ended with an error."""
+
+    ids: list[str]
+    fault: Fault
+
+
+class EngineState(msgspec.Struct, frozen=True, array_like=True):
+    stats: EngineStats
+    responsive: bool
+    asleep: bool
+
+
+class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How the engines are; sent when it changes."""
+
+    engines: list[EngineState]
+    responsive: bool
+    healthy: bool
+    asleep: bool
+    refusing: bool
+    weights_version: str
+    deaths: int
+    replays: int
+    quarantined: int
+    failure: Fault | None
+    """Why they are gone for good."""
+    open: dict[str, int]
+    """Requests that have not ended, of all API processes, by tenant."""
+    queued_tokens: int
+    """Prompt tokens of those that have given no output."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    info: EngineInfo
+    state: State
+    inherited: bytes | None
+    """The last LASTING answer of the API process that this one replaces."""
+
+
+class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    view: EngineSnapshot | None
+    """None: no engine could be asked."""
+
+
+class Changed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    version: str
+    fault: Fault | None
+
+
+class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Of another API process; answered by Answer."""
+
+    number: int
+    topic: str
+    body: bytes
+
+
+class Answers(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    bodies: list[bytes]
+
+
+ToHub = (
+    Hello | Alive | Serving | NotStarted | Submit | Abort | SnapshotRequest | ResetPrefixCache | Change | Ask | Answer
+)
+FromHub = Welcome | Stepped | EngineDied | Failed | State | SnapshotTaken | Changed | Question | Answers
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_hub = msgspec.msgpack.Decoder(ToHub).decode
+decode_from_hub = msgspec.msgpack.Decoder(FromHub).decode

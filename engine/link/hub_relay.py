@@ -1,0 +1,70 @@
+"""What the hub knows of one API process, and how the engine's outputs get there: in one message for all requests of the
+API process, because a message costs as much as the tokens of some ten streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.errors import QuireError
+from quire.engine.link.hub_messages import Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
+from quire.engine.types import Request, RequestOutput
+
+
+class Channel:
+    """One API process."""
+
+    def __init__(self, number: int, send: Callable[[FromHub], None]) -> None:
+        """`number`: of the API process among those of the server; the one that replaces it has the same."""
+        self.number = number
+        self.welcomed = False
+        """Whether it knows that the engine is ready."""
+        self.started: Serving | NotStarted | None = None
+        """Its message when it listened, or could not start."""
+        self.silence = 0.0
+        """Seconds since it was last heard of, without those in which the hub could not listen."""
+        self.outputs: list[RequestOutput] = []
+        """Those of the part that is being filled."""
+        self._parts: list[Part] = []
+        self._write = send
+
+    def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
+        """The outputs that follow are those of another step."""
+        if not self.welcomed:
+            return
+        self.outputs = []
+        self._parts.append(Part(self.outputs, record, replica, version, counts))
+
+    def flush(self, stats: Sequence[EngineStats]) -> None:
+        """Send what has gathered."""
+        parts = [part for part in self._parts if part.outputs or part.record is not None]
+        self._parts.clear()
+        if parts:
+            self._write(Stepped(parts, list(stats)))
+
+    def send(self, message: FromHub, stats: Sequence[EngineStats]) -> None:
+        """Send a message, after what has gathered."""
+        self.flush(stats)
+        self._write(message)
+
+
+class Relayed:
+    """Reads the requests of one call for an API process, which has the stream that is read there."""
+
+    def __init__(
+        self, requests: Sequence[Request], channel: Channel, stats: Callable[[], Sequence[EngineStats]]
+    ) -> None:
+        """stats: of each engine, as they are."""
+        self.ids: Sequence[str] = [request.id for request in requests]
+        self.tenant = requests[0].tenant
+        self.call = ""  # which the API process knows
+        self.submitted_at = monotonic()
+        self.channel = channel
+        self._stats = stats
+
+    def push(self, output: RequestOutput, version: str) -> None:
+        self.channel.outputs.append(output)
+
+    def fail(self, error: QuireError) -> None:
+        self.channel.send(Failed(list(self.ids), Fault.of(error)), self._stats())

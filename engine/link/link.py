@@ -1,0 +1,149 @@
+"""The boundary between a book of requests and an engine: what the book asks of its link, and what the link tells it.
+
+There are four links: InProcessLink (engine/offline/in_process.py) to an engine in this process, ProcessLink
+(supervisor.py) to one in a process of its own, Replicas (engine/replicas/replicas.py) to several of these, and HubLink
+(engine/link/hub_link.py) to one that other processes use, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.types import EngineInfo, Request, RequestOutput
+
+
+class Owner(Protocol):
+    """Has the requests that a link passes on. `engine`: the number of the link's engine among those of one model."""
+
+    def request(self, request_id: str) -> Request:
+        """An open request, with the tokens that it already has."""
+
+    def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+        """Take outputs of the engine. step: the record of the step that they came from."""
+
+    def lost(self, engine: int = 0) -> None:
+        """The engine is gone, or is built anew; the next one will compute what is open."""
+
+    def changed(self, engine: int = 0) -> None:
+        """The engine can be given requests, or its process has ended."""
+
+    def give_up(self, request_id: str, error: QuireError) -> None:
+        """End the call of a request that cannot be answered."""
+
+    def fail(self, error: EngineError, engine: int = 0) -> None:
+        """The engine is gone for good."""
+
+
+class EngineState(Protocol):
+    """One engine, as it is measured."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def responsive(self) -> bool: ...
+
+    @property
+    def asleep(self) -> bool: ...
+
+
+class Link(ABC):
+    """To an engine. All methods must be called from the same event loop."""
+
+    owner: Owner
+    """Set by the owner itself."""
+    number = 0
+    """Of the engine among those of its model."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self.deaths = 0
+        """Engine processes that ended without having been stopped."""
+        self.replays = 0
+        """Requests submitted again after an engine ended; one that is replayed twice counts twice."""
+        self.quarantined = 0
+        """Requests given up because they ended each engine that they were tried on."""
+        self.weights_version = "1"
+        """Of the weights that the next token is computed with."""
+        self.asleep = False
+        """Whether weights and KV cache were let go; requests wait until they are back."""
+        self.failure: EngineError | None = None
+        """Why the engine is gone for good; None while it is not."""
+
+    def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
+        """Begin to start the engine and return at once. Raises EngineError when the system can start no process."""
+
+    def die(self, message: str) -> None:
+        """The engine is gone for good. Only the first call counts."""
+        if self.failure is None:
+            self.failure = EngineError(message)
+            self.owner.fail(self.failure, self.number)
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it is ready.
+
+        Raises ConfigError for a configuration that it cannot start with, EngineError when it ends while it starts.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine; open streams fail with EngineError."""
+
+    @abstractmethod
+    def send(self, requests: Sequence[Request]) -> None:
+        """Pass new requests on to the engine."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Tell the engine to stop computing a request, if it has it."""
+
+    @abstractmethod
+    async def snapshot(self) -> EngineSnapshot | None:
+        """The requests and pages that the engine has after its current step; None if it ends before it answers. Call
+        it only while the engine is responsive."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Let requests that are submitted from now on find no prefix of an earlier one."""
+
+    @property
+    @abstractmethod
+    def responsive(self) -> bool:
+        """Whether the engine would answer now; False while an ended engine process is being replaced."""
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool:
+        """As `responsive`, but true also of an engine that sleeps or changes its weights because it was told to."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, the first one of several; None where there is none."""
+        return None
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        """Those that work beside each other, by their number."""
+        return [self]
+
+
+class EngineLink(Link):
+    """A link whose engine is nobody else's, and which can have its weights changed: see Weights, which calls these."""
+
+    @abstractmethod
+    async def rest(self, level: int) -> None:
+        """Let weights and KV cache go: `asleep`."""
+
+    @abstractmethod
+    async def check(self, weights: str) -> None:
+        """Raise ConfigError where `load` would refuse the weights at this path by what their files' headers say. While
+        the engine sleeps, nothing is checked."""
+
+    @abstractmethod
+    async def load(self, weights: str | None, version: str) -> None:
+        """Build the engine anew with the weights at this path, None: with those that it had."""

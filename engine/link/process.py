@@ -1,0 +1,306 @@
+"""One engine process, from its start to its end: messages to and from it, and a watch on whether it still works.
+
+What happens to the open requests when it ends is decided in supervisor.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, ClassVar
+
+import zmq
+
+from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.link.engine_messages import (
+    Check,
+    FromEngine,
+    Load,
+    ResetPrefixCache,
+    Sleep,
+    SnapshotTaken,
+    Stepped,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
+from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
+from quire.engine.processes.procfs import RunnableClock, is_stopped, oom_kills
+from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.processes.wire import Wire
+
+STDERR_LINES = 20
+"""How many of the last lines of the engine's standard error are kept, to show them when it fails."""
+_KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
+_STOP_SECONDS = 5.0
+"""How long `stop` waits for the process to end by itself before it kills it."""
+_CHECK_SECONDS = 0.25
+"""Time between two checks of whether the engine still works."""
+_LAST_MESSAGE_SECONDS = 0.5
+"""How long the message may take with which a process says why it cannot start."""
+_INSPECT_SECONDS = 1.0
+"""From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
+
+
+class KilledDuringStart(EngineError):
+    """The engine process was ended from outside while it started."""
+
+
+class EngineProcess:
+    """Starts an engine process when constructed. Call `connect()` before sending or receiving.
+
+    The process's standard error is copied to ours, and its last lines are kept. `on_begun` is called with the ids of
+    requests that the engine is about to compute for the first time. Raises OSError when no process can be started, and
+    EngineError when there is no place for its socket.
+    """
+
+    PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
+
+    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+        self._config = config
+        self._on_begun = on_begun
+        self._folder = SocketFolder()
+        self._address = f"ipc://{self._folder.engine}"
+        self._wire: Wire | None = None
+        self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
+        self._ready = False
+        """Whether no engine is being built in the process, which may keep its threads from running."""
+        self._oom_kills_before = oom_kills()
+        self._hang: ExitCause | None = None
+        """Why we killed the engine, if we did."""
+        self._fault_signal_sender: int | None = None
+        self._heartbeats, engine_end = os.pipe()
+        self._partial_line = b""
+        os.set_blocking(self._heartbeats, False)
+        try:
+            with _fault_signals_blocked():
+                self._child = Child(
+                    [*self.PROGRAM, self._address, str(engine_end)],
+                    engine_json(config).encode(),
+                    descriptors=[engine_end],
+                    environment=_environment(),
+                    stderr=subprocess.PIPE,
+                )
+        except OSError:
+            os.close(self._heartbeats)
+            self._folder.close()
+            raise
+        finally:
+            os.close(engine_end)
+        stderr = self._child.process.stderr
+        assert stderr is not None
+        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr,), daemon=True)
+        self._stderr_thread.start()
+        self._clock = RunnableClock(self.pid)
+        self._last_heartbeat = self._last_check = time.monotonic()
+        self._heartbeat_clock = self._progress_clock = 0.0
+        """What `_clock` showed at the last heartbeat, and at the last one that reported progress."""
+        self._stuck_ms = 0
+        """From the last heartbeat: milliseconds without progress in the current step."""
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages may be sent; the process reads them once it has started."""
+        return self._wire is not None
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last heartbeat."""
+        return time.monotonic() - self._last_heartbeat
+
+    @property
+    def last_stderr(self) -> str:
+        return "\n".join(self._stderr_lines)
+
+    def connect(self) -> None:
+        self._wire = Wire(zmq.PAIR)
+        self._wire.bind(self._address)
+
+    def send(self, message: ToEngine) -> None:
+        assert self._wire is not None
+        if isinstance(message, Sleep | Load | Check):
+            self._ready = False
+        self._wire.send(encode(message))
+
+    async def receive(self) -> FromEngine:
+        assert self._wire is not None
+        (encoded,) = await self._wire.receive()
+        message = decode_from_engine(encoded)
+        if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
+            self._ready = True
+        return message
+
+    async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
+        """Of a process that starts. `exited`: `wait_for_exit`. Raises EngineError, with its last words, where it ends
+        before, and KilledDuringStart where somebody ended it."""
+        received = asyncio.ensure_future(self.receive())
+        try:
+            await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
+            if not received.done():  # what it sent before it ended may still be on its way
+                await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
+        finally:
+            if not received.done():
+                received.cancel()
+        if received.done():
+            return received.result()
+        cause = exited.result()
+        what = f"the engine {cause.description} while it started"
+        if cause.external:
+            raise KilledDuringStart(what)
+        raise EngineError(f"{what}. Its last words:\n{self.last_stderr}")
+
+    async def wait_for_exit(self) -> ExitCause:
+        """Wait until the process has ended; kill it when its heartbeats stop or a step makes no progress."""
+        loop = asyncio.get_running_loop()
+        closed = asyncio.Event()
+        loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
+        try:
+            while not closed.is_set():
+                try:
+                    await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
+                except TimeoutError:
+                    # If it was we who could not run, heartbeats are waiting in the pipe: read them before judging.
+                    self._read_heartbeats(closed)
+                    self._kill_if_hung()
+        finally:
+            loop.remove_reader(self._heartbeats)
+        code = await self._child.exited()
+        await asyncio.to_thread(self._stderr_thread.join, 1.0)
+        now = oom_kills()
+        killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
+        return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
+
+    def end(self) -> None:
+        """Let the process end itself, which `wait_for_exit` will report."""
+        self._child.end()
+
+    async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+        """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
+        `wait_for_exit`."""
+        if not (await asyncio.wait([exited], timeout=seconds))[0]:
+            self._child.process.kill()
+            await asyncio.wait([exited])
+
+    async def stop(self) -> None:
+        """End the process at once, whatever it is doing: it holds nothing that must be saved."""
+        # While it imports, it may take seconds to notice anything.
+        await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
+        if self._wire is not None:
+            self._wire.close()
+        os.close(self._heartbeats)
+        self._folder.close()
+
+    def _read_heartbeats(self, closed: asyncio.Event) -> None:
+        """Handle what the pipe holds; set `closed` when the engine's end of it is closed."""
+        try:
+            read = os.read(self._heartbeats, 65536)
+        except BlockingIOError:
+            return
+        if not read:
+            closed.set()
+            return
+        *lines, self._partial_line = (self._partial_line + read).split(b"\n")
+        for line in lines:
+            match decode_heartbeat(line):
+                case Alive(stuck_ms):
+                    self._on_alive(stuck_ms)
+                case RequestsBegan(ids):
+                    self._on_begun(ids)
+                case FaultSignal(sender):
+                    self._fault_signal_sender = sender
+
+    def _on_alive(self, stuck_ms: int) -> None:
+        self._last_heartbeat = time.monotonic()
+        self._heartbeat_clock = self._clock.seconds
+        if stuck_ms <= self._stuck_ms:
+            self._progress_clock = self._clock.seconds
+        self._stuck_ms = stuck_ms
+
+    def _kill_if_hung(self) -> None:
+        """Kill the engine when it exceeds the configured time without a heartbeat or without progress.
+
+        Only time counts in which the engine was able to run and in which we were able to notice that it did.
+        """
+        now = time.monotonic()
+        elapsed, self._last_check = min(now - self._last_check, 2 * _CHECK_SECONDS), now
+        inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
+        self._clock.advance(elapsed, inspect=inspect)
+        silent = self._clock.seconds - self._heartbeat_clock
+        stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
+        if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
+            self._hang = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", external=True)
+        # An engine that starts gets the longer limit: imports and loading can keep its heartbeat thread from running.
+        elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
+            self._hang = ExitCause(f"gave no sign of life for {silent:.0f} s", external=False)
+        elif stuck > self._config.engine_step_timeout:
+            self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
+        if self._hang is not None:
+            self._child.process.kill()
+
+    def _copy_stderr(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip()
+                self._stderr_lines.append(text)
+                # Our standard error may be closed. Read on even then, or the engine would block on a full pipe.
+                with suppress(OSError, ValueError):
+                    print(text, file=sys.stderr, flush=True)
+
+
+def engine_json(config: EngineConfig) -> str:
+    """The engine's settings, without a server's."""
+    return config.model_dump_json(include=set(EngineConfig.model_fields))
+
+
+@contextmanager
+def _fault_signals_blocked() -> Iterator[None]:
+    """A process inherits the signal mask, so one that is started here has FAULT_SIGNALS blocked from its first moment.
+
+    One that another process sends before the engine can report its sender waits until it can.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _environment() -> dict[str, str]:
+    """Our environment, with settings that the engine's libraries read when they are loaded; the user's values win."""
+    # These make malloc keep the memory of a step's large tensors in the process. To return it to the system and to get
+    # it again in each step costs 1 % of a prompt's time.
+    ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
+    # PyTorch's idle OpenMP threads would otherwise spin for milliseconds on the cores that our kernels' threads need.
+    # Without our kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
+    if any(_KERNELS.glob("*.so")):
+        ours["OMP_WAIT_POLICY"] = "passive"
+    return ours | os.environ
+
+
+def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
+    """Let an engine that is there, or that starts, forget all prefixes; where none is, those that outlive it."""
+    if process is not None and process.connected:
+        process.send(ResetPrefixCache())
+    elif config.kv_offload_dir is not None:
+        forget_pages(config.kv_offload_dir)

@@ -1,0 +1,399 @@
+"""Runs the engine in a process of its own and replaces that process when it ends; open streams continue.
+
+When an engine process ends, each of its requests is submitted to the next one, with the tokens that it has already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
+from quire.engine.link import engine_messages as messages
+from quire.engine.link.link import EngineLink
+from quire.engine.link.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
+from quire.engine.link.replay import Replay
+from quire.engine.processes.exit_cause import ExitCause
+from quire.engine.types import EngineInfo, Request
+
+log = logging.getLogger("quire.supervisor")
+
+_BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Wait before a start, by the number of failures in a row before it."""
+_END_SECONDS = 60.0
+"""How long a process that has failed may take to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change that was asked for: the engine is to be let go, or built anew."""
+
+    config: EngineConfig
+    version: str
+    done: asyncio.Future[None]
+
+
+class ProcessLink(EngineLink):
+    """To an engine process, which is replaced when it ends.
+
+    `launch()` starts the process and returns at once; `start()` waits until it is ready and supervises it from then on.
+    """
+
+    def __init__(self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset()) -> None:
+        """It stays on these cores; none: on any."""
+        super().__init__()
+        self.number = number
+        self._cores = cores
+        self._config = config
+        self._process: EngineProcess | None = None
+        self.ready = False
+        """Whether its engine can be sent requests."""
+        self._replay = Replay()
+        self._earlier_stats = EngineStats()
+        """Counters added up over the engine processes before this one."""
+        self._exit: asyncio.Task[ExitCause] | None = None
+        """Done when the process has ended."""
+        self._supervisor: asyncio.Task[None] | None = None
+        self._failures = 0
+        """Engine processes in a row that failed to start, or that crashed with nothing to compute."""
+        self._fitted: dict[str, int] = {}
+        """What the first engine found that the memory allows, by configuration key."""
+        self._change: _Change | None = None
+        """The change under way; `ready` is False meanwhile."""
+        self._wakes = asyncio.Event()
+        """Set when a change needs a process, and it sleeps without one."""
+        self._ending = False
+        """Whether the process was told to end, because it sleeps."""
+        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
+
+    def launch(self) -> None:
+        try:
+            self._process = EngineProcess(self._config, self._replay.begin)
+        except OSError as error:
+            raise EngineError(f"no engine process could be started: {error.strerror}") from error
+        if self._cores:
+            with suppress(OSError):  # it has ended already, or has other cores by now
+                os.sched_setaffinity(self._process.pid, self._cores)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine has started and its last heartbeat is recent enough."""
+        process = self._process
+        return self.ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
+
+    @property
+    def healthy(self) -> bool:
+        if (process := self._process) is None:
+            return self.failure is None and self.asleep
+        return (self.ready or self.changing) and process.silence < self._config.engine_heartbeat_timeout
+
+    @property
+    def changing(self) -> bool:
+        """Whether it sleeps, or is told to sleep or to take other weights."""
+        return self.asleep or self._change is not None
+
+    @property
+    def free(self) -> bool:
+        """Whether a request that it is given now is computed soon."""
+        return self.ready and not self._replay.isolating
+
+    async def rest(self, level: int) -> None:
+        await self._exchange(messages.Sleep(), self._config, self.weights_version)
+        if level == 2 and self._process is not None:
+            assert self._exit is not None
+            self._ending = True
+            self._process.end()
+            await self._process.ended(self._exit, _END_SECONDS)
+
+    async def check(self, weights: str) -> None:
+        if not self.asleep:
+            await self._exchange(messages.Check(engine_json(self._with(weights))), self._config, self.weights_version)
+
+    async def shorten(self, max_model_len: int) -> None:
+        """Build the engine anew with a shorter context."""
+        self._fitted["max_model_len"] = max_model_len
+        await self.load(None, self.weights_version)
+
+    async def load(self, weights: str | None, version: str) -> None:
+        config = self._with(weights)
+        await self._exchange(messages.Load(engine_json(config)), config, version)
+
+    def _with(self, weights: str | None) -> EngineConfig:
+        update = {} if weights is None else {"weights": weights, "load_format": "auto"}
+        return self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0} | update)
+
+    async def _exchange(self, message: messages.ToEngine, config: EngineConfig, version: str) -> None:
+        """Tell the engine of a change and wait until it is made. Raises what went wrong."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.ready and not self.asleep:
+            raise Overloaded("the engine is being replaced; please try again")
+        self._change = change = _Change(config, version, asyncio.get_running_loop().create_future())
+        self.ready = False
+        if self._process is None or self._ending:
+            self._wakes.set()
+        else:
+            self._process.send(message)
+        try:
+            await change.done
+        finally:
+            self._change = None
+
+    async def start(self) -> EngineInfo:
+        try:
+            info = await self._start_engine(tries=1)
+        except BaseException:
+            await self.stop()
+            raise
+        # An engine that is built anew gets the same context and pages, whatever memory is free then.
+        self._fitted = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
+        self._supervisor = asyncio.create_task(self._supervise_or_fail())
+        return info
+
+    async def stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._exit is not None:
+            self._exit.cancel()
+            await asyncio.gather(self._exit, return_exceptions=True)
+        if self._process is not None:
+            process, self._process, self.ready = self._process, None, False
+            await process.stop()
+        self.die("the engine was stopped")
+
+    def die(self, message: str) -> None:
+        super().die(message)
+        self._give_up_change(EngineError(message))
+        self._answer_snapshot(None)
+
+    def send(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._replay.add(request.id)
+        self._submit_ready()
+
+    def leave(self) -> list[str]:
+        """Give the requests away that the engine does not have. Those that may have ended an engine stay until a new
+        one has cleared them, so that they end no other one."""
+        return self._replay.take_unsuspected()
+
+    def abort(self, request_id: str) -> None:
+        self._replay.end(request_id)
+        if self._process is not None and self._process.connected:
+            self._process.send(messages.Abort([request_id]))
+        self._submit_ready()
+
+    async def snapshot(self) -> EngineSnapshot | None:
+        if self._process is None or not self.ready:
+            return None
+        self._snapshot = answer = asyncio.get_running_loop().create_future()
+        self._process.send(messages.SnapshotRequest())
+        return await answer
+
+    def _answer_snapshot(self, snapshot: EngineSnapshot | None) -> None:
+        if self._snapshot is not None and not self._snapshot.done():
+            self._snapshot.set_result(snapshot)
+
+    def reset_prefix_cache(self) -> None:
+        reset_prefix_cache(self._process, self._config)
+
+    def _submit_ready(self) -> None:
+        """Submit the requests that may go to the engine now, each with the tokens it already has."""
+        if not self.ready or self._process is None:
+            return
+        if ready := self._replay.take_ready():
+            requests = [self.owner.request(request_id) for request_id in ready]
+            self._process.send(messages.Submit(*messages.apart(requests)))
+        self.owner.changed(self.number)
+
+    async def _start_engine(self, tries: int) -> EngineInfo:
+        """Start engine processes until one is ready.
+
+        After `tries` failures in a row, raises the last one's error: ConfigError for a configuration that the engine
+        cannot start with, EngineError with its last lines of standard error. A start that was ended from outside does
+        not count as a failure.
+        """
+        while True:
+            await asyncio.sleep(_BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)])
+            try:
+                if self._process is None:
+                    self.launch()
+                return await self._until_ready()
+            except KilledDuringStart as error:
+                log.warning("%s; starting another", error)
+            except (ConfigError, EngineError) as error:
+                self._failures += 1
+                if self._failures >= tries:
+                    raise
+                log.error("engine start %d of %d failed: %s", self._failures, tries, error)
+            await self._discard_process()
+
+    async def _until_ready(self) -> EngineInfo:
+        process = self._process
+        assert process is not None
+        process.connect()
+        self._exit = exited = asyncio.create_task(process.wait_for_exit())
+        message = await process.first_message(exited)
+        if isinstance(message, messages.Failed):
+            raise ConfigError(message.message, param=message.param)
+        assert isinstance(message, messages.Ready)
+        self.ready = True
+        return message.info
+
+    async def _discard_process(self) -> None:
+        """Wait until the process has ended, and free its pipes and socket."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert self._exit is not None
+            await process.ended(self._exit, _END_SECONDS)
+            process.close()
+
+    async def _supervise_or_fail(self) -> None:
+        """Supervise; end all streams with an error if that fails, so that none waits for ever."""
+        try:
+            await self._supervise()
+        except (ConfigError, EngineError) as error:
+            log.error("the engine could not be brought back: %s", error)
+            # Clients see this message, so it must not contain the engine's standard error, which has paths in it.
+            self.die("the engine could not be brought back")
+        except Exception as error:
+            log.exception("the supervisor failed")
+            self.die(f"the engine's supervisor failed: {type(error).__name__}")
+
+    async def _supervise(self) -> None:
+        """Serve with one engine process after another. Raises an error when too many of them fail in a row."""
+        while True:
+            self._submit_ready()
+            cause = await self._serve_until_exit()
+            if not self._ending:
+                self._on_engine_exit(cause)
+            if self._failures >= self._config.max_engine_starts:
+                raise EngineError(f"it {cause.description} with nothing to do, {self._failures} times in a row")
+            await self._discard_process()
+            self._ending = False
+            if self.asleep:
+                await self._sleep_without_process()
+                continue
+            began = time.monotonic()
+            # Open streams wait for it: it captures its decode graphs when steps need them.
+            self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
+            await self._start_engine(self._config.max_engine_starts)
+            log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
+
+    async def _sleep_without_process(self) -> None:
+        """Until an engine has been started because somebody asked for it."""
+        while self.asleep:
+            await self._wakes.wait()
+            self._wakes.clear()
+            change, before = self._change, self._config
+            if change is None:
+                continue
+            self._config = change.config
+            try:
+                await self._start_engine(tries=1)
+            except (ConfigError, EngineError) as error:
+                self._config, self._failures = before, 0
+                await self._discard_process()
+                self._give_up_change(error)
+            else:
+                self._changed()
+
+    async def _serve_until_exit(self) -> ExitCause:
+        """Handle the engine's messages until its process has ended."""
+        process, exited = self._process, self._exit
+        assert process is not None
+        assert exited is not None
+        receiving = asyncio.create_task(self._receive(process))
+        try:
+            await asyncio.wait((exited, receiving), return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                receiving.result()
+            return await exited
+        finally:
+            receiving.cancel()
+
+    async def _receive(self, process: EngineProcess) -> None:
+        while True:
+            message = await process.receive()
+            match message:
+                case messages.Stepped():
+                    for output in message.outputs:
+                        ended = output.finish_reason is not None
+                        self._replay.progress(output.id, len(output.new_ids), ended=ended)
+                    self._failures = 0
+                    self._submit_ready()
+                    self.stats = message.stats.after(self._earlier_stats)
+                    self.owner.deliver(message.outputs, message.step, self.number)
+                case messages.SnapshotTaken():
+                    self.stats = message.view.stats.after(self._earlier_stats)
+                    self._answer_snapshot(message.view)
+                case messages.Asleep():
+                    self._on_engine_gone(external=True)
+                    self.asleep = True
+                    self._changed()
+                case messages.Ready():
+                    self._on_engine_gone(external=True)
+                    self.ready = True
+                    if message.failure is None:
+                        self._changed()
+                    else:
+                        self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
+                    self._submit_ready()
+                case messages.Checked():
+                    self.ready = True
+                    self._changed()
+                    self._submit_ready()
+                case messages.Refused():
+                    self.ready = not self.asleep
+                    self._give_up_change(ConfigError(message.message, param=message.param))
+                    self._submit_ready()
+                case messages.Failed():
+                    log.error("the engine could not be built anew: %s", message.message)
+
+    def _changed(self) -> None:
+        """The change under way was made."""
+        change = self._change
+        assert change is not None
+        if self.ready:
+            self._config, self.weights_version, self.asleep = change.config, change.version, False
+        if not change.done.done():
+            change.done.set_result(None)
+
+    def _give_up_change(self, error: QuireError) -> None:
+        if self._change is not None and not self._change.done.done():
+            self._change.done.set_exception(error)
+
+    def _on_engine_exit(self, cause: ExitCause) -> None:
+        """Update counters after an engine process has ended, and give up requests that have ended several."""
+        self.ready = False
+        self.deaths += 1
+        if not cause.external and not self.changing and self._replay.idle:
+            self._failures += 1  # an engine that crashes with nothing to compute is as useless as one that cannot start
+        self._on_engine_gone(external=cause.external or self.changing)
+        self.replays += len(self._replay)
+        log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
+        what = f"the engine {cause.description} before its weights had changed; please try again"
+        self._give_up_change(Overloaded(what))
+        self.owner.changed(self.number)
+
+    def _on_engine_gone(self, *, external: bool) -> None:
+        """All that the engine had must go to another one. external: no request can be the cause."""
+        self._answer_snapshot(None)
+        self._earlier_stats = self.stats = self.stats.without_gauges()
+        self.owner.lost(self.number)
+        for request_id in self._replay.engine_exited(external=external):
+            self.quarantined += 1
+            error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
+            log.error("request %s: %s", request_id, error)
+            self.owner.give_up(request_id, error)  # which aborts the other requests of its call, too

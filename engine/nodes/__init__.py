@@ -1,1 +1,0 @@
-"""The command of a machine that computes with the first of several."""

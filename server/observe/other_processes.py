@@ -1,0 +1,97 @@
+"""What the other API processes of this server know, where --api-server-count starts several: each of them counts a part
+of the metrics, and a question about a request may come to any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from quire.engine.core.history import History
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.hub_messages import LASTING
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.encoding import encode_json
+from quire.server.observe import summed
+from quire.server.observe.explain import explanation
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.recent import MOST_ANSWERS, recent_answers
+from quire.server.observe.request_log import RequestLog
+from quire.server.observe.summed import Count
+
+_EXPLAIN, _RECENT, _CANCEL = "explain", "recent", "cancel"
+
+
+class OtherProcesses:
+    """Asks them, and answers what they ask. A lone process asks nobody."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics, log: RequestLog) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._log = log
+        self._remote = client.link if isinstance(client.link, HubLink) else None
+        if self._remote is not None:
+            self._remote.answering = {
+                LASTING: self._say_counts,
+                _EXPLAIN: self._say_explanation,
+                _RECENT: self._say_recent,
+                _CANCEL: self._say_cancelled,
+            }
+
+    async def counts(self) -> list[Count]:
+        """What they have counted, and those that have ended."""
+        found = self._inherited()
+        for said in await self._ask(LASTING):
+            found += summed.decode(said)
+        return found
+
+    async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
+        """What one of them says of a request that the tenant may see; None: they know none."""
+        said = await self._ask(_EXPLAIN, _encode((name, tenant.name, tenant.admin)))
+        return said[0] if said else None
+
+    async def recent(self, limit: int) -> list[dict[str, Any]]:
+        """What recent_answers says in each."""
+        return [msgspec.json.decode(said) for said in await self._ask(_RECENT, _encode(limit))]
+
+    async def cancel(self, request_id: str, tenant: str | None) -> int:
+        """As EngineClient.cancel, of their requests."""
+        said = await self._ask(_CANCEL, _encode((request_id, tenant)))
+        return sum(msgspec.msgpack.decode(each, type=int) for each in said)
+
+    async def _ask(self, topic: str, body: bytes = b"") -> list[bytes]:
+        return [] if self._remote is None else await self._remote.ask(topic, body)
+
+    def _inherited(self) -> list[Count]:
+        inherited = None if self._remote is None else self._remote.inherited
+        return summed.decode(inherited) if inherited else []
+
+    async def _say_counts(self, body: bytes) -> bytes:
+        return summed.encode([*self._metrics.counts(), *self._inherited()])
+
+    async def _say_explanation(self, body: bytes) -> bytes | None:
+        name, owner, admin = msgspec.msgpack.decode(body, type=tuple[str, str, bool])
+        caller = {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}
+        return explained(name, caller, self._log, self._client.history)
+
+    async def _say_recent(self, body: bytes) -> bytes:
+        limit = min(msgspec.msgpack.decode(body, type=int), MOST_ANSWERS)
+        return encode_json(recent_answers(self._log, self._client.history, limit))
+
+    async def _say_cancelled(self, body: bytes) -> bytes:
+        request_id, tenant = msgspec.msgpack.decode(body, type=tuple[str, str | None])
+        return _encode(self._client.cancel(request_id, tenant))
+
+
+_encode = msgspec.msgpack.encode
+
+
+def explained(name: str, caller: Mapping[str, Any], log: RequestLog, history: History) -> bytes | None:
+    """The explanation of a request, as JSON, if it is known here and the caller, an ASGI scope, may see it."""
+    record = log.find(name, dict(caller))
+    if record is None:
+        return None
+    return encode_json(explanation(record, history, lambda sequence: log.may_name(sequence, dict(caller))))

@@ -1,0 +1,75 @@
+"""The page pool against a plain model of what it should do."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.core.blocks import BlockPool, block_hash, root_hash
+from tests.variants import examples
+
+
+def test_hashes_chain_and_salts_separate() -> None:
+    a = block_hash(root_hash(""), [1, 2])
+    assert a == block_hash(root_hash(""), [1, 2])
+    different = {
+        a,
+        block_hash(root_hash("salt"), [1, 2]),
+        block_hash(root_hash(""), [2, 1]),
+        block_hash(a, [1, 2]),
+        block_hash(root_hash(""), [1, 2, 0]),
+    }
+    assert len(different) == 5
+
+
+def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_first() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    digests = [bytes([i]) * 16 for i in range(3)]
+    for block, digest in zip(blocks, digests, strict=True):
+        pool.register(block, digest)
+    pool.release(blocks)
+    assert pool.num_used == 0
+    assert pool.lookup(digests) == blocks
+    assert pool.allocate(1) == [3], "a page without content is taken first"
+    assert pool.allocate(1) == [blocks[2]], "then the end of the prefix"
+    assert pool.lookup(digests) == blocks[:2]
+    pool.share(blocks[:2])
+    assert pool.num_free == 0
+    pool.release(blocks[:2])
+    assert pool.lookup(digests) == blocks[:2]
+    pool.allocate(2)
+    assert pool.lookup(digests) == [], "content goes with the page"
+    pool.audit()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share"]), st.integers(0, 10**6)), max_size=80))
+def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> None:
+    pool = BlockPool(6)
+    held: list[int] = []
+    made = 0
+    for action, pick in actions:
+        if action == "take" and pool.num_free:
+            (block,) = pool.allocate(1)
+            assert block not in held
+            held.append(block)
+            pool.register(block, made.to_bytes(16, "big"))
+            made += 1
+        elif action == "drop" and held:
+            pool.release([held.pop(pick % len(held))])
+        elif action == "share" and made:
+            found = pool.lookup([(pick % made).to_bytes(16, "big")])
+            pool.share(found)
+            held += found
+        pool.audit()
+        assert pool.num_used == len(set(held))
+        assert len(pool.cached) <= pool.num_blocks
+
+
+def test_a_page_that_nothing_can_find_is_reused_before_one_that_was_freed_earlier() -> None:
+    pool = BlockPool(3)
+    cached, other, _ = pool.allocate(3)
+    pool.register(cached, block_hash(b"", [1]))
+    pool.release([cached])
+    pool.release([other])
+    assert pool.allocate(1) == [other]
+    assert pool.knows(block_hash(b"", [1]))

@@ -1,0 +1,111 @@
+"""Drafts change nothing but the number of steps: right ones, wrong ones and both, whatever else runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
+from quire.engine.core.sequence import Sequence
+from quire.engine.core.steps import Steps
+from quire.engine.loop import Engine
+from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.types import Grammar, Request, ThinkingBudget
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
+    {"temperature": 1.0, "bad_words_ids": ((4,), (5, 6)), "min_tokens": 9, "stop_token_ids": tuple(range(3, 60, 3))},
+    {"temperature": 1.2, "stop_token_ids": tuple(range(3, 60, 4)), "logprobs": 0},
+    {"temperature": 1.0, "logprob_token_ids": (7, 3, 200, 11)},
+    {"temperature": 1.0, "thinking": ThinkingBudget(4, end_id=3, begin_id=None), "max_tokens": 8},
+]
+GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(the|and)( (cat|dog|fox))+")}
+
+
+def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[Request]:
+    rng = random.Random(7)
+    made = []
+    for index in range(2 * len(kinds)):
+        prompt = [rng.randrange(3, vocab) for _ in range(rng.choice([1, 5, 40, 70]))]
+        made.append(request(str(index), prompt, seed=index, **{"max_tokens": 20} | kinds[index % len(kinds)]))
+    return made
+
+
+@dataclass
+class Oracle(Drafter):
+    """The next `right` tokens of the answer, then `wrong` others."""
+
+    answers: dict[str, Answer]
+    right: int
+    wrong: int
+    asked: set[str] = field(default_factory=set)
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        self.asked |= {seq.request.id for seq, _ in asked}
+        return [Guess(self._propose(seq)) for seq, _ in asked]
+
+    def _propose(self, seq: Sequence) -> list[int]:
+        known, right = self.answers[seq.request.id].ids[seq.num_output :], self.right
+        return known[:right] + [(token + 1) % 50 + 3 for token in known[right : right + self.wrong]]
+
+
+def answers_of(
+    engine: Engine, requests: list[Request], ahead: int, drafter: Drafter | None = None
+) -> dict[str, Answer]:
+    engine.scheduler._drafter = drafter or NoDrafts()
+    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
+    return run(engine, requests)
+
+
+def check(engine: Callable[[], Engine], requests: list[Request], wanted: dict[str, Answer], ahead: int) -> None:
+    plain = engine()
+    assert answers_of(plain, requests, ahead) == wanted
+    for right, wrong in ((4, 0), (0, 3), (2, 2)):
+        drafting = engine()
+        got = answers_of(drafting, requests, ahead, Oracle(wanted, right, wrong))
+        assert got == wanted, f"{right} right, {wrong} wrong"
+        if right and not ahead:
+            assert drafting.stats.steps < plain.stats.steps
+        assert drafting.stats.generation_tokens == plain.stats.generation_tokens
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
+def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backend: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+    requests = traffic(VOCAB, KINDS)
+
+    def engine(**options: int) -> Engine:
+        options = {"num_kv_blocks": 300, "threads": 1, "enable_prefix_caching": False} | options
+        return Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+
+    wanted = run(engine(), requests)
+    check(engine, requests, wanted, 0)
+    check(lambda: engine(max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
+    check(lambda: engine(max_num_seqs=5), requests, wanted, 1)
+    small = engine(num_kv_blocks=13, max_model_len=200)
+    if small.info.block_size == 16:
+        assert answers_of(small, requests, 0, Oracle(wanted, 2, 2)) == wanted
+        assert small.stats.preemptions > 0
+
+
+def test_beside_grammars_and_with_a_prefix_cache() -> None:
+    """The embedded model."""
+    requests = traffic(300, [*KINDS[:3], GRAMMAR])
+    engine = Engine(EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1))
+    wanted = run(engine, requests)
+    oracle = Oracle(wanted, 2, 2)
+    got = answers_of(engine, requests, 1, oracle)
+    assert {name: answer.ids for name, answer in got.items()} == {name: answer.ids for name, answer in wanted.items()}
+    assert oracle.asked == {each.id for each in requests}
+    assert engine.stats.prefix_hits > 0

@@ -1,0 +1,29 @@
+"""The history of engines that work beside each other."""
+
+from __future__ import annotations
+
+from quire.engine.core.history import History
+from quire.engine.core.stats import StepRecord
+from quire.engine.types import Request, RequestOutput, SamplingParams
+
+
+def record(number: int) -> StepRecord:
+    return StepRecord(number, 1.0, 1.0, 2.0, 3.0, 1, 1, [], [])
+
+
+def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
+    history = History(replicas=2)
+    for name in ("a", "b"):
+        history.submitted(Request(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
+    history.stepped([RequestOutput("a", [7])], record(1), 0)
+    history.stepped([RequestOutput("b", [7])], record(1), 1)
+    history.engine_died(0, ["a"])
+    history.stepped([RequestOutput("a", [8]), RequestOutput("b", [8])], record(2), 1)
+    history.engine_died(1, ["a", "b"])
+    history.stepped([RequestOutput("a", [9])], record(1), 0)
+    history.stepped([RequestOutput("b", [9])], record(1), 1)
+    found = {timeline.id: timeline for timeline in history.open}
+    assert [(step.engine, step.replica) for step in found["a"].steps] == [(0, 0), (1, 1), (2, 0)]
+    assert [(step.engine, step.replica) for step in found["b"].steps] == [(1, 1), (1, 1), (3, 1)]
+    assert (found["a"].count("recovering"), found["b"].count("recovering")) == (2, 1)
+    assert found["a"].steps[1].ids == ("a", "b")

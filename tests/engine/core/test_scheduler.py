@@ -1,0 +1,484 @@
+"""The scheduler under whatever order of adds, aborts and steps: a state machine with a fake device.
+
+The fake device is as a real one may be: it runs batches in order, up to two steps behind the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.core.blocks import GONE
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.fairness import FairQueue
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
+from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
+from tests.variants import examples
+
+SLOTS = 3
+CONTEXT = 40
+EOS = 7
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.integers(1, 8).map(lambda blocks: [0, 1, 2, 2] * blocks),  # full pages, often equal ones
+)
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """What a request gets when nothing else runs and nothing is cached."""
+    params = request.params
+    tokens = request.prompt_ids + request.emitted_ids
+    limit = min(params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
+    while len(tokens) - len(request.prompt_ids) < limit:
+        tokens = [*tokens, next_token(tokens)]
+        done = len(tokens) - len(request.prompt_ids)
+        if done > params.min_tokens and (tokens[-1] in params.stop_token_ids or tokens[-1] == EOS):
+            break
+    return tokens[len(request.prompt_ids) + len(request.emitted_ids) :]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    block = BLOCK
+    piece = BLOCK
+    num_blocks = NUM_BLOCKS
+    windows: tuple[int | None, ...] = (None,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = FakeDevice(self.block, self.windows)
+        self.under_way: deque[tuple[Batch, StepOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.aborted: set[str] = set()
+
+    @initialize(
+        drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]), most=st.sampled_from([None, None, 1, 4])
+    )
+    def start(self, drafts: str, most: int | None) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block,
+            windows=self.windows,
+            prefix_piece=self.piece,
+            max_model_len=CONTEXT,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=10,
+            long_prefill_token_threshold=most,
+            eos_token_ids=(EOS,),
+            drafter=DRAFTERS[drafts],
+        )
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+        min_tokens=st.integers(0, 5),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "other"]),
+        stop=st.lists(st.integers(0, 15), max_size=1),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(self, prompt, max_tokens, min_tokens, priority, salt, stop, prompt_logprobs) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+            stop_token_ids=tuple(stop),
+            prompt_logprobs=prompt_logprobs,
+        )
+        name = str(len(self.requests))
+        self.requests[name] = Request(
+            id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt, tenant=salt
+        )
+        self.outputs[name] = []
+        self.scheduler.add(self.requests[name])
+        self.collect()
+
+    @rule(prompt=PROMPTS, priority=st.integers(0, 2), salt=st.sampled_from(["", "other"]))
+    def add_for_a_vector(self, prompt: list[int], priority: int, salt: str) -> None:
+        name = str(len(self.requests))
+        self.requests[name] = Request(
+            id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt, tenant=salt
+        )
+        self.outputs[name] = []
+        self.scheduler.add(self.requests[name])
+        self.collect()
+
+    @rule(index=st.integers(0, 1000))
+    def abort(self, index: int) -> None:
+        if self.requests:
+            name = str(index % len(self.requests))
+            self.aborted.add(name)
+            self.scheduler.abort(name)
+            self.collect()
+
+    @rule()
+    def schedule(self) -> None:
+        if len(self.under_way) < 2 and (batch := self.scheduler.schedule()) is not None:
+            assert 0 < sum(row.count for row in batch.rows) <= 10
+            self.under_way.append((batch, self.device.execute(batch)))
+
+    @rule()
+    def apply(self) -> None:
+        if self.under_way:
+            self.scheduler.apply(*self.under_way.popleft())
+            self.collect()
+
+    @rule()
+    def step(self) -> None:
+        self.schedule()
+        self.apply()
+
+    def collect(self) -> None:
+        for output in self.scheduler.take_outputs():
+            assert not any(before.finish_reason for before in self.outputs[output.id]), "output after the end"
+            self.outputs[output.id].append(output)
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        self.scheduler.pool.audit()
+        stats = self.scheduler.stats()
+        assert stats.running <= SLOTS
+        if not self.scheduler.busy:
+            assert stats.used_blocks == stats.saved_blocks == 0
+        running, _ = self.scheduler.sequences()
+        assert stats.used_blocks >= len({page for seq in running for page in seq.blocks} - {GONE})
+        assert stats.saved_blocks == sum(seq.blocks.count(GONE) for seq in running)
+        if all(window is None for window in self.windows):
+            assert stats.saved_blocks == 0
+
+    def teardown(self) -> None:
+        for _ in range(3000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy, "it never came to an end"
+        self.pages_are_accounted_for()
+        for name, request in self.requests.items():
+            self.check(request, self.outputs[name])
+
+    def check(self, request: Request, outputs: list[RequestOutput]) -> None:
+        assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        reason = outputs[-1].finish_reason
+        got = [token for output in outputs for token in output.new_ids]
+        if request.sampling is None:
+            answered = (outputs[-1].vector, got, len(outputs), reason)
+            aborted = (None, [], 1, "abort")
+            assert answered in ((fake_vector(request.prompt_ids), [], 1, "stop"), aborted)
+            assert answered != aborted or request.id in self.aborted
+            return
+        wanted = expected_tokens(request)
+        if reason == "abort":
+            assert request.id in self.aborted
+            assert got == wanted[: len(got)]
+            return
+        assert got == wanted
+        limit = min(request.params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
+        assert reason == ("length" if len(got) == limit and not self.stops(request, got) else "stop")
+        if request.params.prompt_logprobs is not None:
+            sent = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+            assert [[p and p.token_id for p in each] for each in sent] == [[None, *request.prompt_ids[1:]]]
+
+    def stops(self, request: Request, got: list[int]) -> bool:
+        return len(got) > request.params.min_tokens and (got[-1] == EOS or got[-1] in request.params.stop_token_ids)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+
+
+class LargePages(SchedulerMachine):
+    """Prefixes are matched within pages, and their beginnings copied."""
+
+    block = 12
+    piece = 2
+    num_blocks = 5
+
+
+TestLargePages = LargePages.TestCase
+TestLargePages.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+
+
+class Windows(SchedulerMachine):
+    """Layers of three windows and of none, each with page tables of their own."""
+
+    windows = (None, 5, 1, 14)
+    num_blocks = 26
+
+
+TestWindows = Windows.TestCase
+TestWindows.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+
+
+class EveryLayerWindowed(SchedulerMachine):
+    """As few pages as one sequence needs: what is given back must be had again."""
+
+    windows = (6,)
+    num_blocks = 5
+
+
+TestEveryLayerWindowed = EveryLayerWindowed.TestCase
+TestEveryLayerWindowed.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
+
+
+class LargePagesAndWindows(LargePages):
+    windows = (None, 13, 5)
+    num_blocks = 13
+
+
+TestLargePagesAndWindows = LargePagesAndWindows.TestCase
+TestLargePagesAndWindows.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
+
+
+def scheduler(**options: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK,
+        "max_model_len": CONTEXT,
+        "max_num_seqs": SLOTS,
+        "max_num_batched_tokens": 10,
+    }
+    return Scheduler(**defaults | options)
+
+
+def request(name: str, prompt_length: int, **params: int) -> Request:
+    return Request(id=name, prompt_ids=list(range(prompt_length)), params=SamplingParams(**params), seed=0)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    tight = scheduler(num_blocks=4, max_model_len=40)
+    tight.add(request("long", 12, max_tokens=5))
+    tight.add(request("fits", 12, max_tokens=4))
+    (refused,) = tight.take_outputs()
+    assert (refused.id, refused.finish_reason) == ("long", "error")
+    assert "17 tokens" in (refused.error or "")
+    assert "16" in (refused.error or "")
+
+
+def test_a_prompt_as_long_as_the_context_is_refused() -> None:
+    tight = scheduler()
+    tight.add(request("full", CONTEXT))
+    assert tight.take_outputs()[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize(("length", "reason"), [(CONTEXT, "stop"), (CONTEXT + 1, "error")])
+def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) -> None:
+    some, device = scheduler(), FakeDevice()
+    prompt = [index % 5 for index in range(length)]
+    some.add(Request(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    outputs = some.take_outputs()
+    while some.busy:
+        step(some, device)
+        outputs += some.take_outputs()
+    assert [(output.finish_reason, output.vector) for output in outputs] == [
+        (reason, fake_vector(prompt) if reason == "stop" else None)
+    ]
+    assert some.stats().generation_tokens == 0
+
+
+def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("first", 3, max_tokens=20))
+    batch = busy.schedule()
+    assert batch is not None
+    busy.apply(batch, device.execute(batch))
+    busy.add(request("second", 25, max_tokens=5))
+    batch = busy.schedule()
+    assert batch is not None
+    assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
+
+
+def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("calm", 3, max_tokens=20))
+    step(busy, device)
+    busy.add(Request(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
+    for _ in range(2):  # it is admitted by the first step, and runs in the second
+        batch = step(busy, device)
+        assert [(row.request_id, row.count) for row in batch.rows] == [("calm", 1), ("urgent", 9)]
+
+
+def test_a_more_urgent_request_is_admitted_first() -> None:
+    one_slot = scheduler(max_num_seqs=1)
+    one_slot.add(request("calm", 3))
+    urgent = Request(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
+    one_slot.add(urgent)
+    batch = one_slot.schedule()
+    assert batch is not None
+    assert [row.request_id for row in batch.rows] == ["urgent"]
+
+
+@pytest.mark.parametrize("urgent", [0, 1, 2])
+def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(urgent: int) -> None:
+    tight, device = scheduler(num_blocks=6), FakeDevice()
+    for index in range(3):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        priority = -1 if index == urgent else 0
+        tight.add(Request(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority))
+    while not (batch := step(tight, device)).preempted:
+        pass
+    assert batch.preempted == ["1" if urgent == 2 else "2"]
+
+
+def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
+    charged: Counter[str] = Counter()
+
+    class Counting(FairQueue):
+        def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+            charged[request.id] += prompt_tokens
+
+    options: dict[str, Any] = {"num_blocks": 6, "max_num_batched_tokens": 5, "enable_prefix_caching": False}
+    tight, device = scheduler(**options, waiting=Counting()), FakeDevice()
+    for index in range(2):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        tight.add(Request(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
+    while tight.busy:
+        step(tight, device)
+    assert tight.stats().preemptions > 0
+    assert charged == {"0": 10, "1": 10}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_abort_frees_pages_at_once(count: int) -> None:
+    some = scheduler()
+    for index in range(count):
+        some.add(request(str(index), 9))
+    some.schedule()
+    assert some.stats().used_blocks > 0
+    for index in range(count):
+        some.abort(str(index))
+        some.abort("never heard of")
+    assert some.stats().used_blocks == 0
+    assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * count
+
+
+def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict[str, list[int]], int]:
+    """Step to the end: the tokens of each request, and the steps it took."""
+    steps = 0
+    while some.busy:
+        step(some, device)
+        steps += 1
+        for output in some.take_outputs():
+            found.setdefault(output.id, []).extend(output.new_ids)
+    return found, steps
+
+
+def test_right_drafts_save_steps_and_count_once() -> None:
+    plain, drafting = scheduler(), scheduler(drafter=DRAFTERS["right"])
+    for each in (plain, drafting):
+        each.add(request("long", 5, max_tokens=25))
+    wanted, steps = drain(plain, FakeDevice())
+    got, fewer = drain(drafting, FakeDevice())
+    assert got == wanted
+    assert (steps, fewer < 15) == (25, True)
+    assert drafting.stats().generation_tokens == plain.stats().generation_tokens == 25
+
+
+@dataclass
+class Fixed(Drafter):
+    """The same for every sequence."""
+
+    drafts: list[int]
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [Guess(self.drafts) for _ in asked]
+
+
+def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
+    """The sequence that could draft comes first, and there is one free page, which the other needs."""
+    drafter = Fixed([])
+    tight, device = scheduler(num_blocks=4, drafter=drafter), FakeDevice()
+    tight.add(request("first", 6, max_tokens=6))
+    step(tight, device)
+    tight.add(request("other", 4, max_tokens=5))
+    step(tight, device)
+    drafter.drafts = [15] * 9
+    batch = step(tight, device)
+    assert batch.preempted == []
+    assert [(row.count, row.draft_ids, len(row.new_blocks)) for row in batch.rows] == [(1, [], 0), (4, [15] * 3, 1)]
+
+
+def of(name: str, prompt: list[int], **params: int) -> Request:
+    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0)
+
+
+def large_pages(**options: int) -> tuple[Scheduler, FakeDevice]:
+    options = {"block_size": 16, "prefix_piece": 4, "num_blocks": 6, "max_num_batched_tokens": 100} | options
+    return scheduler(**options), FakeDevice(16)
+
+
+def step(on: Scheduler, device: FakeDevice) -> Batch:
+    batch = on.schedule()
+    assert batch is not None
+    on.apply(batch, device.execute(batch))
+    return batch
+
+
+def test_a_page_is_forked_where_prompts_part() -> None:
+    """Also while the first request still writes to that page, whose beginning no longer changes."""
+    pages, device = large_pages()
+    first = list(range(27))
+    pages.add(of("first", first, max_tokens=8))
+    step(pages, device)
+    step(pages, device)
+    pages.add(of("second", [*first[:25], 99, 98], max_tokens=2))
+    batch = step(pages, device)
+    assert [(copy.tokens, row.start) for copy in batch.copies for row in batch.rows[1:]] == [(8, 24)]
+    assert pages.stats().prefix_hits == 24
+    while pages.busy:
+        step(pages, device)
+    pages.add(of("third", [*first[:20], 7], max_tokens=2))
+    assert [copy.tokens for copy in step(pages, device).copies] == [4], "after its owners have ended"
+
+
+def test_what_the_step_itself_computes_is_not_copied() -> None:
+    pages, device = large_pages()
+    prompt = list(range(14))
+    pages.add(of("first", prompt, max_tokens=2))
+    pages.add(of("second", [*prompt[:12], 99], max_tokens=2))
+    assert step(pages, device).copies == []
+
+
+def test_the_last_free_page_goes_on_where_it_is() -> None:
+    """It is the one to copy from, and the one to copy to."""
+    pages, device = large_pages(num_blocks=3)
+    pages.add(of("old", list(range(13)), max_tokens=1))
+    step(pages, device)
+    pages.add(of("long", list(range(100, 131)), max_tokens=1))
+    pages.add(of("again", [*range(12), 50, 51], max_tokens=1))
+    batch = step(pages, device)
+    assert [(row.request_id, row.start) for row in batch.rows] == [("long", 0), ("again", 12)]
+    assert batch.copies == []
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    def first_step_of(threshold: int | None) -> int:
+        scheduler = Scheduler(
+            num_blocks=64,
+            block_size=BLOCK,
+            max_model_len=128,
+            max_num_seqs=4,
+            max_num_batched_tokens=10,
+            long_prefill_token_threshold=threshold,
+        )
+        scheduler.add(Request(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.schedule()
+        scheduler.add(Request(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0))
+        for step in range(2, 50):
+            batch = scheduler.schedule()
+            assert batch is not None
+            assert sum(row.count for row in batch.rows) <= 10
+            if any(row.request_id == "short" for row in batch.rows):
+                return step
+        raise AssertionError("it is never computed")
+
+    assert first_step_of(None) == 11
+    assert first_step_of(6) == 2

@@ -1,0 +1,113 @@
+"""What somebody who watches is shown of the engine, against what the scheduler was told to do."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, MOST_SEQUENCES, SHARED, UNLISTED, take_snapshot
+from quire.engine.core.stats import EngineSnapshot
+from quire.engine.types import Request, SamplingParams
+
+PAGE = 4
+
+
+def make(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 8) -> Scheduler:
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=PAGE,
+        max_model_len=64,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int = 20) -> Request:
+    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(max_tokens=max_tokens), seed=0)
+
+
+def step(scheduler: Scheduler) -> Batch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.apply(batch, StepOutput({row.request_id: [99] for row in batch.rows if row.sample}))
+    return batch
+
+
+def codes(view: EngineSnapshot) -> list[int]:
+    return np.frombuffer(zlib.decompress(view.pages), dtype="<u2").tolist()
+
+
+def test_pages_belong_to_whom_the_steps_gave_them() -> None:
+    scheduler = make()
+    owner: dict[str, list[int]] = {"a": [], "b": []}
+    scheduler.add(request("a", range(6)))
+    scheduler.add(request("b", range(50, 52)))
+    for _ in range(4):
+        for row in step(scheduler).rows:
+            owner[row.request_id] += row.new_blocks
+    view = take_snapshot(scheduler)
+    assert [seq.id for seq in view.sequences] == ["a", "b"]
+    wanted = [EMPTY] * 16
+    for index, name in enumerate("ab"):
+        for page in owner[name]:
+            wanted[page] = FIRST_OWNER + index
+    assert codes(view) == wanted
+    assert [seq.blocks for seq in view.sequences] == [len(owner["a"]), len(owner["b"])]
+    assert view.stats == scheduler.stats()
+
+
+def test_pages_of_the_dead_stay_cached_and_those_of_twins_are_shared() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    scheduler.add(request("a", range(10)))
+    first = step(scheduler).rows[0].new_blocks
+    scheduler.abort("a")
+    view = take_snapshot(scheduler)
+    full = first[: 10 // PAGE]
+    assert [page for page, code in enumerate(codes(view)) if code == CACHED] == sorted(full)
+    for name in "bcd":
+        scheduler.add(request(name, range(10)))
+        step(scheduler)
+    view = take_snapshot(scheduler)
+    assert [codes(view)[page] for page in full] == [SHARED + 3] * len(full)
+    assert [(seq.cached_tokens, seq.shared_blocks) for seq in view.sequences] == [(8, 2)] * 3
+
+
+def test_phases_from_the_queue_to_decoding_and_back() -> None:
+    scheduler = make(num_blocks=8, max_num_seqs=2)
+    phases = lambda: {seq.id: seq.phase for seq in take_snapshot(scheduler).sequences}  # noqa: E731
+    scheduler.add(request("a", range(12), max_tokens=20))
+    scheduler.add(request("b", range(30, 38), max_tokens=20))
+    scheduler.add(request("c", range(60, 63)))
+    assert phases() == {"a": "queued", "b": "queued", "c": "queued"}
+    step(scheduler)
+    assert phases() == {"a": "prefill", "b": "queued", "c": "queued"}
+    (a, *_) = take_snapshot(scheduler).sequences
+    assert (a.prompt_tokens, a.computed_tokens, a.output_tokens, a.limit) == (12, 8, 0, 20)
+    step(scheduler)
+    assert phases()["a"] == "decode"
+    while "preempted" not in phases().values():
+        step(scheduler)
+    assert phases()["a"] == "decode", "who came first goes on"
+
+
+def test_a_queue_without_end_is_cut_and_its_pages_are_still_in_use() -> None:
+    count = MOST_SEQUENCES + 3
+    scheduler = make(num_blocks=count, max_num_seqs=count, max_num_batched_tokens=4 * count)
+    for index in range(count):
+        scheduler.add(request(str(index), [index, 1, 2], max_tokens=1))
+    batch = scheduler.schedule()
+    assert batch is not None
+    view = take_snapshot(scheduler)
+    assert len(view.sequences) == MOST_SEQUENCES
+    assert view.stats.running == count
+    assert codes(view).count(UNLISTED) == 3
+
+
+@pytest.mark.parametrize("num_blocks", [1, 70_000])
+def test_every_page_has_a_code(num_blocks: int) -> None:
+    assert codes(take_snapshot(make(num_blocks=num_blocks))) == [EMPTY] * num_blocks

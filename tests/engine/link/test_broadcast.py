@@ -1,0 +1,212 @@
+"""Weights that come over a torch.distributed group, from a trainer in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.link.weights import Weights
+from quire.engine.types import Request, SamplingParams
+from tests.e2e.server import free_port
+from tests.tiny_models import save_tiny_model
+
+FILE = "model.safetensors"
+PROMPT = [3 + 7 * index % 300 for index in range(40)]
+TRAINER = """
+import datetime, os, sys, torch.distributed as dist
+from safetensors.torch import load_file
+port, file, most = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2,
+                        timeout=datetime.timedelta(seconds=60))
+for sent, (name, tensor) in enumerate(sorted(load_file(file).items())):
+    if sent == int(most):
+        os._exit(1)
+    dist.broadcast(tensor, src=0)
+dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one shape."""
+    first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama")
+    second = tmp_path_factory.mktemp("second")
+    shutil.copy(first / "config.json", second)
+    torch.manual_seed(5)
+    tensors = {name: each + torch.randn_like(each) * 0.1 for name, each in load_file(first / FILE).items()}
+    save_file(tensors, second / FILE)
+    return first, second
+
+
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), dtype="float32", device="cpu", threads=1, num_kv_blocks=64, warmup_seconds=0.0
+    )
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[EngineClient, WeightsGroup]]:
+    client = EngineClient(ProcessLink(config_of(folder)))
+    group = WeightsGroup(Weights(client))
+    await client.link.start()
+    try:
+        yield client, group
+    finally:
+        await client.link.stop()
+        await group.close()
+
+
+async def answer(client: EngineClient) -> list[int]:
+    params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    request = Request(id=f"r{os.urandom(4).hex()}", prompt_ids=PROMPT, params=params, seed=1)
+    return [
+        each for outputs in [o async for o in client.submit([request])] for output in outputs for each in output.new_ids
+    ]
+
+
+async def answer_of(folder: Path) -> list[int]:
+    async with serving(folder) as (client, _):
+        return await answer(client)
+
+
+def tensors_of(folder: Path) -> list[Tensor]:
+    kinds = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    return [
+        Tensor(name, kinds[each.dtype], list(each.shape)) for name, each in sorted(load_file(folder / FILE).items())
+    ]
+
+
+@asynccontextmanager
+async def trainer(group: WeightsGroup, folder: Path, most: int = 10**6) -> AsyncIterator[None]:
+    """Sends a folder's weights over a group that it makes with us; ends before it sends so many tensors."""
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TRAINER, str(port), str(folder / FILE), str(most)
+    )
+    try:
+        await group.join(Group("127.0.0.1", port, 1, 2, "gloo", 60.0))
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.slow
+async def test_weights_come_in_buckets_and_are_served_when_all_are_there(folders: tuple[Path, Path]) -> None:
+    after = await answer_of(folders[1])
+    async with serving(folders[0]) as (client, group):
+        before = await answer(client)
+        assert before != after
+        tensors = tensors_of(folders[1])
+        async with trainer(group, folders[1]):
+            await group.receive(tensors[:4])
+            assert await answer(client) == before
+            await group.receive(tensors[4:])
+            assert await answer(client) == before
+            assert await group.serve(version="trained") == "trained"
+        assert await answer(client) == after
+        async with trainer(group, folders[0]):
+            await group.receive(tensors)
+            assert await group.serve() == "3", "they are counted"
+            await group.leave()
+        assert await answer(client) == before
+        assert group._root is not None
+        assert os.listdir(group._root) == ["2"], "only what is served is kept"
+        root = group._root
+    assert not root.exists()
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tuple[Path, Path]) -> None:
+    async with serving(folders[0]) as (client, group):
+        before = await answer(client)
+        tensors = tensors_of(folders[1])
+        async with trainer(group, folders[1], most=6):
+            await group.receive(tensors[:4])
+            with pytest.raises(InvalidRequest, match="the group broke"):
+                await group.receive(tensors[4:])
+        with pytest.raises(InvalidRequest, match="init_weights_group"):
+            await group.receive(tensors)
+        with pytest.raises(InvalidRequest, match="no tensor"):
+            await group.serve()
+        assert await answer(client) == before
+        assert client.link.weights_version == "1"
+        async with trainer(group, folders[1]):
+            await group.receive(tensors)
+            await group.serve()
+        assert await answer(client) != before
+
+
+@pytest.mark.slow
+async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path]) -> None:
+    async with serving(folders[0]) as (client, group):
+        before = await answer(client)
+        tensors = tensors_of(folders[1])
+        async with trainer(group, folders[1]):
+            await group.receive(tensors[:4])
+            assert group._process is not None
+            await group._process.kill()
+            with pytest.raises(EngineError, match="the group is gone"):
+                await group.receive(tensors[4:])
+        assert await answer(client) == before
+        async with trainer(group, folders[1]):
+            await group.receive(tensors)
+            await group.serve()
+        assert await answer(client) != before
+
+
+@pytest.mark.slow
+async def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    async with serving(folders[0]) as (client, group):
+        before = await answer(client)
+        tensors = load_file(folders[0] / FILE)
+        save_file({name: torch.cat([each, each]) for name, each in tensors.items()}, tmp_path / FILE)
+        async with trainer(group, tmp_path):
+            await group.receive(tensors_of(tmp_path))
+            with pytest.raises(ConfigError, match="has shape"):
+                await group.serve()
+        assert await answer(client) == before
+        assert group._root is not None
+        assert os.listdir(group._root) == []
+
+
+def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
+    """As when the server's process is killed."""
+    root = tmp_path / "root"
+    (root / "1").mkdir(parents=True)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.engine.worker.receiver", str(theirs.fileno()), str(root)]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    with ours:
+        ours.sendall(json.dumps({"do": "leave"}).encode() + b"\n")
+        assert ours.makefile("rb").readline() == b"{}\n"
+        ours.shutdown(socket.SHUT_RDWR)
+    assert process.wait(60) == 0
+    assert not root.exists()
+
+
+@pytest.mark.slow
+async def test_members_that_do_not_come_are_told_of(folders: tuple[Path, Path]) -> None:
+    async with serving(folders[0]) as (client, group):
+        with pytest.raises(InvalidRequest, match="the group broke"):
+            await group.join(Group("127.0.0.1", free_port(), 1, 2, "gloo", 1.0))
+        assert len(await answer(client)) == 12

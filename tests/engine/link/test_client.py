@@ -1,0 +1,155 @@
+"""All links give the same answers, and ProcessLink replaces engines that end."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.history import Step
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import merge
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.types import RequestOutput, SamplingParams
+from tests.engine.harness import request
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def config(model: Path) -> EngineConfig:
+    return EngineConfig(model=str(model), num_kv_blocks=64, threads=1)
+
+
+async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
+    """The token ids that the client gives for one sampled request per letter of `names`."""
+    stream = client.submit([request(name, range(3, 8 + ord(name) % 30), seed=1, temperature=1.0) for name in names])
+    found: dict[str, list[int]] = {name: [] for name in names}
+    async for outputs in stream:
+        for output in outputs:
+            found[output.id] += output.new_ids
+    return found
+
+
+async def test_both_implementations_give_the_same_answers(model: Path) -> None:
+    in_process, in_child = EngineClient(InProcessLink(config(model))), EngineClient(ProcessLink(config(model)))
+    in_process_info, in_child_info = await asyncio.gather(in_process.link.start(), in_child.link.start())
+    assert in_process_info.arithmetic == in_child_info.arithmetic
+    expected = await answers(in_process, "abcd")
+    assert all(len(ids) == 32 for ids in expected.values())
+    assert await answers(in_child, "abcd") == expected
+    one_by_one = [await answers(in_child, name) for name in "abcd"]
+    assert {name: ids for found in one_by_one for name, ids in found.items()} == expected
+    await in_process.link.stop()
+    await in_child.link.stop()
+
+
+async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
+    client = EngineClient(ProcessLink(config(model)))
+    await client.link.start()
+    stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
+    outputs = await anext(stream)
+    assert outputs
+    stream.close()
+    assert client.num_open == 0
+    await answers(client, "z")
+    assert client.link.stats.used_blocks == 0
+    await client.link.stop()
+
+
+@pytest.mark.slow
+async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
+    client = EngineClient(ProcessLink(EngineConfig(model=str(tmp_path))))
+    with pytest.raises(ConfigError, match="config") as error:
+        await client.link.start()
+    assert error.value.param == "model"
+
+
+class SignallingLink(ProcessLink):
+    """Sends its engine the signal `signal_number`, once, when the next tokens arrive."""
+
+    signal_number = 0
+
+    def arrived(self, step: Step) -> None:
+        if self.signal_number and self.pid is not None:
+            os.kill(self.pid, self.signal_number)
+            self.signal_number = 0
+
+
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, *OTHERS])
+async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
+    settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
+    link = SignallingLink(settings)
+    client = EngineClient(link)
+    client.history.listeners.append(link.arrived)
+    await client.link.start()
+
+    async def ask(name: str) -> dict[str, list[int]]:
+        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
+        found: dict[str, list[int]] = {}
+        async for outputs in client.submit(kinds):
+            for output in outputs:
+                found.setdefault(output.id[-1], []).extend(output.new_ids)
+        return found
+
+    expected = await ask("undisturbed")
+    generated = client.link.stats.generation_tokens
+    link.signal_number = number
+    assert await ask("disturbed") == expected
+    assert (client.link.deaths, client.link.replays, client.link.quarantined) == (1, 3, 0)
+    assert client.link.stats.generation_tokens >= generated, "counters never go back"
+    assert client.alive
+    await client.link.stop()
+
+
+@pytest.mark.slow
+async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    client = EngineClient(ProcessLink(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1)))
+    await client.link.start()
+    stream = client.submit([request("long", range(3, 100), max_tokens=300)])
+    await anext(stream)
+    (path / "config.json").unlink()
+    assert client.link.pid is not None
+    os.kill(client.link.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"could not be brought back$"):  # clients must not see paths in the message
+        async for _ in stream:
+            pass
+    assert "no config.json" in caplog.text
+    assert not client.alive
+    with pytest.raises(EngineError):
+        client.submit([request("late", [3])])
+    await client.link.stop()
+
+
+def test_merged_outputs_lose_nothing() -> None:
+    first = RequestOutput("a", [1], cached_tokens=16, prompt_logprobs=[None])
+    second = RequestOutput("a", [2, 3], finish_reason="stop", stop_reason=3, cached_tokens=16)
+    both = merge(first, second)
+    assert both == RequestOutput(
+        "a", [1, 2, 3], prompt_logprobs=[None], finish_reason="stop", stop_reason=3, cached_tokens=16
+    )
+
+
+def test_requests_are_equal_after_encoding_and_decoding() -> None:
+    from quire.engine.link.engine_messages import Submit, decode_to_engine, encode
+
+    params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
+    message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])
+    assert decode_to_engine(encode(message)) == message
+    from quire.engine.types import Request
+
+    alone = Submit([Request(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
+    assert decode_to_engine(encode(alone)) == alone

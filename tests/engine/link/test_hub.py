@@ -1,0 +1,303 @@
+"""A hub and clients of API processes, all in one process, around an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quire.engine import errors
+from quire.engine.config import EngineConfig
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
+from quire.engine.link import hub as hubs
+from quire.engine.link import hub_link as remotes
+from quire.engine.link import hub_messages as messages
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub import Hub
+from quire.engine.link.hub_link import HubLink, NoWeightsGroup
+from quire.engine.link.hub_messages import LASTING, Fault, FromHub, Stepped
+from quire.engine.link.hub_relay import Channel, Relayed
+from quire.engine.types import Request, RequestOutput, SamplingParams
+from tests.server.fake import FakeEngine, hashed
+
+PICK = hashed(range(10, 90))
+
+
+@dataclass(frozen=True)
+class Shared:
+    engine: FakeEngine
+    hub: Hub
+    clients: list[EngineClient]
+
+
+@asynccontextmanager
+async def shared(folder: Path, count: int = 2, **options: float) -> AsyncIterator[Shared]:
+    engine = FakeEngine(PICK, **options)  # type: ignore[arg-type]
+    hub = Hub(EngineClient(engine), f"ipc://{folder}/hub")
+    clients = [EngineClient(HubLink(EngineConfig(), f"ipc://{folder}/hub", str(number))) for number in range(count)]
+    try:
+        hub.listen()
+        for number, client in enumerate(clients):
+            hub.add(str(number).encode(), number)
+            client.link.launch()
+        hub.ready(await engine.start())
+        async with asyncio.timeout(60):
+            assert all([(await client.link.start()).model == "fake" for client in clients])
+            await until(lambda: all(client.responsive for client in clients))
+            yield Shared(engine, hub, clients)
+    finally:
+        for client in clients:
+            await client.link.stop()
+        await engine.stop()
+        await hub.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - a poll is soon enough
+        await asyncio.sleep(0.01)
+
+
+def request(id: str, *, tokens: int = 12, tenant: str = "") -> Request:
+    params = SamplingParams(max_tokens=tokens)
+    return Request(id=id, prompt_ids=[1, 2, 3], params=params, seed=7, tenant=tenant)
+
+
+async def tokens_of(client: EngineClient, *requests: Request) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {each.id: [] for each in requests}
+    async for outputs in client.submit(list(requests)):
+        for output in outputs:
+            found[output.id] += output.new_ids
+    return found
+
+
+async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
+    async with shared(tmp_path) as server:
+        one, two = server.clients
+        found = await asyncio.gather(
+            tokens_of(one, request("a"), request("b")), tokens_of(two, request("c")), tokens_of(one, request("d"))
+        )
+        expected = [PICK(request("a"), position) for position in range(12)]
+        assert found == [{"a": expected, "b": expected}, {"c": expected}, {"d": expected}]
+        await until(lambda: one.num_open == two.num_open == 0)
+        assert server.engine.generated == 48
+        await until(
+            lambda: one.link.stats.generation_tokens == 48
+        )  # what the last step says of itself comes behind its tokens
+        assert [each.id for each in one.history.ended] == ["a", "b", "d"]
+
+
+def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
+    written: list[FromHub] = []
+    channel = Channel(0, written.append)
+    channel.welcomed = True
+    streams = [Relayed([request(f"s{n}")], channel, list) for n in range(100)]
+    for step in range(3):
+        channel.begin(None, 0, "1", counts=True)
+        for number, stream in enumerate(streams):
+            stream.push(RequestOutput(f"s{number}", [step]), "1")
+    channel.begin(None, 0, "1", counts=True)  # of others alone
+    channel.flush([EngineStats()])
+    channel.flush([EngineStats()])
+    (message,) = written
+    assert isinstance(message, Stepped)
+    assert [[output.new_ids for output in part.outputs] for part in message.parts] == [[[n]] * 100 for n in range(3)]
+
+
+async def test_the_requests_of_one_that_ended_are_aborted_and_no_others(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        one, two = server.clients
+        lost = one.submit([request("lost-0", tokens=400), request("lost-1", tokens=400)])
+        stays = asyncio.create_task(tokens_of(two, request("stays", tokens=30)))
+        await until(lambda: len(server.engine.running) == 3)
+        assert server.hub.remove(b"0") == 2
+        assert sorted(server.engine.aborted) == ["lost-0", "lost-1"]
+        assert len((await stays)["stays"]) == 30
+        lost.close()
+
+
+async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
+    async with shared(tmp_path) as server:
+        server.hub.remove(b"1")
+        server.hub.add(b"1.1", 1)
+        late = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        late.link.launch()
+        assert (await late.link.start()).model == "fake"
+        assert len((await tokens_of(late, request("x")))["x"]) == 12
+        await late.link.stop()
+
+
+async def test_an_aborted_request_is_aborted_in_the_engine(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        stream = server.clients[0].submit([request("a", tokens=400)])
+        await until(lambda: bool(server.engine.running))
+        stream.close()
+        await until(lambda: server.engine.aborted == ["a"])
+        await until(lambda: server.clients[1].num_open == 0)
+
+
+async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        asked = [asyncio.create_task(tokens_of(client, request(str(client), tokens=400))) for client in server.clients]
+        await until(lambda: len(server.engine.running) == 2)
+        server.engine.die("the engine died")
+        for task in asked:
+            with pytest.raises(EngineError, match="the engine died"):
+                await task
+        await until(lambda: not any(client.alive for client in server.clients))
+        with pytest.raises(EngineError, match="the engine died"):
+            server.clients[0].submit([request("late")])
+
+
+async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remotes, "_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(remotes, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(hubs, "_TELL_SECONDS", 0.1)
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        client = server.clients[0]
+        await asyncio.sleep(0.5)
+        assert client.healthy, "the hub gives signs of life though nothing happens"
+        await server.hub._tasks.cancel()
+        server.engine.asleep = True
+        asked = asyncio.create_task(tokens_of(client, request("a")))
+        changed = asyncio.create_task(client.link.wake_up())
+        for task in (asked, changed):
+            with pytest.raises(Overloaded, match="no sign of life"):
+                await asyncio.wait_for(task, 30)
+        assert not client.healthy
+        assert client.alive
+
+
+async def test_one_call_that_is_given_up_ends_alone(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        given_up = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=400), request("b", tokens=400)))
+        stays = asyncio.create_task(tokens_of(server.clients[0], request("c", tokens=30)))
+        await until(lambda: len(server.engine.running) == 3)
+        server.engine.owner.give_up("a", errors.RequestQuarantined("it ends engines"))
+        with pytest.raises(errors.RequestQuarantined, match="it ends engines"):
+            await given_up
+        assert len((await stays)["c"]) == 30
+        assert sorted(server.engine.aborted) == ["a", "b"]
+
+
+async def test_the_queue_is_that_of_all(tmp_path: Path) -> None:
+    async with shared(tmp_path) as server:
+        one, two = server.clients
+        server.engine.asleep = True  # so that nothing is computed
+        streams = [one.submit([request("a", tenant="x")]), one.submit([request("b", tenant="y")])]
+        streams.append(two.submit([request("c", tenant="x")]))
+        await until(lambda: (one.num_open, two.num_open) == (3, 3))
+        assert [client.num_open_of("x") for client in server.clients] == [2, 2]
+        assert [client.num_open_of("y") for client in server.clients] == [1, 1]
+        await until(lambda: (one.queued_tokens, two.queued_tokens) == (9, 9))
+        for stream in streams:
+            stream.close()
+        await until(lambda: (one.num_open, two.num_open, one.queued_tokens, two.queued_tokens) == (0, 0, 0, 0))
+
+
+async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_path: Path) -> None:
+    async with shared(tmp_path, 3) as server:
+
+        def answering(client: EngineClient, number: int) -> None:
+            async def say(body: bytes) -> bytes | None:
+                return None if number == 2 else body + str(number).encode()
+
+            async def count(body: bytes) -> bytes:
+                return f"count {number}".encode()
+
+            client.link.answering = {"name": say, LASTING: count}
+
+        for number, client in enumerate(server.clients):
+            answering(client, number)
+        one, two, three = server.clients
+        assert await one.link.ask("name", b"I am ") == [b"I am 1"]
+        assert await three.link.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
+        assert await one.link.ask("unknown") == []
+        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        server.hub.remove(b"1")
+        await two.link.stop()
+        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        server.hub.add(b"1.1", 1)
+        heir = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        heir.link.launch()
+        await heir.link.start()
+        assert heir.link.inherited == b"count 1"
+        await heir.link.stop()
+
+
+async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None:
+    async with shared(tmp_path) as server:
+        seen: list[list[bool]] = [[], []]
+        for client, steps in zip(server.clients, seen, strict=True):
+            client.history.listeners.append(lambda step, steps=steps: steps.append(step.counts))  # type: ignore[misc]
+        for number in range(5):
+            record = StepRecord(number, 0.0, 0.0, 0.0, 0.0, 1, 1, [], [])
+            server.engine.owner.deliver([], record)
+        await until(lambda: [len(steps) for steps in seen] == [5, 5])
+        assert sorted(seen) == [[False] * 5, [True] * 5]
+
+
+async def test_an_engines_death_is_seen_in_explanations(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=30)))
+        await until(lambda: bool(server.engine.running))
+        server.engine.owner.lost()
+        await asked
+        timeline = server.clients[0].history.find("a")
+        assert timeline is not None
+        assert timeline.count("recovering") == 1
+
+
+async def test_weights_change_for_all(tmp_path: Path) -> None:
+    async with shared(tmp_path) as server:
+        one, two = server.clients
+        versions: list[str] = []
+        two.link.on_version.append(versions.append)
+        await one.link.sleep(refuse=True)
+        await until(lambda: two.link.asleep and two.refusing)
+        with pytest.raises(InvalidRequest, match="level must be 1 or 2") as error:
+            await two.link.sleep(3)
+        assert error.value.param == "level"
+        await two.link.wake_up()
+        await until(lambda: not one.link.asleep)
+        assert await one.link.update(str(tmp_path), version="next") == "next"
+        assert one.link.weights_version == "next"
+        await until(lambda: versions == ["next"])
+        with pytest.raises(InvalidRequest, match="--api-server-count"):
+            await NoWeightsGroup(one.link).join(None)  # type: ignore[arg-type]
+
+
+async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=40)))
+        await until(lambda: bool(server.engine.running))
+        view = await server.clients[1].snapshot()
+        assert [each.id for each in view.sequences] == ["a"]
+        await asked
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("bad", param="n"), InvalidRequest),
+        (Overloaded("full"), Overloaded),
+        (ModelError("no such model"), ConfigError),
+    ],
+)
+def test_errors_keep_their_kind_on_the_way(error: errors.QuireError, kind: type[errors.QuireError]) -> None:
+    sent = messages.encode(messages.NotStarted(Fault.of(error)))
+    message = messages.decode_to_hub(sent)
+    assert isinstance(message, messages.NotStarted)
+    found = message.fault.error()
+    assert type(found) is kind
+    assert (found.message, found.param) == (error.message, error.param)
+
+
+def test_every_error_can_travel() -> None:
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.QuireError) and kind is not RateLimited:
+            assert isinstance(Fault(kind.__name__, "why").error(), errors.QuireError)

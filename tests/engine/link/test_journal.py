@@ -1,0 +1,115 @@
+"""ProcessLink with fake engine processes that end at random moments: no token is lost, repeated or changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.config import EngineConfig
+from quire.engine.link.client import EngineClient
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.types import Request, SamplingParams
+from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
+from tests.variants import examples
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 3)),
+    st.tuples(st.just("submit killers"), st.integers(1, 2)),
+    st.tuples(st.just("abort"), st.integers(0, 99)),
+    st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("step without delivery"), st.integers(1, 9)),
+    st.tuples(st.just("kill"), st.just(0)),
+    st.tuples(st.just("settle"), st.just(0)),
+)
+
+
+async def run(actions: list[tuple[str, int]]) -> None:
+    client = EngineClient(ProcessLink(EngineConfig()))
+    await client.link.start()
+    callers: list[Caller] = []
+    for number, (action, value) in enumerate(actions):
+        process = client.link._process
+        match action:
+            case "submit" | "submit killers":
+                name = "killer" if action == "submit killers" else "good"
+                callers.append(Caller(client, [f"{name}-{number}-{i}" for i in range(value)]))
+            case "abort" if callers:
+                callers[value % len(callers)].abort(value)
+            case "step" | "step without delivery" if isinstance(process, FakeProcess):
+                process.step(value)
+            case "kill" if isinstance(process, FakeProcess):
+                process.exit(KILLED)
+        if action not in ("step without delivery", "kill"):
+            await settle()
+    for _ in range(2000):
+        if not client.num_open:
+            break
+        if isinstance(client.link._process, FakeProcess):
+            client.link._process.step(9)
+        else:
+            await asyncio.sleep(0.005)  # after engines that crashed with nothing to compute, the next one starts later
+        await settle()
+    await settle()
+    for caller in callers:
+        caller.check()
+    assert client.alive
+    assert not client.num_open
+    assert client.link._replay.idle
+    assert client.link._replay.take_ready() == []
+    await client.link.stop()
+
+
+@settings(deadline=None, max_examples=examples(300))
+@given(st.lists(ACTIONS, max_size=40))
+def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
+        asyncio.run(run(actions))
+
+
+async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open streams wait for a replacement."""
+    seconds: list[float] = []
+
+    class Noted(FakeProcess):
+        def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+            super().__init__(config, on_begun)
+            seconds.append(config.warmup_seconds)
+
+    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", Noted)
+    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0)))
+    await client.link.start()
+    for _ in range(2):
+        assert isinstance(client.link._process, Noted)
+        client.link._process.exit(KILLED)
+        await settle()
+        for _ in range(200):
+            if client.alive and client.link.ready:
+                break
+            await asyncio.sleep(0.005)
+    await client.link.stop()
+    assert seconds == [20.0, 0.0, 0.0]
+
+
+async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a server that is behind its engine sends fewer and larger chunks."""
+    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
+    client = EngineClient(ProcessLink(EngineConfig()))
+    await client.link.start()
+    params = SamplingParams(max_tokens=LENGTH)
+    stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])
+    await settle()
+    process = client.link._process
+    assert isinstance(process, FakeProcess)
+    for _ in range(4):
+        process.step(1)
+    (first,) = await anext(stream)
+    assert first.new_ids == [token("a", position) for position in range(4)]
+    process.step(1)
+    (second,) = await anext(stream)
+    assert second.new_ids == [token("a", 4)]
+    await client.link.stop()

@@ -1,0 +1,111 @@
+"""A reader's shortcut: what comes while it waits is done at once, and all else is left to the reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import OutputStream
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.types import FinishReason, RequestOutput
+from tests.engine.harness import request
+
+PROMPT = [3, 4, 5]
+
+
+class Client(EngineClient):
+    """Has no engine: the test delivers."""
+
+    def __init__(self) -> None:
+        super().__init__(InProcessLink(EngineConfig(model="none")))
+
+    def step(self, *ids: str, token: int = 1, ends: FinishReason | None = None) -> None:
+        self.deliver([RequestOutput(each, [token], finish_reason=ends) for each in ids])
+
+
+class Reader:
+    """Reads a stream from a task, with a shortcut: both say which tokens they got."""
+
+    def __init__(self, stream: OutputStream) -> None:
+        self.read: list[list[int]] = []
+        self.taken: list[list[int]] = []
+        self.ready = True
+        self.error: Exception | None = None
+        self.stream = stream
+        stream.shortcut = self._take
+        self.task = asyncio.create_task(self._run())
+
+    def _take(self, outputs: list[RequestOutput]) -> bool:
+        if self.error is not None:
+            raise self.error
+        if self.ready:
+            self.taken.append([token for output in outputs for token in output.new_ids])
+        return self.ready
+
+    async def _run(self) -> None:
+        async for outputs in self.stream:
+            self.read.append([token for output in outputs for token in output.new_ids])
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_shortcut_takes_what_came_in_a_turn_and_the_reader_the_end() -> None:
+    client = Client()
+    reader = Reader(client.submit([request("a", PROMPT), request("b", PROMPT)]))
+    await turns()
+    client.step("a", "b", token=1)
+    client.step("a", token=2)
+    await turns()
+    assert (reader.taken, reader.read) == ([[1, 2, 1]], []), "merged by request"
+    client.step("a", token=3, ends="length")
+    await turns()
+    assert (reader.taken[1:], reader.read) == ([[3]], []), "the other goes on"
+    client.step("b", token=4, ends="length")
+    await reader.task
+    assert (reader.taken[2:], reader.read) == ([], [[4]])
+
+
+async def test_what_the_shortcut_refuses_is_the_readers_in_order() -> None:
+    client = Client()
+    reader = Reader(client.submit([request("a", PROMPT)]))
+    await turns()
+    reader.ready = False
+    client.step("a", token=1)
+    await turns()
+    reader.ready = True
+    client.step("a", token=2)
+    await turns()
+    client.step("a", token=3, ends="stop")
+    await reader.task
+    assert (reader.taken, reader.read) == ([[2]], [[1], [3]])
+
+
+async def test_an_error_of_the_shortcut_is_the_readers_alone() -> None:
+    client = Client()
+    broken, whole = Reader(client.submit([request("a", PROMPT)])), Reader(client.submit([request("b", PROMPT)]))
+    await turns()
+    broken.error = ValueError("no")
+    client.step("a", "b")
+    client.step("a", "b")
+    with pytest.raises(ValueError, match="no"):
+        await broken.task
+    assert whole.taken == [[1, 1]]
+    assert client.num_open == 1
+    whole.stream.close()
+    await whole.task
+
+
+async def test_an_abort_between_a_step_and_its_turn_reaches_the_reader() -> None:
+    client = Client()
+    reader = Reader(client.submit([request("a", PROMPT)]))
+    await turns()
+    client.step("a")
+    client.cancel("a")
+    await reader.task
+    assert (reader.taken, reader.read) == ([], [[1]])

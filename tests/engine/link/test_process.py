@@ -1,0 +1,57 @@
+"""The messages of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.config import EngineConfig
+from quire.engine.link.engine_messages import Failed, Refused, encode
+from quire.engine.link.process import EngineProcess
+from quire.engine.processes.wire import MOST_IN_TURN
+from tests.engine.fake_process import CRASHED, FakeProcess
+
+COUNT = 5 * MOST_IN_TURN
+TALKATIVE = f"""
+import sys, zmq
+socket = zmq.Context.instance().socket(zmq.PAIR)
+socket.set(zmq.SNDHWM, 0)
+socket.connect(sys.argv[1])
+for _ in range({COUNT}):
+    socket.send(bytes.fromhex("{encode(Refused("no")).hex()}"))
+sys.stdin.read()
+"""
+
+
+class Talkative(EngineProcess):
+    """Says everything at once."""
+
+    PROGRAM = ("-c", TALKATIVE)
+
+
+async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
+    process = Talkative(EngineConfig(), lambda ids: None)
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    process.connect()
+    taker = asyncio.create_task(take_turns())
+    async with asyncio.timeout(60):
+        received = [await process.receive() for _ in range(COUNT)]
+    taker.cancel()
+    assert received == [Refused("no")] * COUNT
+    assert turns >= COUNT // MOST_IN_TURN
+    await process.stop()
+
+
+async def test_what_a_process_said_before_it_ended_is_heard_after_its_end() -> None:
+    """On a busy machine the message may come later than the news of the end."""
+    process = FakeProcess(EngineConfig(), lambda ids: None)
+    process.exit(CRASHED)
+    exited = asyncio.create_task(process.wait_for_exit())
+    asyncio.get_running_loop().call_later(0.01, process._sent.put_nowait, Failed("no room"))
+    assert await process.first_message(exited) == Failed("no room")

@@ -1,0 +1,36 @@
+"""A process that we start gets its configuration, and ends when it is told to, whatever it does."""
+
+from __future__ import annotations
+
+import signal
+from subprocess import PIPE
+
+import pytest
+
+from quire.engine.processes.child import Child
+
+
+async def test_it_gets_its_configuration_and_ends_when_its_standard_input_closes() -> None:
+    script = "import sys; print(sys.stdin.readline(), end='', flush=True); sys.stdin.read()"
+    child = Child(["-c", script], b"all of it", stdout=PIPE)
+    with child.process.stdout as stdout:  # type: ignore[union-attr]
+        assert stdout.readline() == b"all of it\n"
+        assert child.returncode is None
+        await child.stop(60)
+    assert child.returncode == 0
+
+
+async def test_one_that_does_not_end_is_killed() -> None:
+    child = Child(["-c", "import time; time.sleep(600)"])
+    await child.stop(0.05)
+    assert child.returncode == -signal.SIGKILL
+
+
+async def test_one_that_ends_before_it_has_read_its_configuration_is_no_error() -> None:
+    child = Child(["-c", "import os; os._exit(3)"], b"x" * 4096)
+    assert await child.exited() == 3
+
+
+def test_an_environment_that_the_system_refuses_is_an_error() -> None:
+    with pytest.raises(OSError):
+        Child(["-c", ""], environment={"LARGE": "x" * 2**22})
