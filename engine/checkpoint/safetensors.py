@@ -183,7 +183,9 @@ def _read_header(shard: Path) -> dict[str, _Tensor] | None:
     little-endian, and then JSON; the tensors' data follow."""
     if is_pickled(shard):
         read = pickled.read_tensors(shard)
-        return read and {name: _Tensor(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in read.items()}
+        if read is None:
+            return None
+        return {name: _Tensor(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in read.items()}
     file = open_file(shard)
     if file is None:
         return None

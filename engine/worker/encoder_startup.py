@@ -85,6 +85,7 @@ def start_encoder(
         step_costs=[],
         draft=None,
         adapters=None,
+        adaptable={},
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
         no_images=TEXT_ALONE,

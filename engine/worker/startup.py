@@ -17,6 +17,7 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader, Executor
+from quire.engine.lora.modules import Modules
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
@@ -79,7 +80,9 @@ class Worker:
     draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None
     """The model or the heads that guess tokens, if some do."""
     adapters: AdapterLoader | None
-    """What loads adapters, where they are served."""
+    """What loads adapters, where they are served,"""
+    adaptable: Modules
+    """and what they may be of, as EngineInfo says it."""
     compiler: Callable[[], GrammarCompiler]
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
@@ -141,7 +144,7 @@ def _start(
     notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
-    adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
+    adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     return Worker(
         runner=runner,
         plan=plan,
@@ -163,6 +166,7 @@ def _start(
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
+        adaptable=chosen.spec.linears or {},
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
         no_images=tower.why_not,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,12 +156,15 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
 
 
 @contextmanager
-def called(model: PreTrainedModel) -> Iterator[set[str]]:
-    """The names of the modules that are called in its context."""
-    found = set[str]()
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: found.add(name)) for name, module in model.named_modules()
-    ]
+def called(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
+    """The names of the modules that are called in its context; of each whether its rows are always the tokens."""
+    found = dict[str, bool]()
+
+    def note(module: nn.Module, given: Sequence[Any], made: Any, name: str) -> None:
+        rows = given[0].shape[:-1] if given and isinstance(given[0], Tensor) else ()
+        found[name] = found.get(name, True) and [size for size in rows if size != 1] == [_TOKENS]
+
+    hooks = [module.register_forward_hook(partial(note, name=name)) for name, module in model.named_modules()]
     yield found
     for hook in hooks:
         hook.remove()

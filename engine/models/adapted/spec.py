@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
@@ -17,6 +20,8 @@ from quire.engine.models.adapted.build import build
 from quire.engine.models.adapted.probe import Attended, called, check_head, probe
 from quire.engine.models.decoder import DecoderSpec
 
+ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""What the names of linears end with that choose experts."""
 _NO_NORM = NormSpec(0.0)
 """Norms are the class's."""
 
@@ -66,7 +71,21 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
         given=config.given,
         made_by=type(model).__name__,
         called=frozenset(names),
+        linears=_linears(model, names),
     )
+
+
+def _linears(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
+    """(in, out) of those that may have adapters, which PEFT knows by these names: what multiplies each token of a step
+    once, and chooses no experts."""
+    found = {}
+    for name, module in model.named_modules():
+        if called.get(name) and not name.endswith(ROUTERS):
+            if type(module) is nn.Linear:
+                found[name] = module.in_features, module.out_features
+            elif type(module) is Conv1D:
+                found[name] = module.weight.shape[0], module.weight.shape[1]
+    return found
 
 
 def _attention(call: Attended) -> AdaptedAttention:
@@ -86,4 +105,4 @@ def _attention(call: Attended) -> AdaptedAttention:
 
 
 def never() -> NoReturn:
-    raise ModelError("model: transformers' class computes it, which does not go here: it drafts for no other model")
+    raise ModelError("model: transformers' class computes it, which does not go here")

@@ -34,13 +34,17 @@ def adapted_kind() -> type[AdaptedDecoder]:
     return kind
 
 
+def decoder_kind(model: ModelConfig, otherwise: type[Decoder] = Decoder) -> type[Decoder]:
+    """What computes a model; `otherwise`: where transformers' class does not."""
+    return otherwise if model.given is None else adapted_kind()
+
+
 def check_adapted(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for what a model that transformers' class computes is not served with."""
     if model.given is None:
         return
     speculative = config.speculative_config
     asked = {
-        "enable_lora": config.enable_lora,
         "tensor_parallel_size": config.tensor_parallel_size > 1,
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "speculative_config": speculative is not None and speculative.hidden_states,
@@ -63,7 +67,7 @@ def adapted_notes(config: EngineConfig, model: Decoder, backend: Backend, apart:
     to be known of one that transformers' class computes. Raises ConfigError where --deterministic cannot be kept."""
     if not model.made_by:
         return apart, []
-    costs = "slower than by a file of Quire's; without LoRA, ranks, heads that draft, vectors and CUDA graphs"
+    costs = "slower than by a file of Quire's; without ranks, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.made_by} computes it, on Quire's pages: {costs}"]
     same = keeps_rows_apart(model, backend)  # tried in any case: it finds what does not take positions
     wrong = None if same else "tried, it gives a request other bits beside others than alone"

@@ -25,7 +25,7 @@ _NAMED = 8
 """An error lists this many tensor names and counts the rest."""
 
 
-def load_weights(table: ParameterTable, stream: TensorStream, *, device: torch.device, finite: bool = False) -> int:
+def load_weights(table: ParameterTable, stream: Tensors, *, device: torch.device, finite: bool = False) -> int:
     """Put every tensor of the stream where the table says. Returns the bytes of the model.
 
     Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with `finite`, also
@@ -94,7 +94,7 @@ def present(shards: Sequence[Path]) -> Sequence[Path]:
     return shards
 
 
-def named_stream(stream: TensorStream, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
+def named_stream(stream: Tensors, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
     """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
     saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
     """

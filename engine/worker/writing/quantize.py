@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.pickled import INDEX as PICKLED_INDEX
 from quire.engine.checkpoint.safetensors import INDEX, read_file_headers, text_tensor, weight_files
 from quire.engine.errors import ModelError, QuireError
 from quire.engine.folder import read_json
@@ -129,7 +128,7 @@ def _copy_others(model: Path, out: Path) -> None:
     """The files beside the weights, and the folders of a model that makes vectors."""
     for pattern in _COPIED:
         for file in model.glob(pattern):
-            if file.is_file() and file.name not in ("config.json", INDEX, PICKLED_INDEX):
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)
     for file in [*model.glob("[0-9]_*/*.json"), *model.glob("[0-9]_*/*.safetensors")]:
         (out / file.parent.name).mkdir(exist_ok=True)
