@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.build import body_of, stateful
-from quire.engine.models.adapted.interface import MaskFunction, allowed_by, attend_by
+from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, allowed_by, attend_by
 
 _TOKENS = 7
 _LONGEST = 1 << 20
@@ -58,15 +58,8 @@ class Noting:
     longest: int
     found: list[Attended] = field(default_factory=list)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        given: Mapping[str, Any],
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
+        module, query, key, value, mask, given = call
         where = f"its {type(module).__name__}"
         if query.shape[0] != 1 or query.shape[2] != _TOKENS or key.shape[2] != _TOKENS or value.shape[2] != _TOKENS:
             raise ModelError(f"{where} attends to other things than the tokens of a sequence")
