@@ -74,6 +74,11 @@ class DecoderSpec:
         """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
         return any(isinstance(each, DeltaState) for each in self.states)
 
+    def indivisible(self, ranks: int) -> str | None:
+        """What of it cannot be divided among so many ranks; None: all can."""
+        parts = (part for layer in self.layers for part in layer)
+        return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
+
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""
         return [each for layer in self.layers for each in layer if isinstance(each, kind)]

@@ -203,7 +203,7 @@ def check_states(config: EngineConfig, spec: DecoderSpec) -> None:
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
     ranks = config.tensor_parallel_size
-    wrong = lacking_gpus(ranks, chosen.device) or indivisible(chosen.spec, ranks)
+    wrong = lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks)
     if chosen.device.type != "cpu" and config.nnodes > 1:
         wrong = "ranks of several machines (nnodes) compute on CPUs alone so far; see --device"
     if wrong is None and given:
@@ -214,12 +214,6 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
     if chosen.device.type == "cuda" and asked is not None and asked.hidden_states:
         wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
         raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
-
-
-def indivisible(spec: DecoderSpec, ranks: int) -> str | None:
-    """What of a model cannot be divided among so many ranks; None: all can."""
-    parts = (part for layer in spec.layers for part in layer)
-    return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.adapted import first_position
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, whole
 from quire.engine.layers.part import Making, PageTensor
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE
@@ -36,6 +36,7 @@ from quire.engine.models.adapted.modules import (
 )
 from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
+from quire.engine.models.adapted.ranks import UNDIVIDED, division_of
 from quire.engine.models.adapted.rows import ByRows
 from quire.engine.models.adapted.spec import ROUTERS, AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
@@ -64,15 +65,18 @@ class _Given(nn.Module):
 class AdaptedDecoder(Decoder):
     """Fill it by way of `parameters()` before use, then call `ready`."""
 
+    sums = True
+    """Whether ranks add up what they have parts of. Without it one of them computes alone, to no meaning."""
+
     def make_parts(self, making: Making) -> None:
-        """It has all layers, whole: see check_adapted."""
+        """It has all layers: see check_adapted."""
         spec, backend = self.spec, making.backend
         assert isinstance(spec, AdaptedSpec)
-        assert making.shard is WHOLE
         self._spec, self._first, self._parts = spec, first_position(spec.given), making
-        self._attention, self.made_by = spec.attention, spec.made_by
+        self._attention, self.made_by = spec.of_rank(making.shard), spec.made_by
         self._linear = NO_ADAPTERS
         self._model = model = build(spec.given, making.dtype)
+        self._division = UNDIVIDED if making.shard.count == 1 else division_of(model, making.shard.count)
         self._conversion = Conversion(model)
         self._paged = Paged(backend, self._attention, self.groups, self.progress)
         # A GPU computes each number alike, wherever it stands.
@@ -182,7 +186,8 @@ class AdaptedDecoder(Decoder):
                 self._join(table, {each: turned(parameter) for each, parameter in own.items()})
                 _set(model, name, made.setdefault(id(module), ours))
             elif OurExperts.fits(module):
-                experts = OurExperts(module, name, self._parts.scheme, self.dtype)
+                divided = (self.shard, self._sum) if name in self._division.experts else (WHOLE, None)
+                experts = OurExperts(module, name, self._parts.scheme, self.dtype, *divided)
                 self._join(table, experts.parameters())
                 mix_by(module, experts)
         self._make_buffers()
@@ -210,10 +215,25 @@ class AdaptedDecoder(Decoder):
         if name.endswith(ROUTERS) and stored is not None and stored.dtype == self.dtype:
             scheme = Unquantized(self._parts.backend, self.dtype)  # no router gets few bits: its choices would change
         adapters = self.adapters if name in (self._spec.linears or ()) else None
+        cut = self._division.cut(name, module, self.shard)
         ours = JoinedLinear(
-            scheme, module.in_features, outs, bias=module.bias is not None, wide=wide, adapters=adapters
+            scheme,
+            module.in_features,
+            outs,
+            bias=module.bias is not None,
+            wide=wide,
+            adapters=adapters,
+            cuts={name: cut},
         )
-        return OurLinear(ours, module, self.dtype, self.device, lambda: self._linear), ours.parameters()
+        total = None if cut.ins is None else self._sum
+        return OurLinear(ours, module, self.dtype, self.device, lambda: self._linear, cut, total), ours.parameters()
+
+    def _own_heads(self, numbers: Tensor) -> Tensor:
+        span = self.shard.span(len(numbers))
+        return numbers[span.start : span.stop]
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.shard.sum(x) if self.sums else x
 
     def _make_buffers(self) -> None:
         """Buffers that no checkpoint holds, as the class makes them."""
@@ -232,7 +252,8 @@ class AdaptedDecoder(Decoder):
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):
                 full = f"{name}.{own}" if name else own
-                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own))})
+                cut = self._own_heads if full in self._division.heads else whole
+                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own), cut)})
         return table
 
 

@@ -170,7 +170,6 @@ def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"runner": "pooling"},
         {"speculative_config": {"method": "eagle", "model": "x"}},
