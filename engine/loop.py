@@ -179,6 +179,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         context_pages=plan.context_pages,
         state_bytes=plan.state_bytes,
         no_images=worker.no_images,
+        adaptable=dict(worker.adaptable),
     )
 
 

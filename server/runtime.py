@@ -139,7 +139,7 @@ async def serving(
         ending.push_async_callback(client.link.stop)
         info = await client.link.start()
         adapters = ending.enter_context(
-            adapters_of(config, modules, lambda: in_use(client), folder, device=info.device)
+            adapters_of(config, info.adaptable or modules, lambda: in_use(client), folder, device=info.device)
         )
         model = replace(
             unstarted,

@@ -34,6 +34,7 @@ _INSIDE = {
 }
 _ARCHS = {
     "cohere": "command-r",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
     "gemma3_text": "gemma3",
     "gpt_neox": "gptneox",
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -62,7 +63,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forwar
 _JOINED = "shared_mlp.input_linear"
 _BY_PACKAGE = {
     *("arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "glm4", "gpt2", "gptneox", "granite", "hunyuan-dense"),
-    *("lfm2", "nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
+    *("deepseek2", "lfm2", "nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
     *_SPARSE,
 }
 """Architectures whose tensors are named by the package's own table."""
@@ -153,11 +154,10 @@ def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Genera
 
 
 def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **changed: Any) -> Path:
-    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for.
-
-    changed: keys of the metadata with _ for each dot but the last parts; None leaves a key out.
-    """
+    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for. changed: fields
+    of config.json that are others here."""
     config = json.loads((folder / "config.json").read_text())
+    config |= changed
     config |= {name: config[other] for other, name in _GPT2.items() if other in config}
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     kind = config["model_type"]
@@ -178,7 +178,10 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
         rows = torch.stack([part.float() for _, part in parts])
         for (_, part), own in zip(parts, add_tensor(writer, stored, rows, type_of(stored)), strict=True):
             part.copy_(own)
-    apart = {name for parts in experts.values() for name, _ in parts}
+    split = {name: tensors[name] for name in tensors if name.endswith("kv_b_proj.weight") and not config.get("joined")}
+    for name, tensor in split.items():
+        tensor.copy_(write_expansion(writer, name, tensor, config, type_of))
+    apart = {*split} | {name for parts in experts.values() for name, _ in parts}
     for name, tensor in tensors.items():
         if name in apart:
             continue
@@ -250,7 +253,9 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_layer_norm_eps(next(config[name] for name in _EPS if name in config))
     if not full.get("alpha"):
         writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
-    if config.get("head_dim"):
+    if arch == "deepseek2":
+        write_latents(writer, config, full)
+    elif config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if full.get("rope_type") == "linear":
@@ -304,6 +309,44 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if rope.get("alpha"):  # HunYuan's base is stretched in the file
         writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (size / (size - 2)))
+
+
+def write_latents(writer: Any, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """As llama.cpp's converter writes DeepSeek's since files have two matrices in the place of kv_b_proj; `joined`: as
+    before."""
+    key, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    if config.get("joined"):
+        writer.add_key_length(key)
+        writer.add_value_length(value)
+    else:
+        writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["kv_lora_rank"])
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config.get("n_routed_experts"):
+        sigmoid = config["model_type"] != "deepseek_v2"
+        func = gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
+        writer.add_expert_gating_func(func)
+        greedy = config["model_type"] == "deepseek_v2" and config.get("topk_method") != "group_limited_greedy"
+        write_sparse(writer, {**config, "n_group": None} if greedy else config)
+
+
+def write_expansion(writer: Any, name: str, weight: Tensor, config: Mapping[str, Any], type_of: TypeOf) -> Tensor:
+    """kv_b_proj as two matrices. Returns what the file then stands for."""
+    nope, value, heads = config["qk_nope_head_dim"], config["v_head_dim"], config["num_attention_heads"]
+    keys, values = weight.float().view(heads, nope + value, -1).split((nope, value), dim=1)
+    prefix = f"blk.{name.split('.')[2]}"
+    made = [
+        add_tensor(writer, f"{prefix}.attn_{kind}_b.weight", rows.contiguous(), type_of(f"{prefix}.attn_{kind}_b"))
+        for kind, rows in (("k", keys.transpose(1, 2)), ("v", values))
+    ]
+    return torch.cat((made[0].transpose(1, 2), made[1]), dim=1).reshape(weight.shape)
 
 
 def write_sparse(writer: Any, config: Mapping[str, Any]) -> None:

@@ -24,6 +24,8 @@ from quire.engine.gguf.header import header_bytes
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
+_PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin")
+"""The files of a model's weights where a repository has no safetensors."""
 _PIECE = 8 * MIB
 """That is read of a header at a time: of most of them all."""
 
@@ -49,6 +51,11 @@ class Listing:
         has = {PurePosixPath(path).suffix.lower() for path in self.files}
         return ".gguf" in has and ".safetensors" not in has
 
+    @property
+    def pickled(self) -> tuple[str, ...]:
+        """Patterns of files that are wanted too, because its weights are of PyTorch's own format alone."""
+        return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLED
+
 
 def download(name: HubName, revision: str | None, patterns: Sequence[str], *, newest: bool = False) -> Path:
     """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
@@ -62,7 +69,7 @@ def download(name: HubName, revision: str | None, patterns: Sequence[str], *, ne
     with told_apart(name, revision):
         listing = list_files(name, revision)
         if not name.wants_gguf and not listing.is_gguf:
-            return _snapshot(name, revision, listing, patterns)
+            return _snapshot(name, revision, listing, [*patterns, *listing.pickled])
         files = gguf_files(name, listing)
         return _snapshot(name, revision, listing, [glob.escape(file) for file in files]) / files[0]
 
@@ -167,7 +174,7 @@ def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
         return None
 
 
-def is_cached(name: HubName, revision: str | None, kinds: tuple[str, ...] = (".safetensors", ".gguf")) -> bool:
+def is_cached(name: HubName, revision: str | None, kinds: tuple[str, ...] = (".safetensors", ".gguf", ".bin")) -> bool:
     """Whether weights of a model, in files of these kinds, are in the cache, maybe not all of them."""
     if name.wants_gguf:
         return _cached_gguf(name, name.revision or revision) is not None

@@ -9,13 +9,14 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.alike.fields import named_alike
+from quire.engine.checkpoint.alike.told import names_in_file, told_as_in_file
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
@@ -78,6 +79,8 @@ class ModelConfig:
     """Each field of its declared type, or None."""
     context: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By our names of fields, those in the file, where these are others."""
     given: Mapping[str, Any] | None = None
     """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""
 
@@ -181,7 +184,8 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     raw = files.json(file)
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
-    checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
+    with told_as_in_file(names_in_file(raw)):
+        checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
     return raw, folder
 
 
@@ -203,33 +207,35 @@ def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
         return _class_config(files, content, label, forced=impl == "transformers")
     if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
-    raw = checked(named_alike(content), ServedFields, label)
-    if (quantized := raw.get("quantization_config")) and files.folder is not None:
-        weight_formats(quantized)
-    generation = _read_generation_config(files)
-    heads = _integer(raw, "num_attention_heads")
-    hidden = _integer(raw, "hidden_size")
-    vocab_size, rope = _integer(raw, "vocab_size"), _rope(raw)
-    eos = _ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
-    config = ModelConfig(
-        model_type=raw.get("model_type") or "",
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=_integer(raw, "intermediate_size"),
-        num_layers=_integer(raw, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
-        head_dim=raw.get("head_dim") or hidden // heads,
-        max_position=_positions(raw, rope),
-        norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
-        tie_embeddings=bool(raw.get("tie_word_embeddings")),
-        dtype=stored_dtype(raw),
-        rope=rope,
-        eos_token_ids=tuple(token for token in eos if 0 <= token < vocab_size),
-        raw=raw,
-    )
-    _check_shape(config)
-    return config
+    with told_as_in_file(names := names_in_file(content)):
+        raw = checked(named_alike(content), ServedFields, label)
+        if (quantized := raw.get("quantization_config")) and files.folder is not None:
+            weight_formats(quantized)
+        generation = _read_generation_config(files)
+        heads = _integer(raw, "num_attention_heads")
+        hidden = _integer(raw, "hidden_size")
+        vocab_size, rope = _integer(raw, "vocab_size"), _rope(raw)
+        eos = _ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
+        config = ModelConfig(
+            model_type=raw.get("model_type") or "",
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=_integer(raw, "intermediate_size"),
+            num_layers=_integer(raw, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
+            head_dim=raw.get("head_dim") or hidden // heads,
+            max_position=_positions(raw, rope),
+            norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
+            tie_embeddings=bool(raw.get("tie_word_embeddings")),
+            dtype=stored_dtype(raw),
+            rope=rope,
+            eos_token_ids=tuple(token for token in eos if 0 <= token < vocab_size),
+            raw=raw,
+            names=names,
+        )
+        _check_shape(config)
+        return config
 
 
 def by_class(content: Mapping[str, Any], impl: str) -> bool:

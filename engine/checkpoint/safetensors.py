@@ -1,6 +1,7 @@
-"""Finds a model's safetensors files and reads their headers, which say what tensors there are and where.
+"""Finds the files of a model's weights and reads their headers, which say what tensors there are and where.
 
-The format: https://huggingface.co/docs/safetensors. It does not import torch, so `quire plan` can use it.
+The format: https://huggingface.co/docs/safetensors; where a model has none of it, PyTorch's own. It does not import
+torch, so `quire plan` can use it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from quire.engine.checkpoint import pickled
 from quire.engine.errors import ModelError
 from quire.engine.folder import MIB, explained, open_file, read_bytes
 from quire.engine.gguf.config import EMBEDDING
@@ -40,7 +42,7 @@ _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class _Index(msgspec.Struct):
-    """model.safetensors.index.json: which shard has which tensor."""
+    """model.safetensors.index.json, or pytorch_model.bin.index.json: which shard has which tensor."""
 
     weight_map: dict[str, str]
 
@@ -79,15 +81,20 @@ def text_tensor(name: str) -> str | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The paths of a model's safetensors files: model.safetensors, or the shards that the index file names.
+    """The paths of the files of a model's weights: model.safetensors, or the shards that the index file names; where
+    neither is there, and pytorch_model.bin or its index is, these.
 
     They need not exist. Raises ModelError when the index file is invalid or names a file outside of the model's folder:
     it comes with a download, as a path in it does; a link does not, and may lead anywhere.
     """
-    name = INDEX
+    single, name = path / "model.safetensors", INDEX
     content = read_bytes(path / name, _INDEX_BYTES)
+    if content is None and not os.path.lexists(single):
+        name = pickled.INDEX
+        content = read_bytes(path / name, _INDEX_BYTES)
+        single = path / pickled.SINGLE if os.path.lexists(path / pickled.SINGLE) else single
     if content is None:
-        return [path / "model.safetensors"]
+        return [single]
     shards = sorted(set(_decoded(content, _Index, name).weight_map.values()))
     if not 0 < len(shards) <= _MOST_SHARDS:
         raise ModelError(f"model: {name}: weight_map: names {len(shards)} files")
@@ -102,8 +109,13 @@ def weight_files(path: Path) -> list[Path]:
     return [path / shard for shard in shards]
 
 
+def is_pickled(file: Path) -> bool:
+    """Whether a file of weights is of PyTorch's own format."""
+    return file.suffix == pickled.SUFFIX
+
+
 def read_stored_weights(path: Path) -> StoredWeights | None:
-    """Add up the tensors in the headers, a few KB each, of a model's safetensors or GGUF files; None if a file is
+    """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is
     missing.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
@@ -137,7 +149,7 @@ def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
-    """What the header of one safetensors file says of its tensors; None if there is no such file. Raises ModelError."""
+    """What the header of one file says of its tensors; None if there is no such file. Raises ModelError."""
     found = _read_header(file)
     if found is None:
         return None
@@ -167,8 +179,13 @@ def _stored_in_gguf(path: Path) -> StoredWeights:
 
 
 def _read_header(shard: Path) -> dict[str, _Tensor] | None:
-    """The tensors by name; None if there is no such file. The header is its length as eight bytes, little-endian, and
-    then JSON; the tensors' data follow."""
+    """The tensors by name; None if there is no such file. A safetensors file's header is its length as eight bytes,
+    little-endian, and then JSON; the tensors' data follow."""
+    if is_pickled(shard):
+        read = pickled.read_tensors(shard)
+        if read is None:
+            return None
+        return {name: _Tensor(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in read.items()}
     file = open_file(shard)
     if file is None:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.checkpoint.adapted import class_not_served
+from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
     ENCODERS,
     GATED,
@@ -162,6 +163,7 @@ class ModelSizes:
         return (self.parameters - few + few * self.bits / 16) / self.parameters
 
 
+@told_by_file
 def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     """Compute the sizes from the content of a config.json.
 

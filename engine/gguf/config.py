@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 from quire.engine.folder import open_file
+from quire.engine.gguf import latents
 from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.tokenizer import end_tokens, vocabulary_size
 from quire.engine.gguf.types import FLOATS
@@ -16,6 +17,7 @@ FAMILIES = {
     "arcee": "arcee",
     "cohere2": "cohere2",
     "command-r": "cohere",
+    latents.ARCH: "deepseek_v2",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
     "ernie4_5-moe": "ernie4_5_moe",
@@ -110,11 +112,14 @@ def config_json(header: Header) -> dict[str, Any]:
         **_of_gemma(header, arch, even),
         **_of_experts(header, arch),
         **_of_others(header, arch),
+        **(latents.fields(header, _family(header, arch)) if arch == latents.ARCH else {}),
     }
     return {key: value for key, value in config.items() if value is not None} | _windows(header, arch)
 
 
 def _family(header: Header, arch: str) -> str:
+    if arch == latents.ARCH:
+        return latents.family(header)
     key = f"{arch}.expert_count"
     experts = header.integer(key)
     if experts and arch != "llama" and arch not in _WITH_EXPERTS:
@@ -145,6 +150,8 @@ def weight_types(header: Header) -> dict[str, int]:
 def _check_heads(header: Header, arch: str, head_dim: int | None) -> None:
     """Raise ModelError for what no family here computes: values of another size than keys, positions that are rotated
     into a part of a head."""
+    if arch == latents.ARCH:
+        return
     for key in ("attention.value_length", *(() if arch in _PARTLY_ROTATED else ("rope.dimension_count",))):
         size = header.integer(f"{arch}.{key}")
         if size is not None and size != head_dim:
@@ -217,7 +224,7 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
             raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind!r} beside {_FACTORS} is not computed")
         rope |= {"rope_type": "factors", "factors": _numbers(header, _FACTORS, factors)}
     if arch != "gemma3":
-        return {"rope_parameters": rope}
+        return {"rope_parameters": latents.yarn(header, rope) if arch == latents.ARCH else rope}
     local = {"rope_type": "default", "rope_theta": header.number("gemma3.rope.freq_base_swa") or 10000.0}
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
 

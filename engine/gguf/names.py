@@ -33,6 +33,16 @@ _OF_QWEN3_MOE = _INSIDE | {
 }
 _SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _WITH_SHARED = _OF_QWEN3_MOE | _SHARED
+_OF_DEEPSEEK = _WITH_SHARED | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _OF_QWEN2_MOE = _OF_QWEN3_MOE | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 _OF_QWEN2_MOE |= {name: own.replace("shared_experts", "shared_expert") for name, own in _SHARED.items()}
 _OF_HUNYUAN = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.gate.wg"}
@@ -60,6 +70,8 @@ _CORRECTIONS = {
 """What corrects the choice of experts, where it is not DeepSeek-V3's name."""
 _OF_SEED_OSS = _INSIDE | {"post_attention_norm": "post_attention_layernorm"}
 _BY_FAMILY = {
+    "deepseek_v2": _OF_DEEPSEEK,
+    "deepseek_v3": _OF_DEEPSEEK,
     "dots1": _WITH_SHARED,
     "ernie4_5_moe": _WITH_SHARED,
     "exaone4": _INSIDE_WITH_OUTPUT_NORMS,
@@ -81,6 +93,7 @@ _BY_FAMILY = {
     "phi3": _INSIDE | {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": _OF_QWEN3_MOE,
     "seed_oss": _OF_SEED_OSS,
+    "youtu": _OF_DEEPSEEK,
 }
 """By config.json's model_type; * stands for an expert's number."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")

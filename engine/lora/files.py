@@ -157,9 +157,10 @@ def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, 
 
 def _module(name: str, modules: Modules) -> str | None:
     """The module of the model that PEFT wrapped, by the name that it gave it."""
-    inner = text_tensor(name.removeprefix("base_model.").removeprefix("model.")) or ""
-    inner = LAYER.sub(r"model.layers.\1.\2", inner)
-    return next((each for each in (inner, f"model.{inner}") if each in modules), None)
+    plain = name.removeprefix("base_model.").removeprefix("model.")
+    text = text_tensor(plain) or ""
+    inner = LAYER.sub(r"model.layers.\1.\2", text)
+    return next((each for each in (plain, inner, f"model.{inner}", text) if each in modules), None)
 
 
 def _part(

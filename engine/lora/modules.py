@@ -27,7 +27,9 @@ Modules = Mapping[str, tuple[int, int]]
 
 def adaptable_modules(model: ModelConfig) -> Modules:
     """All linears of the layers but those of experts, the embedding and the head, as the model's checkpoint has them:
-    several linears may be one module."""
+    several linears may be one module. Of a model that transformers' class computes its engine alone knows them."""
+    if model.given is not None:
+        return {}
     found: dict[str, tuple[int, int]] = {}
     for name, (inner, outs) in adapted_linears(model).items():
         stored = stored_module(layout_of(model.model_type), name)

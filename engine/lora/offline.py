@@ -12,7 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import AdapterError, InvalidRequest
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
-from quire.engine.types import Adapter
+from quire.engine.types import Adapter, EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,12 @@ class LocalAdapters:
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-adapters-")
-        self._spool = Spool(Path(self._folder.name), adaptable_modules(model), config.max_lora_rank)
+        self._modules, self._max_rank = adaptable_modules(model), config.max_lora_rank
         self._known: dict[LoRARequest, Adapter] = {}
+
+    def learn(self, info: EngineInfo) -> None:
+        """What the engine says of the model, once it is ready."""
+        self._modules = info.adaptable or self._modules
 
     def each(self, asked: AskedAdapters, count: int) -> list[Adapter | None]:
         """Those of `count` prompts. Raises InvalidRequest, naming lora_request."""
@@ -46,8 +50,9 @@ class LocalAdapters:
 
     def _adapter(self, asked: LoRARequest) -> Adapter:
         if asked not in self._known:
+            spool = Spool(Path(self._folder.name), self._modules, self._max_rank)
             try:
-                self._known[asked] = self._spool.add(asked.lora_name, asked.lora_path)
+                self._known[asked] = spool.add(asked.lora_name, asked.lora_path)
             except AdapterError as error:
                 raise AdapterError(f"lora_request: {asked.lora_name}: {error}", param="lora_request") from None
         return self._known[asked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.engine.checkpoint.alike.told import told_as_in_file
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
@@ -20,6 +21,11 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
     if config.given is not None:
         adapted: DecoderSpec = import_module("quire.engine.models.adapted.spec").adapted_spec(config)
         return adapted
+    with told_as_in_file(config.names):
+        return _by_family(config)
+
+
+def _by_family(config: ModelConfig) -> DecoderSpec:
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")

@@ -7,8 +7,8 @@ and a feed-forward part as a rule. A family's file maps a config.json to a Decod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,6 +56,9 @@ class DecoderSpec:
     """Factor of the logits,"""
     logit_softcap: float | None = None
     """which then become c * tanh(l / c)."""
+    linears: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
+    """(in, out) of those that may have adapters, by name, where a class of transformers has them; None: as
+    engine/lora/modules.py says it."""
 
     @property
     def num_layers(self) -> int:
@@ -70,6 +73,11 @@ class DecoderSpec:
     def needs_snapshots(self) -> bool:
         """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
         return any(isinstance(each, DeltaState) for each in self.states)
+
+    def indivisible(self, ranks: int) -> str | None:
+        """What of it cannot be divided among so many ranks; None: all can."""
+        parts = (part for layer in self.layers for part in layer)
+        return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
 
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""
@@ -153,7 +161,7 @@ class Decoder:
         `dtype`. `kv_scales`, `adapters` and `shard`: see Making. `groups`: how its layers share pages; by default
         each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
         with the embedding, the last ones with the last norm and the head."""
-        self.spec, self._backend, self._progress, self.max_model_len = spec, backend, progress, max_model_len
+        self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
         self.adapters, self.shard = adapters, shard
         self.layers = layers = range(spec.num_layers) if layers is None else layers
@@ -161,8 +169,15 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        self._making = making = Making(*made, adapters, shard)
-        names = {index: f"model.layers.{index}" for index in layers}
+        self._making = Making(*made, adapters, shard)
+        self.argmax, self.draw = backend.argmax, backend.draw
+        self.make_parts(self._making)
+
+    def make_parts(self, making: Making) -> None:
+        """What has weights."""
+        spec, scheme, dtype = self.spec, making.scheme, making.dtype
+        adapters, shard = making.adapters, making.shard
+        names = {index: f"model.layers.{index}" for index in self.layers}
         self._layers = [[each.part(making, name) for each in spec.layers[index]] for index, name in names.items()]
         self._recording: tuple[KVCache | None, Recorded | None] = None, None
         self._embedding = Embedding(
@@ -182,12 +197,15 @@ class Decoder:
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, spec.norm)
         size, parts, cuts = spec.hidden_size, {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
         self._head = JoinedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
-        self.argmax, self.draw = backend.argmax, backend.draw
 
     @property
     def computes(self) -> str:
         """What computes, as far as the bits of keys and values may depend on it."""
         return f"{self._backend.name}, {self._backend.description()}"
+
+    def converted(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """A checkpoint's tensors as `parameters` has them."""
+        return stream
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
@@ -320,12 +338,12 @@ class Decoder:
             end = layers.stop - (kept is not None)
             for done in range(layers.start, end, together):
                 x, residual = recorded(x, residual, metadata, range(done, min(done + together, end)))
-                self._progress()
+                self.progress()
             done = end
         for index in range(done, layers.stop):
             rows = kept if index == layers.stop - 1 else None
             x, residual = self._layer(index, kv_cache, rows, self._backend, x, residual, metadata)
-            self._progress()
+            self.progress()
         return x, residual
 
     def _layer(
@@ -361,7 +379,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         """[R, hidden] to [R, vocab] float32; on ranks but the first, to their own part. `context`: of the R rows."""
-        self._progress()
+        self.progress()
         head, cap = self._embedding.head if self.spec.tie_embeddings else self._head.packed, self.spec.logit_softcap
         logits = self.shard.gather(head(hidden, context), self.spec.vocab_size)
         logits = logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)

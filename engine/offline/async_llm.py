@@ -62,7 +62,9 @@ class AsyncLLM:
             raise EngineError("this AsyncLLM was closed")
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._client.link.start())
-        return await asyncio.shield(self._starting)  # one of several that wait may be cancelled
+        info = await asyncio.shield(self._starting)  # one of several that wait may be cancelled
+        self._model.learn(info)
+        return info
 
     async def generate(
         self,

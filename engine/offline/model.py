@@ -86,6 +86,11 @@ class Model:
         self.images = image_reader(path, self.tokenizer)
         self._defaults = read_generation_defaults(path)
 
+    def learn(self, info: types.EngineInfo) -> None:
+        """What the engine says of the model, once it is ready."""
+        if self.adapters is not None:
+            self.adapters.learn(info)
+
     def default_params(self) -> SamplingParams:
         """The model's generation_config.json. The object is the caller's to change."""
         return SamplingParams(**self._defaults)  # type: ignore[arg-type]

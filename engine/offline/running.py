@@ -36,6 +36,7 @@ class RunningEngine:
         self.close = weakref.finalize(self, _end, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
         self.info = self.run(self.client.link.start())
+        self.model.learn(self.info)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""

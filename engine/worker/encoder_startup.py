@@ -20,7 +20,7 @@ from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import choose_device, choose_dtype
 from quire.engine.worker.loading.check import Checkpoint
-from quire.engine.worker.loading.loader import Tensors, safetensors_stream
+from quire.engine.worker.loading.loader import Tensors, checkpoint_stream
 from quire.engine.worker.loading.model import check_files, fill
 from quire.engine.worker.memory import explained_weights
 from quire.engine.worker.startup import Worker, grammar_compiler
@@ -63,7 +63,7 @@ def start_encoder(
         head = vector_head(pooling, backend, spec.classifier, spec.hidden_size)
         table = model.parameters() | head.parameters()
         checkpoint = Checkpoint(table, tuple(each.folder for each in pooling.dense), spec.unused)
-        stream = safetensors_stream(stored) if tensors is None else iter(tensors)
+        stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
         weight_bytes = fill(checkpoint, config, device, stream, None if tensors is not None else stored)
     pooler = Pooler(pooling, head, config.max_num_seqs, spec.hidden_size, device)
     return Worker(
@@ -85,6 +85,7 @@ def start_encoder(
         step_costs=[],
         draft=None,
         adapters=None,
+        adaptable={},
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
         no_images=TEXT_ALONE,

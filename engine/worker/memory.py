@@ -94,7 +94,8 @@ def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, confi
     if model.device.type != "cuda":
         if not config.enable_lora:
             return 0
-        each = adapter_numbers(adapted_linears(model_config), config.max_lora_rank) * model.dtype.itemsize
+        linears = adapted_linears(model_config) if model.spec.linears is None else model.spec.linears
+        each = adapter_numbers(linears, config.max_lora_rank) * model.dtype.itemsize
         return each * kept_adapters(config.max_loras, config.max_cpu_loras)
     tokens = config.max_num_batched_tokens
     with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):

@@ -24,6 +24,10 @@ class PromptChunk:
     top: int
 
 
+LOST = -1
+"""In a picked token's place: the model's numbers were infinite or NaN, so there was nothing to pick from."""
+_WHY = "its weights, or an adapter's, are broken, or too large for its type"
+_LOST = Failure(f"the model gave no finite number for the next token: {_WHY}")
 LOGPROB_TENSORS = 4
 """How many tensors `logprob_tensors` makes of one set of logits."""
 
@@ -74,6 +78,10 @@ class PendingStep:
             row, owner = self.picks[first]
             width = 1 + len(row.draft_ids)
             tokens = token_ids[row.request_id] = accepted(row.draft_ids, picked[first : first + width])
+            if tokens[-1] == LOST:
+                token_ids[row.request_id], errors[row.request_id] = tokens[:-1], _LOST
+                first += width
+                continue
             if first in found:
                 logprobs[row.request_id] = [found[first + index] for index in range(len(tokens))]
             if (error := self.grammars.consume(row.slot, owner.admission, tokens)) is not None:

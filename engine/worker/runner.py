@@ -20,7 +20,7 @@ from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
 from quire.engine.worker.memory import Headroom, copy_page, copy_slot, layers_of
 from quire.engine.worker.pages import page_mover
-from quire.engine.worker.pending import PendingStep, PromptChunk
+from quire.engine.worker.pending import LOST, PendingStep, PromptChunk
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import logprob_tensors
@@ -217,11 +217,12 @@ class Runner:
         return torch.cat((hidden, *tapped), dim=1) if tapped else hidden
 
     def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
-        """Pick tokens and write them to their slots. Returns them, [R] int64; then, if some are `asked` for log
-        probabilities, what logprob_tensors finds."""
+        """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
+        model gave no number; then, if some are `asked` for log probabilities, what logprob_tensors finds."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden, picks.context)
+        had_numbers = hidden.isfinite().all(-1) & ~logits[:, 0].isnan()
         unmodified = None
         if asked:
             (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
@@ -236,11 +237,12 @@ class Runner:
             mask = self._grammars.mask(picks.rows)
         picked = self._sample(logits, rows, mask)
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
+        told = picked.where(had_numbers, LOST)
         if unmodified is None:
-            return [picked]
+            return [told]
         rules = [owners[index].rules for index in asked]
         most = max(0 if each.listed is not None else each.logprobs or 0 for each in rules)
-        return [picked, *logprob_tensors(unmodified, picked[reported], most, listed_tokens(rules, logits.device))]
+        return [told, *logprob_tensors(unmodified, picked[reported], most, listed_tokens(rules, logits.device))]
 
     def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
         """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what

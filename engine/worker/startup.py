@@ -17,6 +17,7 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Executor
 from quire.engine.errors import ConfigError
+from quire.engine.lora.modules import Modules
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
@@ -79,7 +80,9 @@ class Worker:
     draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None
     """The model or the heads that guess tokens, if some do."""
     adapters: AdapterLoader | None
-    """What loads adapters, where they are served."""
+    """What loads adapters, where they are served,"""
+    adaptable: Modules
+    """and what they may be of, as EngineInfo says it."""
     compiler: Callable[[], GrammarCompiler]
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
@@ -141,7 +144,7 @@ def _start(
     notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
-    adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
+    adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     return Worker(
         runner=runner,
         plan=plan,
@@ -163,6 +166,7 @@ def _start(
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
+        adaptable=chosen.spec.linears or {},
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
         no_images=tower.why_not,
@@ -199,7 +203,7 @@ def check_states(config: EngineConfig, spec: DecoderSpec) -> None:
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
     ranks = config.tensor_parallel_size
-    wrong = lacking_gpus(ranks, chosen.device) or indivisible(chosen.spec, ranks)
+    wrong = lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks)
     if chosen.device.type != "cpu" and config.nnodes > 1:
         wrong = "ranks of several machines (nnodes) compute on CPUs alone so far; see --device"
     if wrong is None and given:
@@ -210,12 +214,6 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
     if chosen.device.type == "cuda" and asked is not None and asked.hidden_states:
         wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
         raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
-
-
-def indivisible(spec: DecoderSpec, ranks: int) -> str | None:
-    """What of a model cannot be divided among so many ranks; None: all can."""
-    parts = (part for layer in spec.layers for part in layer)
-    return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:

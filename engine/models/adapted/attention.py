@@ -3,14 +3,14 @@ sequences in ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.engine.checkpoint.page_groups import PageGroups
 from quire.engine.errors import ModelError
+from quire.engine.models.adapted.interface import AttentionCall
 from quire.engine.models.adapted.spec import AdaptedAttention
 from quire.kernels.backend import AttentionMetadata, Backend, Pages
 from quire.kernels.softmax import Softmax
@@ -48,22 +48,14 @@ class Paged:
         assert self._metadata is not None
         return self._metadata.positions
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        given: Mapping[str, Any],
-    ) -> Tensor:
-        call, self._calls = self._calls, self._calls + 1
+    def __call__(self, call: AttentionCall) -> Tensor:
+        number, self._calls, given = self._calls, self._calls + 1, call.given
         assert self._metadata is not None
-        spec, metadata = self._layers[call], self._metadata.of(self._groups.group_of[call])
-        k_cache, v_cache = self._pages[self._groups.place_of[call]]
-        q, k, v = (_rows(each, spec.head_dim) for each in (query, key, value))
+        spec, metadata = self._layers[number], self._metadata.of(self._groups.group_of[number])
+        k_cache, v_cache = self._pages[self._groups.place_of[number]]
+        q, k, v = (_rows(each, spec.head_dim) for each in (call.query, call.key, call.value))
         self._backend.store_kv(k, v, k_cache, v_cache, metadata.slots)
-        softmax = self._softmax[call]
+        softmax = self._softmax[number]
         if spec.sinks:
             sinks = given["s_aux"] if given.get("s_aux") is not None else given["sinks"]
             softmax = Softmax(softmax.scale, softmax.window, softmax.softcap, sinks=sinks.flatten().float())

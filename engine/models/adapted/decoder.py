@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,13 +16,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.adapted import first_position
-from quire.engine.checkpoint.page_groups import PageGroups, one_group
-from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import PageTensor
-from quire.engine.layers.schemes import Scheme, Unquantized
-from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.layers.parameters import Parameter, ParameterTable, whole
+from quire.engine.layers.part import Making, PageTensor
+from quire.engine.layers.schemes import Unquantized
+from quire.engine.layers.shard import WHOLE
 from quire.engine.models.adapted.attention import Paged
 from quire.engine.models.adapted.build import body_of, build
 from quire.engine.models.adapted.experts import OurExperts
@@ -38,15 +36,13 @@ from quire.engine.models.adapted.modules import (
 )
 from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
+from quire.engine.models.adapted.ranks import UNDIVIDED, division_of
 from quire.engine.models.adapted.rows import ByRows
-from quire.engine.models.adapted.spec import AdaptedSpec
+from quire.engine.models.adapted.spec import ROUTERS, AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
 from quire.engine.models.decoder import Decoder, Features, KVCache
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
-from quire.kernels.kv_codes import KVScales, scale_elements
-
-_ROUTERS = (".gate", ".router", ".shared_expert_gate")
-"""What the names of linears end with that choose experts."""
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.kv_codes import scale_elements
 
 
 class _Hidden(BaseModelOutputWithPast):
@@ -69,42 +65,23 @@ class _Given(nn.Module):
 class AdaptedDecoder(Decoder):
     """Fill it by way of `parameters()` before use, then call `ready`."""
 
-    def __init__(
-        self,
-        spec: AdaptedSpec,
-        backend: Backend,
-        scheme: Scheme,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        progress: Callable[[], None],
-        head: bool = True,
-        kv_dtype: torch.dtype | None = None,
-        kv_scales: Mapping[str, KVScales] | None = None,
-        adapters: Adapters | None = None,
-        shard: Shard = WHOLE,
-        groups: PageGroups | None = None,
-        layers: range | None = None,
-    ) -> None:
-        """As of Decoder. It has all layers and no adapters; see check_adapted."""
-        assert adapters is None
-        assert shard is WHOLE
-        self.spec, self._backend, self._progress, self.max_model_len = spec, backend, progress, max_model_len
-        self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
-        self.adapters, self.shard, self._scheme = None, shard, scheme
-        self.layers = range(spec.num_layers)
-        self.groups = one_group(spec.num_layers) if groups is None else groups
-        self.is_first = self.is_last = True
-        self.has_head = head
-        self.argmax, self.draw = backend.argmax, backend.draw
-        self._spec, self._first = spec, first_position(spec.given)
-        self._attention, self.made_by = spec.attention, spec.made_by
-        self._model = model = build(spec.given, dtype)
+    sums = True
+    """Whether ranks add up what they have parts of. Without it one of them computes alone, to no meaning."""
+
+    def make_parts(self, making: Making) -> None:
+        """It has all layers: see check_adapted."""
+        spec, backend = self.spec, making.backend
+        assert isinstance(spec, AdaptedSpec)
+        self._spec, self._first, self._parts = spec, first_position(spec.given), making
+        self._attention, self.made_by = spec.of_rank(making.shard), spec.made_by
+        self._linear = NO_ADAPTERS
+        self._model = model = build(spec.given, making.dtype)
+        self._division = UNDIVIDED if making.shard.count == 1 else division_of(model, making.shard.count)
         self._conversion = Conversion(model)
-        self._paged = Paged(backend, self._attention, self.groups, progress)
+        self._paged = Paged(backend, self._attention, self.groups, self.progress)
         # A GPU computes each number alike, wherever it stands.
-        self._by_rows: AbstractContextManager[object] = ByRows(backend) if device.type == "cpu" else nullcontext()
+        on_cpu = making.device.type == "cpu"
+        self._by_rows: AbstractContextManager[object] = ByRows(backend) if on_cpu else nullcontext()
         self._table = self._replace()
         attend_by(model, self._paged)
         (name, self._body), self._given = body_of(model), _Given()
@@ -122,7 +99,7 @@ class AdaptedDecoder(Decoder):
         return ()
 
     def converted(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """A checkpoint's tensors as `parameters` has them. Buffers, which not all checkpoints hold, go to their
+        """Buffers, which not all checkpoints hold, go to their
         modules."""
         for name, tensor in self._conversion.converted(stream):
             own = name.rpartition(".")[2]
@@ -135,7 +112,7 @@ class AdaptedDecoder(Decoder):
         found: list[tuple[PageTensor, ...]] = []
         for place in range(self.groups.places):
             each = self._attention[self.groups.place_of.index(place)]
-            shape = self._backend.kv_cache_shape(num_blocks, each.num_kv_heads, each.head_dim, self.kv_dtype)
+            shape = self._parts.backend.kv_cache_shape(num_blocks, each.num_kv_heads, each.head_dim, self.kv_dtype)
             found.append((PageTensor(shape, self.kv_dtype), PageTensor(shape, self.kv_dtype)))
         return found
 
@@ -156,7 +133,7 @@ class AdaptedDecoder(Decoder):
         slots = places * self.groups.count
         counts = [slots] if len(kinds) == 1 else kinds.values()
         return " + ".join(
-            f"2 x {self._backend.block_size} tokens x {heads} heads x {dim} x {size} B x {count} layers"
+            f"2 x {self._parts.backend.block_size} tokens x {heads} heads x {dim} x {size} B x {count} layers"
             for (heads, dim), count in zip(kinds, counts, strict=True)
         )
 
@@ -172,6 +149,7 @@ class AdaptedDecoder(Decoder):
         assert not taps
         assert features is None
         self._paged.begin(metadata, kv_cache)
+        self._linear = metadata.linear
         positions = metadata.positions[None]
         positions = positions + self._first if self._first else positions
         with self._by_rows:
@@ -180,8 +158,8 @@ class AdaptedDecoder(Decoder):
         return found[0][0][rows], []
 
     def logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        self._progress()
-        self._given.hidden = hidden[None]
+        self.progress()
+        self._given.hidden, self._linear = hidden[None], context
         with self._by_rows:  # embeddings are not asked for, so that nothing looks ids up
             logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         self._given.hidden = None
@@ -198,7 +176,7 @@ class AdaptedDecoder(Decoder):
                 ours, own = self._our_linear(name, module, wide=module is head)
                 self._join(table, own)
                 _set(model, name, made.setdefault(id(module), ours))
-            elif (norm := our_norm(module, self._backend)) is not None:
+            elif (norm := our_norm(module, self._parts.backend)) is not None:
                 self._join(
                     table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None)
                 )
@@ -208,7 +186,8 @@ class AdaptedDecoder(Decoder):
                 self._join(table, {each: turned(parameter) for each, parameter in own.items()})
                 _set(model, name, made.setdefault(id(module), ours))
             elif OurExperts.fits(module):
-                experts = OurExperts(module, name, self._scheme, self.dtype)
+                divided = (self.shard, self._sum) if name in self._division.experts else (WHOLE, None)
+                experts = OurExperts(module, name, self._parts.scheme, self.dtype, *divided)
                 self._join(table, experts.parameters())
                 mix_by(module, experts)
         self._make_buffers()
@@ -219,7 +198,7 @@ class AdaptedDecoder(Decoder):
             if is_rotation(module):
                 _set(model, name, RotationTable(module, self.max_model_len))
             elif multiplies(module):
-                _set(model, name, RowsApart(module, self._backend))
+                _set(model, name, RowsApart(module, self._parts.backend))
             elif takes_length(module):
                 _set(model, name, GivenPositions(module, lambda: self._paged.positions))
         return table
@@ -231,12 +210,30 @@ class AdaptedDecoder(Decoder):
             table[own] = table[own].shared(parameter) if own in table else parameter
 
     def _our_linear(self, name: str, module: nn.Linear, *, wide: bool) -> tuple[OurLinear, ParameterTable]:
-        outs, scheme = {name: module.out_features}, self._scheme
+        outs, scheme = {name: module.out_features}, self._parts.scheme
         stored = scheme.tensors(name, module.in_features, module.out_features, bias=False).get("weight")
-        if name.endswith(_ROUTERS) and stored is not None and stored.dtype == self.dtype:
-            scheme = Unquantized(self._backend, self.dtype)  # no router gets few bits: its choices would change
-        ours = JoinedLinear(scheme, module.in_features, outs, bias=module.bias is not None, wide=wide)
-        return OurLinear(ours, module, self.dtype, self.device), ours.parameters()
+        if name.endswith(ROUTERS) and stored is not None and stored.dtype == self.dtype:
+            scheme = Unquantized(self._parts.backend, self.dtype)  # no router gets few bits: its choices would change
+        adapters = self.adapters if name in (self._spec.linears or ()) else None
+        cut = self._division.cut(name, module, self.shard)
+        ours = JoinedLinear(
+            scheme,
+            module.in_features,
+            outs,
+            bias=module.bias is not None,
+            wide=wide,
+            adapters=adapters,
+            cuts={name: cut},
+        )
+        total = None if cut.ins is None else self._sum
+        return OurLinear(ours, module, self.dtype, self.device, lambda: self._linear, cut, total), ours.parameters()
+
+    def _own_heads(self, numbers: Tensor) -> Tensor:
+        span = self.shard.span(len(numbers))
+        return numbers[span.start : span.stop]
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.shard.sum(x) if self.sums else x
 
     def _make_buffers(self) -> None:
         """Buffers that no checkpoint holds, as the class makes them."""
@@ -255,7 +252,8 @@ class AdaptedDecoder(Decoder):
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):
                 full = f"{name}.{own}" if name else own
-                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own))})
+                cut = self._own_heads if full in self._division.heads else whole
+                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own), cut)})
         return table
 
 

@@ -7,7 +7,7 @@ nothing is kept outside of models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,23 @@ MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 """(batch, head, positions of queries, positions of keys) to whether these see those."""
 
 
-class Attending(Protocol):
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        given: Mapping[str, Any],
-    ) -> Tensor:
-        """query [1, H, T, D], key and value [1, K, T, D], to [1, T, H, D of the value]; `given`: what else the class
-        says of it, by transformers' names."""
+class AttentionCall(NamedTuple):
+    """What a class gives its attention."""
+
+    module: nn.Module
+    query: Tensor
+    """[1, H, T, D];"""
+    key: Tensor
+    """[1, K, T, D],"""
+    value: Tensor
+    """and so, maybe of another D."""
+    mask: Tensor | None
+    given: Mapping[str, Any]
+    """What else the class says of it, by transformers' names."""
 
 
+Attending = Callable[[AttentionCall], Tensor]
+"""To [1, T, H, D of the value]."""
 Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, hidden], the experts chosen for each token [T, k], their weights [T, k]) to [T, hidden]."""
 
@@ -68,7 +71,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     attending: Attending = module.__dict__[_ATTENDING]
-    return attending(module, query, key, value, attention_mask, given), None
+    return attending(AttentionCall(module, query, key, value, attention_mask, given)), None
 
 
 def _mask(*, device: torch.device, mask_function: MaskFunction, **given: Any) -> Tensor | None:

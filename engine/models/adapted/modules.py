@@ -6,7 +6,7 @@ That a norm is the same is tried, not believed: families have norms of one name 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
+from quire.engine.layers.shard import WHOLE_LINEAR, Cut
+from quire.kernels.backend import NO_ADAPTERS, Backend, Linear, LinearContext
 
 _ROWS, _CLOSE = 3, 1e-5
 
@@ -26,17 +27,30 @@ _ROWS, _CLOSE = 3, 1e-5
 class OurLinear(nn.Module):
     """An nn.Linear whose weights a scheme packs."""
 
-    def __init__(self, linear: JoinedLinear, like: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        linear: JoinedLinear,
+        like: nn.Linear,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: Callable[[], LinearContext],
+        cut: Cut = WHOLE_LINEAR,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`context`: of the tokens of a step, which are its rows where it has adapters. `cut`: what of it a rank has;
+        `total`: what adds up the ranks' results, where these are parts."""
         super().__init__()
-        self._packed = linear
-        self.in_features, self.out_features = like.in_features, like.out_features
+        self._packed, self._context, self._total = linear, context, total
+        self.out_features, self.in_features = cut.sizes(like.out_features, like.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
         """None of it: classes ask a weight for its type and its device."""
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return self._packed.packed(rows.contiguous(), NO_ADAPTERS).view(*x.shape[:-1], self.out_features)
+        made = self._packed.packed(rows.contiguous(), self._context())
+        made = made if self._total is None else self._total(made)
+        return made.view(*x.shape[:-1], self.out_features)
 
 
 class OurNorm(nn.Module):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.build import body_of, stateful
-from quire.engine.models.adapted.interface import MaskFunction, allowed_by, attend_by
+from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, allowed_by, attend_by
 
 _TOKENS = 7
 _LONGEST = 1 << 20
@@ -57,15 +58,8 @@ class Noting:
     longest: int
     found: list[Attended] = field(default_factory=list)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        given: Mapping[str, Any],
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
+        module, query, key, value, mask, given = call
         where = f"its {type(module).__name__}"
         if query.shape[0] != 1 or query.shape[2] != _TOKENS or key.shape[2] != _TOKENS or value.shape[2] != _TOKENS:
             raise ModelError(f"{where} attends to other things than the tokens of a sequence")
@@ -155,12 +149,15 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
 
 
 @contextmanager
-def called(model: PreTrainedModel) -> Iterator[set[str]]:
-    """The names of the modules that are called in its context."""
-    found = set[str]()
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: found.add(name)) for name, module in model.named_modules()
-    ]
+def called(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
+    """The names of the modules that are called in its context; of each whether its rows are always the tokens."""
+    found = dict[str, bool]()
+
+    def note(module: nn.Module, given: Sequence[Any], made: Any, name: str) -> None:
+        rows = given[0].shape[:-1] if given and isinstance(given[0], Tensor) else ()
+        found[name] = found.get(name, True) and [size for size in rows if size != 1] == [_TOKENS]
+
+    hooks = [module.register_forward_hook(partial(note, name=name)) for name, module in model.named_modules()]
     yield found
     for hook in hooks:
         hook.remove()

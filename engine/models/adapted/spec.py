@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import Attention, AttentionSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import Making
+from quire.engine.layers.shard import Shard
 from quire.engine.models.adapted.build import build
 from quire.engine.models.adapted.probe import Attended, called, check_head, probe
+from quire.engine.models.adapted.ranks import divided_attention
 from quire.engine.models.decoder import DecoderSpec
 
+ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""What the names of linears end with that choose experts."""
 _NO_NORM = NormSpec(0.0)
 """Norms are the class's."""
 
@@ -32,7 +39,7 @@ class AdaptedAttention(AttentionSpec):
         never()
 
     def indivisible(self, ranks: int) -> str | None:
-        return "a model that transformers' class computes is not divided among ranks"
+        never()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class AdaptedSpec(DecoderSpec):
     """config.json, of which much means nothing here."""
     made_by: str = ""
     """The class's name."""
+    longest: int = 0
+    """Tokens of contexts."""
     called: frozenset[str] = frozenset()
     """The names of modules that it calls; of others it may use the weights in other ways."""
 
@@ -49,13 +58,26 @@ class AdaptedSpec(DecoderSpec):
         """By call."""
         return self.parts(AdaptedAttention)
 
+    def of_rank(self, shard: Shard) -> list[AdaptedAttention]:
+        """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
+        if shard.count == 1:
+            return self.attention
+        return [_attention(each) for each in divided_attention(self.given, self.longest, shard)]
+
+    def indivisible(self, ranks: int) -> str | None:
+        try:
+            self.of_rank(Shard(0, ranks))
+        except ModelError as error:
+            return str(error)
+        return None
+
 
 def adapted_spec(config: ModelConfig) -> AdaptedSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
     assert config.given is not None
     model = build(config.given, torch.float32)
     with called(model) as names:
-        calls = probe(model, config.context or config.max_position)
+        calls = probe(model, longest := config.context or config.max_position)
         check_head(model, config.vocab_size, config.hidden_size)
     return AdaptedSpec(
         config.vocab_size,
@@ -65,8 +87,23 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
         tie_embeddings=config.tie_embeddings,
         given=config.given,
         made_by=type(model).__name__,
+        longest=longest,
         called=frozenset(names),
+        linears=_linears(model, names),
     )
+
+
+def _linears(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
+    """(in, out) of those that may have adapters, which PEFT knows by these names: what multiplies each token of a step
+    once, and chooses no experts."""
+    found = {}
+    for name, module in model.named_modules():
+        if called.get(name) and not name.endswith(ROUTERS):
+            if type(module) is nn.Linear:
+                found[name] = module.in_features, module.out_features
+            elif type(module) is Conv1D:
+                found[name] = module.weight.shape[0], module.weight.shape[1]
+    return found
 
 
 def _attention(call: Attended) -> AdaptedAttention:
@@ -86,4 +123,4 @@ def _attention(call: Attended) -> AdaptedAttention:
 
 
 def never() -> NoReturn:
-    raise ModelError("model: transformers' class computes it, which does not go here: it drafts for no other model")
+    raise ModelError("model: transformers' class computes it, which does not go here")

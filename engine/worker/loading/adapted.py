@@ -34,14 +34,17 @@ def adapted_kind() -> type[AdaptedDecoder]:
     return kind
 
 
+def decoder_kind(model: ModelConfig, otherwise: type[Decoder] = Decoder) -> type[Decoder]:
+    """What computes a model; `otherwise`: where transformers' class does not."""
+    return otherwise if model.given is None else adapted_kind()
+
+
 def check_adapted(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for what a model that transformers' class computes is not served with."""
     if model.given is None:
         return
     speculative = config.speculative_config
     asked = {
-        "enable_lora": config.enable_lora,
-        "tensor_parallel_size": config.tensor_parallel_size > 1,
         "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "speculative_config": speculative is not None and speculative.hidden_states,
         "classifier_from_token": bool(config.classifier_from_token),
@@ -63,11 +66,14 @@ def adapted_notes(config: EngineConfig, model: Decoder, backend: Backend, apart:
     to be known of one that transformers' class computes. Raises ConfigError where --deterministic cannot be kept."""
     if not model.made_by:
         return apart, []
-    costs = "slower than by a file of Quire's; without LoRA, ranks, heads that draft, vectors and CUDA graphs"
+    costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.made_by} computes it, on Quire's pages: {costs}"]
+    assert isinstance(model, adapted_kind())
+    model.sums = False  # of ranks this one tries its part alone: sums depend on no other rows
     same = keeps_rows_apart(model, backend)  # tried in any case: it finds what does not take positions
+    model.sums = True
     wrong = None if same else "tried, it gives a request other bits beside others than alone"
-    if isinstance(model, adapted_kind()) and (foreign := model.foreign_products):
+    if foreign := model.foreign_products:
         wrong = wrong or f"PyTorch's own products multiply by {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
     if apart and wrong is not None:
         notes.append(f"batch-dependent: transformers' {model.made_by}: {wrong}")

@@ -21,6 +21,7 @@ from quire.engine.errors import QuireError
 from quire.engine.layers.adapters import Adapters, LowRank, PackedAdapter
 from quire.engine.lora.files import WEIGHTS, read_adapter
 from quire.engine.lora.modules import Modules, adaptable_modules, kept_adapters
+from quire.engine.models.decoder import DecoderSpec
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.layout import Arrangement
 
@@ -31,10 +32,10 @@ class ModelAdapters:
     """An AdapterLoader. `load`, `loaded` and `wait` are called by the engine's loop."""
 
     def __init__(
-        self, adapters: Adapters, modules: Modules, arrangement: Arrangement, *, max_rank: int, most: int
+        self, adapters: Adapters, modules: Modules, arrangement: Arrangement | None, *, max_rank: int, most: int
     ) -> None:
-        """`modules`, `arrangement`: what adapters may be of, and what that is in the model. `most`: adapters that the
-        host's memory keeps, those in slots included."""
+        """`modules`, `arrangement`: what adapters may be of, and what that is in the model; None: the same. `most`:
+        adapters that the host's memory keeps, those in slots included."""
         self._adapters, self._arrangement = adapters, arrangement
         self._modules = modules
         self._max_rank = max_rank
@@ -89,6 +90,8 @@ class ModelAdapters:
     def _low_ranks(self, adapter: Adapter) -> dict[str, LowRank]:
         embedding = self._adapters.serves_embeddings
         stored = read_low_ranks(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
+        if self._arrangement is None:
+            return stored
         return {
             own: LowRank(part.down, rows)
             for name, part in stored.items()
@@ -96,9 +99,10 @@ class ModelAdapters:
         }
 
 
-def adapter_loader(config: EngineConfig, model_config: ModelConfig, room: Adapters) -> ModelAdapters:
+def adapter_loader(config: EngineConfig, model_config: ModelConfig, spec: DecoderSpec, room: Adapters) -> ModelAdapters:
     most = kept_adapters(config.max_loras, config.max_cpu_loras)
-    modules, arrangement = adaptable_modules(model_config), Arrangement(model_config)
+    modules = adaptable_modules(model_config) if spec.linears is None else spec.linears
+    arrangement = Arrangement(model_config) if spec.linears is None else None
     return ModelAdapters(room, modules, arrangement, max_rank=config.max_lora_rank, most=most)
 
 

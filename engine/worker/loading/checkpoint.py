@@ -25,7 +25,7 @@ from quire.engine.layers.schemes.mixed import MixedScheme
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
 from quire.engine.worker.loading.layout import Arrangement
-from quire.engine.worker.loading.loader import Tensors, TensorStream, safetensors_stream
+from quire.engine.worker.loading.loader import Tensors, TensorStream, checkpoint_stream
 from quire.kernels.backend import Backend
 
 
@@ -81,7 +81,7 @@ def open_weights(
 
 def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
     if path.is_dir():
-        return safetensors_stream(path, as_stored=model_config.given is not None)
+        return checkpoint_stream(path, as_stored=model_config.given is not None)
     return gguf_stream(read_gguf(path), model_config)
 
 

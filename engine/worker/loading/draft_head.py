@@ -19,7 +19,6 @@ from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError, ModelError, QuireError
-from quire.engine.folder import open_file
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Scheme, Unquantized
@@ -30,12 +29,12 @@ from quire.engine.models.heads.medusa import Medusa
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.draft_model import spare_pages
-from quire.engine.worker.loading.loader import load_weights, present, stored_tensors
+from quire.engine.worker.loading.loader import load_weights, present, stored_tensors, unpickled
 from quire.engine.worker.memory import allocate_pages
 from quire.kernels.backend import Backend
 
 _MEDUSA = "medusa_lm_head"
-_PICKLED = ("pytorch_model.bin", f"{_MEDUSA}.pt")
+_PICKLED = f"{_MEDUSA}.pt"
 _MOST_HEADS = 32
 _UNUSED = ("embed_tokens.weight", "t2d")
 """A copy of the decoder's embedding, which it does not change; which of the decoder's tokens it can say."""
@@ -168,19 +167,7 @@ def _stored(path: Path) -> dict[str, Tensor]:
     for files in (weight_files(path), [path / f"{_MEDUSA}.safetensors"]):
         if files[0].is_file():
             return {name: each for file in present(files) for name, each in stored_tensors(file)}
-    for name in _PICKLED:
-        if (opened := open_file(path / name)) is not None:
-            with opened as file:
-                return _unpickled(file, name)
-    raise ModelError(f"model: {path.name} lacks model.safetensors, {_MEDUSA}.safetensors, {' and '.join(_PICKLED)}")
-
-
-def _unpickled(file: Any, name: str) -> dict[str, Tensor]:
-    """PyTorch's own format, of which nothing but tensors is read."""
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file raises nearly anything
-        raise ModelError(f"model: {name} cannot be read: {str(error).partition('.')[0][:200]}") from error
-    if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
-        raise ModelError(f"model: {name} does not hold tensors by name")
-    return content
+    if (path / _PICKLED).is_file():
+        return unpickled(path / _PICKLED)
+    names = f"model.safetensors, pytorch_model.bin, {_MEDUSA}.safetensors and {_PICKLED}"
+    raise ModelError(f"model: {path.name} lacks {names}")

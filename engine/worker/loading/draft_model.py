@@ -18,6 +18,7 @@ from quire.engine.worker.device import check_attention, check_device, widest
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.loader import load_weights
 from quire.engine.worker.memory import allocate_pages, allocate_states
@@ -74,7 +75,7 @@ def load_draft_model(
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype, activation_bits=config.activation_bits)
         length = min(like.max_model_len, model.max_position)
         weights = open_weights(config, path, model, own, like.dtype)
-        decoder = Decoder(
+        decoder = decoder_kind(model)(
             spec,
             own,
             weights.scheme,
@@ -85,7 +86,7 @@ def load_draft_model(
             kv_dtype=like.kv_dtype,
         )
         with torch.inference_mode():
-            size = load_weights(decoder.parameters(), weights.stream, device=like.device)
+            size = load_weights(decoder.parameters(), decoder.converted(weights.stream), device=like.device)
     except (QuireError, ValueError) as error:
         raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
     return DraftModel(decoder, own, model.eos_token_ids, size)

@@ -16,11 +16,14 @@ from quire.engine.gguf.config import PERMUTED
 from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.names import checkpoint_name
 from quire.engine.gguf.types import TensorType
-from quire.engine.layers.schemes.gguf import GROUPED
+from quire.engine.layers.schemes.gguf import GROUPED, unpacked
 from quire.engine.worker.loading.loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+_HALVES = (".k_b_proj.weight", ".v_b_proj.weight")
+"""What makes keys, and values, of latents, which newer files have apart: [heads, latent, key] and [heads, value,
+latent]. A checkpoint has each head's key above its value: kv_b_proj."""
 _ROWS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Which files may have as one axis, and a checkpoint has as two."""
 
@@ -60,12 +63,16 @@ def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list
 def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     """All tensors of a model's files."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
+    halves: dict[str, Tensor] = {}
     one = 1.0 if config.model_type.startswith(("gemma", "nemotron")) else 0.0
     for stored_name, stored in header.tensors.items():
         names, stacked = _names(stored_name, stored, config)
         if not names or _drafts(stored_name, config):
             continue
         rows = _read(stored_name, stored)
+        if names[0].endswith(_HALVES):
+            yield from _expansion(names[0], stored, rows, halves)
+            continue
         if stacked:
             yield from zip(names, rows, strict=True)
         elif names[0].endswith(_ROWS):
@@ -77,6 +84,24 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else unpermuted(names[0], rows, count)
+
+
+def _expansion(name: str, stored: StoredTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
+    """kv_b_proj of its two halves, once both are there: what came first waits in `halves`."""
+    if rows.ndim != 3:
+        raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
+    if stored.type.name in GROUPED:
+        rows = unpacked(rows.flatten(0, 1), stored.type.name).dequantized().view(stored.shape)
+    layer, _, kind = name.removesuffix(".weight").rpartition(".")
+    half = rows.float().transpose(1, 2) if kind == "k_b_proj" else rows.float()
+    other = halves.pop(layer, None)
+    if other is None:
+        halves[layer] = half
+        return
+    keys, values = (half, other) if kind == "k_b_proj" else (other, half)
+    if keys.shape[::2] != values.shape[::2]:
+        raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which does not go with its other half")
+    yield f"{layer}.kv_b_proj.weight", torch.cat((keys, values), dim=1).flatten(0, 1)
 
 
 def unpermuted(name: str, rows: Tensor, heads: int) -> Tensor:

@@ -7,10 +7,9 @@ import math
 import re
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from quire.engine.checkpoint.safetensors import text_tensor, weight_files
 from quire.engine.errors import ModelError
+from quire.engine.worker.loading.loader import stored_tensors
 from quire.kernels.kv_codes import KVScales
 
 _SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_scale|([kv])_proj\.(?:[kv]_scale|output_scale))$")
@@ -22,19 +21,19 @@ def calibrated_scales(path: Path) -> dict[str, KVScales]:
     is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
     found: dict[int, dict[str, float]] = {}
     for shard in weight_files(path) if path.is_dir() else ():
-        try:
-            with safe_open(shard, framework="pt") as file:
-                for stored in file.keys():  # noqa: SIM118 (it is no dict)
-                    if (name := text_tensor(stored)) is None or (match := _SCALE.search(name)) is None:
-                        continue
-                    if math.prod(file.get_slice(stored).get_shape()) > _MOST_NUMBERS:
-                        raise ModelError(f"model: {name} has more numbers than a layer has heads")
-                    found.setdefault(int(match[1]), {})[match[2] or match[3]] = _number(
-                        name, float(file.get_tensor(stored).float().max())
-                    )
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
+        for stored, tensor in stored_tensors(shard, lambda stored: _scale_of(stored) is not None):
+            match = _scale_of(stored)
+            assert match is not None
+            if tensor.numel() > _MOST_NUMBERS:
+                raise ModelError(f"model: {stored} has more numbers than a layer has heads")
+            scale = _number(stored, float(tensor.float().max()))
+            found.setdefault(int(match[1]), {})[match[2] or match[3]] = scale
     return {f"model.layers.{layer}": KVScales(each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
+
+
+def _scale_of(stored: str) -> re.Match[str] | None:
+    name = text_tensor(stored)
+    return None if name is None else _SCALE.search(name)
 
 
 def _number(name: str, scale: float) -> float:

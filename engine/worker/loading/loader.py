@@ -1,8 +1,9 @@
-"""Reads weights from safetensors files, one tensor at a time, into a model's parameter table, or makes them up
+"""Reads weights from a model's files, one tensor at a time, into a model's parameter table, or makes them up
 (--load-format dummy). Nothing is read twice, and no more than one tensor beyond the model is held."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.engine.checkpoint.safetensors import text_tensor, weight_files
+from quire.engine.checkpoint.safetensors import is_pickled, text_tensor, weight_files
 from quire.engine.errors import ModelError
+from quire.engine.folder import open_file
 from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
@@ -23,7 +25,7 @@ _NAMED = 8
 """An error lists this many tensor names and counts the rest."""
 
 
-def load_weights(table: ParameterTable, stream: TensorStream, *, device: torch.device, finite: bool = False) -> int:
+def load_weights(table: ParameterTable, stream: Tensors, *, device: torch.device, finite: bool = False) -> int:
     """Put every tensor of the stream where the table says. Returns the bytes of the model.
 
     Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with `finite`, also
@@ -68,9 +70,9 @@ def _casts(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def safetensors_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
-    """All tensors of a model directory but those for images, from model.safetensors or the shards of its index;
-    as_stored: all, by the names that they have there."""
+def checkpoint_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
+    """All tensors of a model directory but those for images, from the files that weight_files finds; as_stored: all, by
+    the names that they have there."""
     for shard in present(weight_files(path)):
         if as_stored:
             yield from stored_tensors(shard)
@@ -92,7 +94,7 @@ def present(shards: Sequence[Path]) -> Sequence[Path]:
     return shards
 
 
-def named_stream(stream: TensorStream, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
+def named_stream(stream: Tensors, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
     """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
     saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
     """
@@ -106,7 +108,7 @@ def named_stream(stream: TensorStream, table: ParameterTable, unused: tuple[str,
 def folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
     """The tensors of these folders in a model's, with the folder's name before their own."""
     for folder in folders:
-        yield from within(folder, safetensors_stream(path / folder))
+        yield from within(folder, checkpoint_stream(path / folder))
 
 
 def within(folder: str, stream: TensorStream) -> TensorStream:
@@ -117,9 +119,13 @@ def within(folder: str, stream: TensorStream) -> TensorStream:
 def stored_tensors(shard: Path, wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
     """The tensors of a file whose stored names are wanted, by these. Raises ModelError.
 
-    Maps the file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory in use
-    until it is unmapped.
+    Maps a safetensors file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory
+    in use until it is unmapped.
     """
+    if is_pickled(shard):
+        tensors = unpickled(shard)
+        yield from ((name, tensors.pop(name)) for name in [*tensors] if wanted(name))
+        return
     try:
         with safe_open(shard, framework="pt") as file:
             names = [name for name in reversed(file.keys()) if wanted(name)]
@@ -132,6 +138,23 @@ def stored_tensors(shard: Path, wanted: Callable[[str], bool] = lambda _: True) 
                     yield name, tensor
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
+
+
+def unpickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of PyTorch's own format, of which nothing else is read; mapped, where it is no older than
+    PyTorch 1.6. Raises ModelError."""
+    opened = open_file(file)
+    if opened is None:
+        raise ModelError(f"model: there is no {file.name}")
+    with opened:
+        maps = zipfile.is_zipfile(opened)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=maps)
+    except Exception as error:  # a broken file raises nearly anything
+        raise ModelError(f"model: {file.name} cannot be read: {str(error).partition('.')[0][:200]}") from error
+    if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
+        raise ModelError(f"model: {file.name} does not hold tensors by name")
+    return {str(name): each.detach() for name, each in content.items()}
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:

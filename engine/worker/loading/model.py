@@ -26,13 +26,12 @@ from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import Task
 from quire.engine.worker.device import Chosen, kv_dtype
-from quire.engine.worker.loading.adapted import adapted_kind
+from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.kv_scales import calibrated_scales
 from quire.engine.worker.loading.loader import (
     Tensors,
-    TensorStream,
     dummy_stream,
     folders_stream,
     load_weights,
@@ -88,8 +87,7 @@ def load_model(
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.states, positions, backend.block_size, keep_all=kept)
-    adapted = None if model_config.given is None else adapted_kind()
-    model = (adapted or kind)(
+    model = decoder_kind(model_config, kind)(
         chosen.spec,
         backend,
         weights.scheme,
@@ -110,8 +108,7 @@ def load_model(
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
-    stream = model.converted(weights.stream) if adapted and isinstance(model, adapted) else weights.stream
-    read = fill(checkpoint, config, device, stream, files)
+    read = fill(checkpoint, config, device, model.converted(weights.stream), files)
     return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
 
 
@@ -155,9 +152,7 @@ def adapter_room(config: EngineConfig, backend: Backend, dtype: torch.dtype, dev
     return Adapters(backend, config.max_loras, config.max_lora_rank, dtype, device)
 
 
-def fill(
-    checkpoint: Checkpoint, config: EngineConfig, device: torch.device, stream: TensorStream, path: Path | None
-) -> int:
+def fill(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, stream: Tensors, path: Path | None) -> int:
     """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
     where they are; or make them up. Returns their bytes."""
     table = checkpoint.table

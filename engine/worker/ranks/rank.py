@@ -91,7 +91,9 @@ class Rank(ABC):
             self._part = self._load(load, start, progress)
         self._adapters: RankAdapters | None = None
         if self._part.adapters is not None:
-            self._adapters = RankAdapters(adapter_loader(config, self._model_config, self._part.adapters))
+            self._adapters = RankAdapters(
+                adapter_loader(config, self._model_config, self._chosen.spec, self._part.adapters)
+            )
 
     @abstractmethod
     def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel: ...

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from quire.engine.checkpoint.safetensors import INDEX, text_tensor, weight_files
+from quire.engine.checkpoint.safetensors import INDEX, read_file_headers, text_tensor, weight_files
 from quire.engine.errors import ModelError, QuireError
 from quire.engine.folder import read_json
 from quire.engine.worker.loading.loader import present, stored_tensors
@@ -71,8 +70,9 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
     index: dict[str, str] = {}
     linears, before, after = 0, 0, 0
     for shard, becomes in layouts.items():
+        file_name = _written_name(shard)
         tensors = {name: each for layout in becomes.values() for name, each in layout.items()}
-        with SafetensorsFile(out / shard.name, tensors) as file:
+        with SafetensorsFile(out / file_name, tensors) as file:
             for name, tensor in stored_tensors(shard):
                 if len(becomes[name]) == 1:
                     file.put(name, tensor)
@@ -80,9 +80,9 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
                 linears += 1
                 for part, content in to.tensors(tensor).items():
                     file.put(f"{_linear(name)}.{part}", content)
-        index |= dict.fromkeys(tensors, shard.name)
-        before, after = before + shard.stat().st_size, after + (out / shard.name).stat().st_size
-    if (model / INDEX).exists():
+        index |= dict.fromkeys(tensors, file_name)
+        before, after = before + shard.stat().st_size, after + (out / file_name).stat().st_size
+    if {*index.values()} != {"model.safetensors"}:
         _write_json(out / INDEX, {"metadata": {"total_size": after}, "weight_map": index})
     left = _ignored({name: layout for each in layouts.values() for name, layout in each.items()})
     _write_json(out / "config.json", config | {"quantization_config": to.config(left)})
@@ -91,15 +91,11 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
 
 def _layouts(shard: Path, to: WrittenFormat) -> dict[str, Layout]:
     """What becomes of each tensor of a file, by whole names; one tensor stays as it is."""
-    found: dict[str, Layout] = {}
-    try:
-        with safe_open(shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                header = file.get_slice(name)
-                found[name] = _layout(name, header.get_dtype(), tuple(header.get_shape()), to)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
-    return found
+    return {name: _layout(name, *header, to) for name, header in (read_file_headers(shard) or {}).items()}
+
+
+def _written_name(shard: Path) -> str:
+    return f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
 
 
 def _layout(name: str, dtype: str, shape: tuple[int, ...], to: WrittenFormat) -> Layout:
@@ -132,7 +128,7 @@ def _copy_others(model: Path, out: Path) -> None:
     """The files beside the weights, and the folders of a model that makes vectors."""
     for pattern in _COPIED:
         for file in model.glob(pattern):
-            if file.is_file() and file.name not in ("config.json", INDEX):
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)
     for file in [*model.glob("[0-9]_*/*.json"), *model.glob("[0-9]_*/*.safetensors")]:
         (out / file.parent.name).mkdir(exist_ok=True)

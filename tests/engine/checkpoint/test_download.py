@@ -68,6 +68,19 @@ def test_safetensors_are_taken_where_nothing_asks_for_gguf(hub: Hub) -> None:
     assert not hub.downloads("model.safetensors")[1:]
 
 
+def test_pytorch_s_files_come_where_there_are_no_others(hub: Hub) -> None:
+    shards = {f"pytorch_model-0000{number}-of-00002.bin": b"w" for number in (1, 2)}
+    beside = {"training_args.bin": b"x", "flax_model.msgpack": b"x", "pytorch_model.bin.index.json": b"{}"}
+    hub.repos["own/old"] = Repo({"config.json": CONFIG, **shards, **beside})
+    hub.repos["own/new"] = Repo({"config.json": CONFIG, "model.safetensors": b"w", "pytorch_model.bin": b"x"})
+    wanted = ["config.json", *shards, "pytorch_model.bin.index.json"]
+    assert sorted(path.name for path in resolve_model("own/old").iterdir()) == wanted
+    assert sorted(path.name for path in resolve_model("own/new").iterdir()) == ["config.json", "model.safetensors"]
+    hub.asked.clear()
+    assert resolve_model("own/old").is_dir()
+    assert not hub.downloads(next(iter(shards)))
+
+
 def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     file, folder = resolve_model("own/gguf:Q4_K_M"), resolve_model("own/both")
     hub.asked.clear()

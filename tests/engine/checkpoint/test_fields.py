@@ -119,6 +119,35 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
             assert "\n" not in refusal(read_all, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        *(
+            (family, "n_routed_experts", value)
+            for family in ("deepseek_v3", "glm4_moe")
+            for value in ("x", None, 10**9)
+        ),
+        *(("gpt2", "n_embd", value) for value in ("x", None, -3)),
+        ("gpt2", "n_layer", 10**9),
+        ("opt", "ffn_dim", "x"),
+        ("gpt_neox", "rotary_emb_base", "x"),
+        ("ernie4_5_moe", "moe_k", 99),
+        ("mixtral", "num_local_experts", "x"),
+    ],
+)
+def test_errors_name_the_field_that_stands_in_the_file(family: str, field: str, value: Any, tmp_path: Path) -> None:
+    """And not the name that Quire reads it by."""
+    tiny_models.save_tiny_model(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    said = [each for each in (refusal(read_all, tmp_path), refusal(plan, tmp_path)) if each]
+    assert said
+    for each in said:
+        assert f"{field}" in each
+        assert field == "num_local_experts" or "num_local_experts" not in each
+        assert "hidden_size" not in each
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4", "lfm2"])
 def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:

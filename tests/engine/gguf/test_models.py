@@ -16,7 +16,7 @@ from quire.engine.loop import Engine
 from quire.engine.models.sparse import mixtral
 from tests.engine.harness import Answer, request, run
 from tests.gguf_models import write_gguf
-from tests.tiny_models import VOCAB, YARN, save_tiny_model
+from tests.tiny_models import MSCALE, VOCAB, YARN, save_tiny_model
 
 PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, length in enumerate((1, 17, 40))]
 FAMILIES = {
@@ -60,6 +60,11 @@ FAMILIES = {
     "olmoe": {},
     "glm4_moe": {},
     "dots1": {"sliding_window": None},
+    "deepseek_v2": {"rope_parameters": MSCALE | {"mscale": 0.9}},
+    "deepseek_v2-lite": {"attention_bias": False},
+    "deepseek_v3": {"rope_parameters": MSCALE | {"mscale": 0.9}},
+    "glm4_moe_lite": {},
+    "youtu": {"rope_interleave": True, "attention_bias": False},
     "ernie4_5_moe": {"moe_layer_end_index": -1, "moe_layer_start_index": 1},
     "granitemoe": {},
     "granitemoeshared": {},
@@ -118,6 +123,21 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
     mixed = ("attn_v", "ffn_up", "output.")
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds[any(part in name for part in mixed)])
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_expands_latents_may_be_one_matrix_or_two(joined: bool, kind: str, tmp_path: Path) -> None:
+    """As older and newer files have it, in few bits too: then it is expanded when it is loaded."""
+    shape = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 128}
+    experts = {"moe_intermediate_size": 64, "rope_parameters": MSCALE | {"mscale": 0.9}}
+    folder = save_tiny_model(tmp_path / "folder", "deepseek_v3", **shape, **experts)
+    file = write_gguf(folder, tmp_path / "model.gguf", lambda _: kind, joined=joined)
     theirs, ours = answers(folder), answers(file)
     for key, answer in theirs.items():
         assert ours[key].ids == answer.ids

@@ -15,6 +15,7 @@ from quire.engine.checkpoint.families import family_not_served
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import StepCosts
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.loop import Engine
 from quire.engine.models.adapted.build import build
@@ -22,6 +23,7 @@ from quire.engine.models.adapted.interface import MaskFunction
 from quire.engine.models.adapted.probe import probe, window_of
 from quire.engine.types import Request
 from tests.engine.harness import Answer, request, run
+from tests.engine.test_speculation import CHEAP
 from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -168,8 +170,6 @@ def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_lora": True},
-        {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"runner": "pooling"},
         {"speculative_config": {"method": "eagle", "model": "x"}},
@@ -183,10 +183,22 @@ def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str
     assert refused.value.param == field
 
 
-def test_it_drafts_for_no_other_model(solar_open: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_class_drafts_and_is_drafted_for(drafts: bool, solar_open: str, tmp_path: Path) -> None:
+    """A model of ours beside it; no token changes, and what a model guesses of itself is right."""
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(ConfigError, match="it drafts for no other model"):
-        engine_of(path, speculative_config={"method": "draft_model", "model": solar_open})
+    served, guesses = (path, solar_open) if drafts else (solar_open, path)
+    for draft in (guesses, served):
+        asked: dict[str, Any] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+        engine = engine_of(served, max_num_batched_tokens=256, speculative_config=asked)
+        outer: Any = engine.scheduler._drafter
+        inner = outer._drafter._drafter
+        outer._costs = inner._costs = CHEAP
+        inner._own = StepCosts((1, 64), (0.01, 0.02))
+        assert run(engine, requests(logprobs=1)) == run(engine_of(served), requests(logprobs=1))
+        sampled, alone = run(engine, requests(temperature=1.0)), run(engine_of(served), requests(temperature=1.0))
+        assert {name: each.ids for name, each in sampled.items()} == {name: each.ids for name, each in alone.items()}
+    assert sum(engine.stats.accepted_drafts) > 20
 
 
 @pytest.mark.parametrize(

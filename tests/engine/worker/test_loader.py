@@ -12,7 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.parameters import Parameter
 from quire.engine.loop import Engine
-from quire.engine.worker.loading.loader import load_weights, safetensors_stream
+from quire.engine.worker.loading.loader import checkpoint_stream, load_weights
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -51,7 +51,7 @@ def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     del tensors
     before, most, seen = resident_file_bytes(), 0, 0
-    for name, tensor in safetensors_stream(tmp_path):
+    for name, tensor in checkpoint_stream(tmp_path):
         assert int(tensor.max()) == int(name[1:])  # reads all of it
         most, seen = max(most, resident_file_bytes() - before), seen + 1
     assert seen == 24

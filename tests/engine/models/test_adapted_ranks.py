@@ -1,0 +1,101 @@
+"""Ranks that divide what transformers' classes compute, by the classes' own plans: the tokens of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.lora.spool import Spool
+from tests.adapters import save_adapter
+from tests.engine.harness import run
+from tests.engine.lora.test_parity import asked as lora_asked
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import MISSING, SMALL, asked, assert_same, engine, one_thread, prompts
+from tests.tiny_classes import save_tiny_class
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["one_thread", "thread_ranks"]
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("one_thread"),
+]
+KINDS = ["solar_open", "olmo", "mimo_v2_flash", "gemma4_text", "axk1", "exaone_moe", "laguna", "mellum", "nanochat"]
+"""Experts, soft caps, sinks, heads of several sizes, latents."""
+
+
+def made(path: Path, kind: str) -> Path:
+    path.mkdir()
+    save_tiny_class(path, kind)
+    return path
+
+
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
+    path = made(tmp_path / "model", kind)
+    expected = run(engine(path, 1, **SMALL), asked())
+    divided = engine(path, 2, **SMALL)
+    assert divided.info.deterministic
+    found = run(divided, asked())
+    assert_same(found, expected)
+    for each in asked():  # promise 2, at this number of ranks
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank quantizes its own part."""
+    path = made(tmp_path / "model", "solar_open")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    folder = save_adapter(tmp_path / "a", base, 8, targets=("q_proj", "o_proj", "lm_head"), seed=5)
+    settings = {"enable_lora": True, "max_lora_rank": 8, "num_kv_blocks": 64}
+    answers = []
+    for ranks in (1, 2):
+        serving = engine(path, ranks, **settings)
+        (tmp_path / f"spool{ranks}").mkdir()
+        adapter = Spool(tmp_path / f"spool{ranks}", serving.info.adaptable, 8).add("a", str(folder))
+        params = {"max_tokens": 6, "logprobs": 1, "prompt_logprobs": None}
+        requests = [lora_asked(str(i), ids, (adapter, None)[i % 2], **params) for i, ids in enumerate(prompts())]
+        answers.append(run(serving, requests))
+    assert_same(*answers)
+    few = engine(path, 2, num_kv_blocks=64, **options)
+    together = run(few, asked())
+    few.reset_prefix_cache()
+    for each in asked():
+        assert run(few, [each])[each.id].ids == together[each.id].ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "said"),
+    [
+        ("persimmon", 2, "PersimmonForCausalLM has no plan of tensor parallelism"),
+        ("solar_open", 3, "3 ranks do not divide 64 numbers"),
+        ("solar_open", 4, "SolarOpenForCausalLM"),
+        ("longcat_flash", 2, "its plan of tensor parallelism"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_reason(kind: str, ranks: int, said: str, tmp_path: Path) -> None:
+    path = made(tmp_path / "model", kind)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: .*{said}"):
+        engine(path, ranks, num_kv_blocks=64)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks' processes are Linux's")
+@pytest.mark.slow
+def test_a_family_of_ours_by_its_class_on_processes(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    options: dict[str, Any] = {"num_kv_blocks": 64, "dtype": "float32", "model_impl": "transformers"}
+    found = run(Engine(EngineConfig(model=str(path), tensor_parallel_size=2, **options)), asked())
+    assert_same(found, run(Engine(EngineConfig(model=str(path), **options)), asked()))

@@ -1,0 +1,64 @@
+"""A request whose numbers become infinite or NaN ends with an error of its own, and costs no other one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request
+from tests.engine.harness import request, run
+from tests.tiny_models import save_tiny_model
+
+BROKEN = 17
+"""The token whose embedding is no number."""
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "deepseek_v2-dense", "gpt_neox"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny_model(tmp_path_factory.mktemp("model"), request.param, tie_word_embeddings=False)
+    tensors = load_file(path / "model.safetensors")
+    name = next(each for each in tensors if each.endswith(("embed_tokens.weight", "embed_in.weight")))
+    tensors[name][BROKEN] = torch.nan
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "top_k": 5}, {"logprobs": 2}],
+    ids=["greedy", "sampled", "filtered", "logprobs"],
+)
+def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None:
+    """Its pages, which have what is no number, are others' next."""
+    options: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 64, "enable_prefix_caching": False}
+    prompts = {"a": range(20, 50), "b": range(60, 75), "c": range(80, 99)}
+    good = [request(name, ids, max_tokens=8, **params) for name, ids in prompts.items()]
+    lost = request("lost", [*range(30, 50), BROKEN, 40], max_tokens=8, **params)
+    wanted = run(Engine(EngineConfig(model=str(path), attention_backend=backend, **options)), good)
+    engine = Engine(EngineConfig(model=str(path), attention_backend=backend, **options))
+    for _ in range(2):
+        found, errors = answers_of(engine, [good[0], lost, *good[1:]])
+        assert errors.keys() == {"lost"}
+        assert errors["lost"].startswith("the model gave no finite number for the next token")
+        assert found == {name: each.ids for name, each in wanted.items()}
+
+
+def answers_of(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Tokens of those that end well, and errors of the others."""
+    found, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
+    for each in requests:
+        engine.add(each)
+    while engine.busy:
+        for output in engine.step():
+            found[output.id] += output.new_ids
+            if output.error is not None:
+                errors[output.id] = output.error
+    engine.scheduler.pool.audit()
+    return {name: ids for name, ids in found.items() if name not in errors}, errors

@@ -1,0 +1,149 @@
+"""Weights in PyTorch's own format: the same model as from safetensors, and no file makes anything run."""
+
+import json
+import os
+import pickle
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.engine.checkpoint.pickled import read_tensors
+from quire.engine.checkpoint.safetensors import read_file_headers, read_stored_weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.loop import Engine
+from quire.engine.worker.loading.loader import checkpoint_stream
+from quire.engine.worker.writing.quantize import quantize_folder
+from quire.kernels.reference import Reference
+from tests.engine.harness import request, run
+from tests.tiny_classes import save_tiny_class
+from tests.tiny_models import save_tiny_model
+
+FILE, OTHER = "model.safetensors", "pytorch_model.bin"
+ROW = {"w": torch.ones(3)}
+
+
+def answer(path: Path) -> list[int]:
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
+    return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
+
+
+def pickled(path: Path, out: Path, *, old: bool = False, shards: int = 1) -> Path:
+    """The same folder with its weights in PyTorch's format."""
+    shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = list(load_file(path / FILE).items())
+    files = {OTHER: dict(tensors)}
+    if shards > 1:
+        files = {f"pytorch_model-{i + 1:05}-of-{shards:05}.bin": dict(tensors[i::shards]) for i in range(shards)}
+        index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+        (out / f"{OTHER}.index.json").write_text(json.dumps(index))
+    for file, part in files.items():
+        torch.save(part, out / file, _use_new_zipfile_serialization=not old)
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, {"old": True}, {"shards": 3}], ids=["zip", "old", "shards"])
+def test_the_same_model_comes_of_both_formats(options: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "a", "qwen3")
+    other = pickled(path, tmp_path / "b", **options)
+    assert answer(other) == answer(path)
+    assert read_stored_weights(other) == read_stored_weights(path)
+
+
+def test_a_class_of_transformers_reads_them_too(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save_tiny_class(tmp_path / "a", "solar_open")
+    assert answer(pickled(tmp_path / "a", tmp_path / "b")) == answer(tmp_path / "a")
+
+
+def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    expected = answer(path)
+    (path / OTHER).write_bytes(b"not read")
+    assert answer(path) == expected
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_headers_are_read_without_torch(old: bool, tmp_path: Path) -> None:
+    """Of every type, of views, parameters and tensors that are there twice."""
+    plain: dict[str, Tensor] = {
+        **{str(kind): torch.ones((2, 3)).to(kind) for kind in (torch.float64, torch.float32, torch.float16)},
+        **{str(kind): torch.ones((2, 3)).to(kind) for kind in (torch.bfloat16, torch.int64, torch.int32, torch.int16)},
+        **{str(kind): torch.ones(5).to(kind) for kind in (torch.int8, torch.uint8, torch.bool)},
+        **{str(kind): torch.ones(5).to(kind) for kind in (torch.float8_e4m3fn, torch.float8_e5m2)},
+        "number": torch.tensor(1.0),
+        "turned": torch.ones(4, 6).t(),
+        "none": torch.ones(0, 6),
+    }
+    held = plain | {"twice": plain["number"], "parameter": torch.nn.Parameter(torch.ones(7))}
+    torch.save(held, tmp_path / OTHER, _use_new_zipfile_serialization=not old)
+    save_file({name: each.detach().clone().contiguous() for name, each in held.items()}, tmp_path / FILE)
+    assert read_file_headers(tmp_path / OTHER) == read_file_headers(tmp_path / FILE)
+    sizes = read_tensors(tmp_path / OTHER) or {}
+    assert sum(each.nbytes for each in sizes.values()) == sum(each.nbytes for each in plain.values()) + 28
+
+
+class _Runs:
+    def __init__(self, told: Path) -> None:
+        self._told = told
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._told),)
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "text": (b"not weights", ""),
+    "empty": (b"", ""),
+    "a list": ([torch.ones(2)], "does not hold tensors by name"),
+    "within": ({"model": ROW}, "does not hold tensors by name"),
+    "a number": ({"step": 3, **ROW}, "does not hold tensors by name"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
+    content, said = BROKEN[name]
+    if isinstance(content, bytes):
+        (tmp_path / OTHER).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / OTHER)
+    for read in (read_stored_weights, lambda path: list(checkpoint_stream(path))):
+        with pytest.raises(ModelError, match=rf"^model: pytorch_model\.bin .*{said}") as refused:
+            read(tmp_path)
+        assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> None:
+    torch.save(
+        {"w": torch.ones(2), "x": _Runs(tmp_path / "ran")}, tmp_path / OTHER, _use_new_zipfile_serialization=not old
+    )
+    with pytest.raises(ModelError, match="calls 'posix mkdir', which tensors need not"):
+        read_stored_weights(tmp_path)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read"):
+        list(checkpoint_stream(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_is_followed_in_bounded_memory(tmp_path: Path) -> None:
+    """A place in its memory beyond all others; and what it takes that is not there."""
+    for instructions in (b"}r\xff\xff\xff\x7f.", b"\x80\x02u.", b"\x80\x02q\x00.", b"\x80\x02(((", b"\x80\x02h\x05."):
+        start = b"".join(pickle.dumps(each, 2) for each in (1, 2, {}))
+        (tmp_path / OTHER).write_bytes(start + b"\x80\x02" + instructions)
+        with suppress(ModelError):
+            assert read_tensors(tmp_path / OTHER) == {}
+
+
+def test_they_are_written_in_few_bits_as_safetensors(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "a", "llama")
+    whole, sharded = pickled(path, tmp_path / "b"), pickled(path, tmp_path / "c", shards=2)
+    for name, folder in (("from", path), ("whole", whole), ("sharded", sharded)):
+        quantize_folder(folder, tmp_path / name, "int8", Reference())
+    assert not list((tmp_path / "sharded").glob("*.bin*"))
+    assert answer(tmp_path / "from") == answer(tmp_path / "whole") == answer(tmp_path / "sharded")
