@@ -179,6 +179,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     """Of the content that the features are made of; another content has another."""
     kind: Literal["image"] = "image"
+    whole: bool = False
+    """Whether its tokens see each other, those behind them too: no step may end within it."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -370,6 +370,7 @@ def _rope(raw: ServedFields) -> dict[str, Any]:
     rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
     for name in ("partial_rotary_factor", "rotary_dim"):
         if (value := raw.get(name)) is not None:
             rope.setdefault(name, value)

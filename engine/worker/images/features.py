@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import Admission, Row
-from quire.engine.encoders.siglip import Tower
+from quire.engine.encoders.vision.tower import Tower
+from quire.engine.images.vision import Vision
 from quire.engine.models.decoder import Features
 from quire.engine.types import Span
+from quire.engine.worker.images.places import ImagePlaces
 from quire.engine.worker.inputs import Owner
 
 MOST_BYTES = 256 << 20
@@ -19,8 +21,9 @@ MOST_BYTES = 256 << 20
 
 
 class ImageFeatures:
-    def __init__(self, tower: Tower, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, tower: Tower, vision: Vision, most_bytes: int = MOST_BYTES) -> None:
         self._tower = tower
+        self.places = ImagePlaces(vision)
         self._most = most_bytes
         self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         """By salt and content; the one that was used last at the end. Salts are apart, so that nobody can tell by the

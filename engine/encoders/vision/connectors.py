@@ -1,0 +1,72 @@
+"""What makes tokens of a square's patches: pixel shuffle (Laurençon et al., 2024), average pooling (Gemma Team,
+2025)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.encoders.vision.tower import TowerMaking
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.kernels.backend import NO_ADAPTERS, Linear
+
+
+class Connector(ABC):
+    """Fill it by way of `parameters()` before use."""
+
+    @abstractmethod
+    def parameters(self) -> ParameterTable:
+        """As Tower.parameters."""
+
+    @abstractmethod
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """A square's [side * side, hidden], by rows, to [tokens, text_size]."""
+
+
+class Shuffled(Connector):
+    """scale x scale patches side by side go through one linear."""
+
+    def __init__(self, making: TowerMaking, hidden: int, side: int, scale: int, name: str) -> None:
+        self._side, self._scale = side, scale
+        self._linear = making.linear(hidden * scale**2, name, making.text_size, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        return self._linear.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        scale, side = self._scale, self._side
+        squares = hidden.view(side // scale, scale, side // scale, scale, -1).transpose(1, 2)
+        return self._linear.packed(squares.reshape((side // scale) ** 2, -1).contiguous(), NO_ADAPTERS)
+
+
+class Pooled(Connector):
+    """The mean of the patches of each token, a norm whose weights are offsets from 1, and a matrix [hidden, text]."""
+
+    def __init__(self, making: TowerMaking, hidden: int, side: int, along: int, eps: float, name: str) -> None:
+        """along: tokens by each side."""
+        self._making, self._hidden, self._eps, self._name = making, hidden, eps, name
+        self._side, self._along = side, along
+        self._norm = torch.ones(hidden)
+        self._linear: Linear | None = None
+
+    def parameters(self) -> ParameterTable:
+        making, shape = self._making, (self._hidden, self._making.text_size)
+        return {
+            f"{self._name}.mm_soft_emb_norm.weight": Parameter(shape[:1], torch.float32, self._put_norm),
+            f"{self._name}.mm_input_projection_weight": Parameter(shape, making.dtype, self._put_linear),
+        }
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        assert self._linear is not None, "weights are not loaded"
+        square = hidden.T.reshape(1, self._hidden, self._side, self._side)
+        pooled = F.avg_pool2d(square, self._side // self._along).flatten(2)[0].T.contiguous()
+        return self._linear(self._making.backend.rms_norm(pooled, self._norm, self._eps), NO_ADAPTERS)
+
+    def _put_norm(self, weight: Tensor) -> None:
+        self._norm = weight + 1
+
+    def _put_linear(self, weight: Tensor) -> None:
+        self._linear = self._making.backend.pack_linear(weight.T.contiguous(), None)
