@@ -165,6 +165,76 @@ FAMILIES |= {
 }
 
 
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3},
+    **{"image_size": 24, "patch_size": 4, "vision_use_head": False},
+}
+_CLIP = {
+    "model_type": "clip_vision_model",
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3},
+    **{"image_size": 24, "patch_size": 4, "projection_dim": 32},
+}
+_PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
+_LLAVA: dict[str, Any] = {
+    "config": "LlavaConfig",
+    "processor": "models.llava.processing_llava.LlavaProcessor",
+    **{"image": "<image>", "written": "<image>", "tokens": {"image_token": "<image>"}},
+}
+
+FAMILIES |= {
+    "llava": Family(
+        image_processor="models.clip.image_processing_pil_clip.CLIPImageProcessorPil",
+        text={**_TEXT, "model_type": "llama"},
+        vision=_CLIP,
+        preparing={"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}, "resample": 3},
+        processing={**{"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}},
+        **_LLAVA,
+    ),
+    "llava of siglip": Family(
+        image_processor="models.siglip.image_processing_pil_siglip.SiglipImageProcessorPil",
+        text={**_TEXT, "model_type": "qwen2"},
+        vision=_SIGLIP,
+        preparing={"size": {"height": 24, "width": 24}, "resample": 3},
+        processing={"patch_size": 4, "vision_feature_select_strategy": "full"},
+        outer={"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        **_LLAVA,
+    ),
+    "llava_next": Family(
+        config="LlavaNextConfig",
+        processor="models.llava_next.processing_llava_next.LlavaNextProcessor",
+        image_processor="models.llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
+        text={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision=_CLIP,
+        preparing={
+            **{"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}, "resample": 3},
+            "image_grid_pinpoints": _PINPOINTS,
+        },
+        image="<image>",
+        written="<image>",
+        tokens={"image_token": "<image>"},
+        processing={**{"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}},
+        outer={"image_grid_pinpoints": _PINPOINTS},
+    ),
+    "llava_onevision": Family(
+        config="LlavaOnevisionConfig",
+        processor="models.llava_onevision.processing_llava_onevision.LlavaOnevisionProcessor",
+        image_processor="models.llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil",
+        text={**_TEXT, "model_type": "qwen2"},
+        vision=_SIGLIP,
+        preparing={"size": {"height": 24, "width": 24}, "resample": 3, "image_grid_pinpoints": _PINPOINTS},
+        image="<image>",
+        written="<image>",
+        tokens={"image_token": "<image>"},
+        processing={
+            **{"num_image_tokens": 36, "vision_feature_select_strategy": "full"},
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        outer={"image_grid_pinpoints": _PINPOINTS, "vision_aspect_ratio": "anyres_max_2"},
+    ),
+}
+
+
 def named(path: str) -> Any:
     """A class of transformers."""
     found: Any = transformers

@@ -129,11 +129,22 @@ ENCODERS = {
 }
 """The same of models that only read, to the modules of engine/encoders."""
 WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+WITH_IMAGES |= {"llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
 WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
 WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}
 WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
 of engine/images/config.py read images too."""
+_LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+TEXT_SIZES: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+    },
+    "llama": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
+    "mistral": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},
+}
+"""What text_config leaves out, in files that say only what differs from transformers' defaults; by its model_type."""
 AXES: dict[str, tuple[int, ...]] = dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ())
 AXES |= dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), (24, 20, 20))
 AXES |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), (11, 11, 10))

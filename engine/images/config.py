@@ -12,13 +12,16 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import ModelFiles
-from quire.engine.images import patches, squares, tiles
+from quire.engine.images import llava, patches, squares, tiles
 from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, VisionFields
 from quire.engine.images.vision import Given, Vision
 
 READERS: dict[str, Callable[[Given], Vision]] = {
     "gemma3": squares.gemma3,
     "idefics3": tiles.read,
+    "llava": llava.llava,
+    "llava_next": llava.llava_next,
+    "llava_onevision": llava.llava_onevision,
     "qwen2_5_vl": patches.qwen2_5_vl,
     "qwen2_vl": patches.qwen2_vl,
     "qwen3_5": patches.qwen3_vl,

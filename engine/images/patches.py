@@ -1,7 +1,7 @@
-"""Families whose tower reads an image at its own shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL
-(Qwen Team, 2025) and Qwen3.5. An
-image is resized to whole squares of merge x merge patches, each of which becomes a token. Sizes and pixels are those of
-transformers' image_processing_pil_qwen2_vl.py, which the tests compare with."""
+"""Families whose tower reads an image at its own shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025),
+Qwen3-VL (Qwen Team, 2025) and Qwen3.5. An image is resized to whole squares of merge x merge patches, each of which
+becomes a token. Sizes and pixels are those of transformers' image_processing_pil_qwen2_vl.py, which the tests compare
+with."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Patched(Vision):
     def grid(self, content: Content) -> tuple[int, int]:
         return content.height // self.unit, content.width // self.unit
 
-    def layout(self, width: int, height: int, *, low: bool) -> Whole:
+    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Whole:
         most = min(self.most, _LOW_TOKENS * self.unit**2) if low else self.most
         return Whole(self, resized(width, height, self.unit, min(self.fewest, most), most))
 
@@ -113,10 +113,8 @@ def qwen3_vl(given: Given) -> Patched:
 def _patched(given: Given, shape: TowerShape, out: int) -> Patched:
     """What all of them have. Raises ModelError."""
     given.check_heads(shape)
-    if shape.hidden_size // shape.num_heads % 4:
-        raise given.wrong(
-            f"vision_config: num_heads: heads of {shape.hidden_size // shape.num_heads} cannot be rotated"
-        )
+    if (size := shape.hidden_size // shape.num_heads) % 4:
+        raise given.wrong(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
     sizes, preparing = given.sizes(), given.preparing
     merge = given.tower.get("spatial_merge_size") or 2
     fewest = preparing.get("min_pixels") or sizes.get("shortest_edge") or 56 * 56

@@ -58,13 +58,13 @@ class ImageReader:
     def text(self, text: str, asked: Sequence[Asked]) -> str:
         """A rendered conversation with all that stands for its images. Raises InvalidRequest, naming the field, for an
         image whose size cannot be read, and where the text itself holds the mark."""
-        return self._expanded(text, [self._layout(self._opened(each), each) for each in asked])
+        return self._expanded(text, self._layouts([self._opened(each) for each in asked], asked))
 
     def read(self, text: str, asked: Sequence[Asked], encode: Callable[[str], list[int]]) -> ReadPrompt:
         """The prompt of a rendered conversation. encode: its token ids, checked for their number, which is known before
         any pixel is read. Raises InvalidRequest as above, and for an image that cannot be decoded."""
         files = [self._opened(each) for each in asked]
-        layouts = [self._layout(file, each) for file, each in zip(files, asked, strict=True)]
+        layouts = self._layouts(files, asked)
         ids = encode(self._expanded(text, layouts))
         contents: list[Image] = []
         for layout, each in zip(layouts, asked, strict=True):  # one at a time has its pixels in memory
@@ -88,9 +88,13 @@ class ImageReader:
     def _opened(self, asked: Asked) -> Pillow.Image:
         return opened(asked.content, asked.where) if isinstance(asked.content, bytes) else asked.content
 
-    def _layout(self, file: Pillow.Image, asked: Asked) -> Layout:
+    def _layouts(self, files: Sequence[Pillow.Image], asked: Sequence[Asked]) -> list[Layout]:
+        several = len(files) > 1
+        return [self._layout(file, each, several=several) for file, each in zip(files, asked, strict=True)]
+
+    def _layout(self, file: Pillow.Image, asked: Asked, *, several: bool) -> Layout:
         try:
-            return self.vision.layout(*upright_size(file), low=asked.low)
+            return self.vision.layout(*upright_size(file), low=asked.low, several=several)
         except InvalidImage as error:
             raise refused(asked.where, str(error)) from None
 

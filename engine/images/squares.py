@@ -37,7 +37,7 @@ class Gemma3(Vision):
     def whole(self) -> bool:
         return True
 
-    def layout(self, width: int, height: int, *, low: bool) -> Square:
+    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Square:
         return Square(self)
 
     def numbers(self, text_size: int) -> int:

@@ -40,7 +40,7 @@ class Tiled(Vision):
         """Tokens that stand for a tile."""
         return (self.tile // self.shape.patch_size // self.scale_factor) ** 2
 
-    def layout(self, width: int, height: int, *, low: bool) -> Tiles:
+    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Tiles:
         return layout_of(width, height, self, splits=self.splits and not low)
 
     def numbers(self, text_size: int) -> int:

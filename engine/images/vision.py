@@ -102,8 +102,9 @@ class Vision(ABC):
         return None
 
     @abstractmethod
-    def layout(self, width: int, height: int, *, low: bool) -> Layout:
-        """Of an image of this size. low: it is to take few tokens. Raises InvalidImage for what cannot be prepared."""
+    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Layout:
+        """Of an image of this size. low: it is to take few tokens; several: it is not the prompt's only one. Raises
+        InvalidImage for what cannot be prepared."""
 
     @abstractmethod
     def numbers(self, text_size: int) -> int:

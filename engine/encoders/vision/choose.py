@@ -8,8 +8,10 @@ import torch
 
 from quire.engine.encoders.vision.connectors import Pooled, Shuffled
 from quire.engine.encoders.vision.grids import GridTower
+from quire.engine.encoders.vision.llava import LlavaTower
 from quire.engine.encoders.vision.squares import SquareTower, places_of, siglip
 from quire.engine.encoders.vision.tower import Tower, TowerMaking
+from quire.engine.images.llava import Llava
 from quire.engine.images.patches import Patched
 from quire.engine.images.squares import Gemma3
 from quire.engine.images.tiles import Tiled
@@ -21,6 +23,8 @@ def tower_of(vision: Vision, making: TowerMaking) -> Tower:
     match vision:
         case Tiled():
             return _idefics3(vision, making)
+        case Llava():
+            return LlavaTower(vision, making)
         case Gemma3():
             return _gemma3(vision, making)
         case Patched():

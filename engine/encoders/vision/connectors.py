@@ -1,5 +1,5 @@
-"""What makes tokens of a square's patches: pixel shuffle (Laurençon et al., 2024), average pooling (Gemma Team,
-2025)."""
+"""What makes tokens of a square's patches: pixel shuffle (Laurençon et al., 2024), two linears (Liu et al., 2023),
+average pooling (Gemma Team, 2025)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.encoders.encoder import activation_of
 from quire.engine.encoders.vision.tower import TowerMaking
+from quire.engine.errors import ModelError
 from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
@@ -23,7 +26,7 @@ class Connector(ABC):
 
     @abstractmethod
     def __call__(self, hidden: Tensor) -> Tensor:
-        """A square's [side * side, hidden], by rows, to [tokens, text_size]."""
+        """A square's patches [side * side, hidden] by rows, behind a class token if there is one, to [tokens, text_size]."""
 
 
 class Shuffled(Connector):
@@ -40,6 +43,27 @@ class Shuffled(Connector):
         scale, side = self._scale, self._side
         squares = hidden.view(side // scale, scale, side // scale, scale, -1).transpose(1, 2)
         return self._linear.packed(squares.reshape((side // scale) ** 2, -1).contiguous(), NO_ADAPTERS)
+
+
+class TwoLinears(Connector):
+    """Of each patch, with an activation between them."""
+
+    def __init__(self, making: TowerMaking, hidden: int, act: str, name: str, *, bias: bool, skipped: int) -> None:
+        """skipped: rows before the patches that are no tokens. Raises ModelError for an activation that is not
+        computed."""
+        kind, size = activation_of(act), making.text_size
+        if kind not in ("gelu", "gelu_tanh", "relu"):
+            raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
+        self._activation, self._backend, self._skipped = Activation(kind), making.backend, skipped
+        self._first = making.linear(hidden, f"{name}.linear_1", size, bias=bias)
+        self._last = making.linear(size, f"{name}.linear_2", size, bias=bias)
+
+    def parameters(self) -> ParameterTable:
+        return self._first.parameters() | self._last.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        wide = self._first.packed(hidden[self._skipped :].contiguous(), NO_ADAPTERS)
+        return self._last.packed(self._backend.activate(wide, self._activation), NO_ADAPTERS)
 
 
 class Pooled(Connector):

@@ -1,8 +1,8 @@
-"""Towers over one square of patches with learned positions: SigLIP (Zhai et al., 2023)."""
+"""Towers over one square of patches with learned positions: SigLIP (Zhai et al., 2023), CLIP (Radford et al., 2021)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class SquareSpec:
     """The class token and the positions are stored with axes of size 1 before their own."""
 
 
-def siglip(shape: TowerShape, tower: str) -> SquareSpec:
+def siglip(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareSpec:
     """`tower`: how the names of its tensors begin. Raises ModelError for an activation that is not computed."""
     names = EncoderNames(
         words="",
@@ -44,11 +44,18 @@ def siglip(shape: TowerShape, tower: str) -> SquareSpec:
         up=("mlp.fc1",),
         down="mlp.fc2",
         mlp_norm="layer_norm2",
-        final_norm=f"{tower}.post_layernorm",
+        final_norm=f"{tower}.post_layernorm" if final_norm else None,
     )
     embeddings = f"{tower}.embeddings"
     patches, positions = f"{embeddings}.patch_embedding", f"{embeddings}.position_embedding.weight"
     return SquareSpec(encoder_spec(shape, names), patches, positions)
+
+
+def clip(shape: TowerShape, tower: str) -> SquareSpec:
+    """The same, without the norm behind the layers."""
+    plain = siglip(shape, tower, final_norm=False)
+    token, norm = f"{tower}.embeddings.class_embedding", f"{tower}.pre_layrnorm"
+    return replace(plain, patch_bias=False, class_token=token, first_norm=norm)
 
 
 class SquareTower(Tower):
@@ -102,10 +109,13 @@ class SquareTower(Tower):
 
     @torch.inference_mode()
     def features(self, image: Image) -> Tensor:
-        side = self._shape.patch_size**2 * len(self._places)
-        assert image.height * image.width == side, "an image that was prepared for another tower"
+        return self.read(normalised(image, self._colours))
+
+    def read(self, pixels: Tensor) -> Tensor:
+        """The same of a square's pixels [side, side, 3], float32."""
         assert self._positions is not None, "weights are not loaded"
-        x = self._patches(normalised(image, self._colours))
+        x = self._patches(pixels)
+        assert len(x) == len(self._places), "an image that was prepared for another tower"
         if self._class is not None:
             x = torch.cat((self._class, x))
         x = x + self._positions

@@ -41,10 +41,8 @@ class ImagePlaces:
             for row, part in zip(rows, parts, strict=True)
         )
         axes = torch.from_numpy(np.concatenate(list(counted)))
-        alike = bool((axes == axes[:, :1]).all())
-        return _changed(
-            metadata, lambda each: replace(each, turns=axes[:, 0].contiguous(), axes=None if alike else axes)
-        )
+        turns, given = axes[:, 0].contiguous(), None if (axes == axes[:, :1]).all() else axes
+        return _changed(metadata, lambda each: replace(each, turns=turns, axes=given))
 
     def _coordinates(self, row: Row, admission: Admission) -> np.ndarray | None:
         """Of a row's tokens, [count, 3] int64; None where each has its position in all three."""

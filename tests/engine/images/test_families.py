@@ -70,9 +70,7 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
     theirs = image_processor(name)
     for width, height in SIZES:
         image = picture(width, width, height)
-        ours = [
-            normalised(each, vision.colours).numpy() for each in vision.layout(width, height, low=False).contents(image)
-        ]
+        ours = [normalised(each, vision.colours).numpy() for each in vision.layout(width, height).contents(image)]
         wanted = theirs(images=[image], return_tensors="np")
         pixels = _as_squares(
             wanted, ours[0].shape, family.preparing.get("patch_size"), family.preparing.get("merge_size")
@@ -84,7 +82,7 @@ def _as_squares(wanted: Any, shape: tuple[int, ...], patch: int | None, merge: i
     """transformers' pixel_values as [images, height, width, 3]."""
     pixels = wanted["pixel_values"]
     if "image_grid_thw" not in wanted:
-        return pixels.reshape(-1, *pixels.shape[-3:]).transpose(0, 2, 3, 1)
+        return pixels.reshape(-1, *pixels.shape[-3:]).transpose(0, 2, 3, 1).reshape(-1, *shape)
     assert patch is not None
     assert merge is not None
     _, rows, columns = wanted["image_grid_thw"][0]
@@ -136,7 +134,8 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
         assert bits(run(engine(path, **options), asked)) == bits(wanted), options
     served = engine(path)
     run(served, asked[:1])
-    again = about(path, name, "a", 1, 2, more="? and why")
+    # LLaVA-OneVision cuts an image only where it is alone.
+    again = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
     found = run(served, [again])["a"]
     # Qwen3.5's snapshots are farther apart than these prompts are long.
     assert found.cached_tokens > asked[0].spans[-1].start or name == "qwen3_5"
@@ -145,10 +144,11 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     seen = run(served, [asked[1]])["b"]
     assert seen.cached_tokens <= asked[1].spans[0].start
     assert (seen.ids, seen.logprobs) == (wanted["b"].ids, wanted["b"].logprobs)
-    many = [about(path, name, f"{index}", index, max_tokens=40) for index in range(3)]
+    many = [about(path, name, f"{index}", 1, max_tokens=100, temperature=1.0, seed=index) for index in range(3)]
     unhurried = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in many}
-    blocks = 2 * -(-(len(many[0].prompt_ids) + 40) // 16) + 2
-    crowded = engine(path, num_kv_blocks=blocks * served.info.page_groups, enable_prefix_caching=False)
+    prompt = len(many[0].prompt_ids)
+    blocks = max(2 * -(-prompt // 16), -(-(prompt + 100) // 16)) + 1
+    crowded = engine(path, num_kv_blocks=blocks, enable_prefix_caching=False)
     assert run(crowded, many) == unhurried
     assert crowded.stats.preemptions > 0
     replayed = msgspec.structs.replace(asked[2], emitted_ids=wanted["c"].ids[:5])
