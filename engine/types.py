@@ -181,6 +181,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: Literal["image"] = "image"
     whole: bool = False
     """Whether its tokens see each other, those behind them too: no step may end within it."""
+    offset: int = 0
+    """The features of so many of the content's tokens stand in spans before it."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):

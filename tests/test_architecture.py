@@ -63,6 +63,7 @@ SHARED = {
     "quire.engine.images.config",
     "quire.engine.images.llava",
     "quire.engine.images.patches",
+    "quire.engine.images.pixtral",
     "quire.engine.images.squares",
     "quire.engine.images.tiles",
     "quire.engine.images.vision",

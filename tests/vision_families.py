@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +237,46 @@ FAMILIES |= {
 }
 
 
+_PIXTRAL: dict[str, Any] = {
+    "processor": "models.pixtral.processing_pixtral.PixtralProcessor",
+    "image_processor": "models.pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil",
+    "text": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+    "vision": {
+        "model_type": "pixtral",
+        **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{"image_size": 64, "patch_size": 4},
+    },
+    **{"image": "[IMG]", "written": "[IMG]", "tokens": {"image_token": "[IMG]"}},
+    "others": ("[IMG_BREAK]", "[IMG_END]"),
+}
+
+FAMILIES |= {
+    "mistral3": Family(
+        config="Mistral3Config",
+        preparing={"size": {"longest_edge": 64}, "patch_size": {"height": 8, "width": 8}, "resample": 3},
+        processing={"patch_size": 4, "spatial_merge_size": 2},
+        outer={"tie_word_embeddings": False},
+        **_PIXTRAL,
+    ),
+    "pixtral": Family(
+        config="LlavaConfig",
+        preparing={"size": {"longest_edge": 64}, "patch_size": {"height": 4, "width": 4}, "resample": 3},
+        processing={"patch_size": 4, "spatial_merge_size": 1},
+        outer={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        **_PIXTRAL,
+    ),
+}
+
+
 def named(path: str) -> Any:
     """A class of transformers."""
     found: Any = transformers
+    if "pixtral" in path:  # whose processor takes a function from a file that needs torchvision, and from this one too
+        pillow = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pillow)
     module, _, name = path.rpartition(".")
     if module:
-        found = __import__(f"transformers.{module}", fromlist=[name])
+        found = import_module(f"transformers.{module}")
     return getattr(found, name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import ModelFiles
-from quire.engine.images import llava, patches, squares, tiles
+from quire.engine.images import llava, patches, pixtral, squares, tiles
 from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, VisionFields
 from quire.engine.images.vision import Given, Vision
 
@@ -22,6 +22,7 @@ READERS: dict[str, Callable[[Given], Vision]] = {
     "llava": llava.llava,
     "llava_next": llava.llava_next,
     "llava_onevision": llava.llava_onevision,
+    "mistral3": pixtral.mistral3,
     "qwen2_5_vl": patches.qwen2_5_vl,
     "qwen2_vl": patches.qwen2_vl,
     "qwen3_5": patches.qwen3_vl,

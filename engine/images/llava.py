@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quire.engine.errors import ModelError
+from quire.engine.images.pixtral import Pixtral, pixtral
 from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, HALF, Given, InvalidImage, Layout, Spell, TowerShape, Vision
 from quire.engine.types import Image as Content
 
@@ -118,8 +119,10 @@ class Kept:
         return self.wanted or (self.rows, self.columns)
 
 
-def llava(given: Given) -> Llava:
+def llava(given: Given) -> Llava | Pixtral:
     """Raises ModelError."""
+    if given.tower.get("model_type") == "pixtral":
+        return pixtral(given)
     vision = _llava(given, crops=given.preparing.get("do_center_crop") is not False and not given.sizes().get("height"))
     if given.preparing.get("do_pad"):
         raise ModelError("model: preprocessor_config.json: do_pad: true is not served for this family")
@@ -213,15 +216,15 @@ class Squares(Layout):
     """The height and width that it is resized and padded to; None: it becomes one square."""
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def runs(self) -> tuple[tuple[int, ...], ...]:
         vision = self.vision
         if self.best is None:
-            return (vision.square_tokens + vision.newline,)
+            return ((vision.square_tokens + vision.newline,),)
         rows, columns = vision.kept(self.size[::-1], self.best).shape
-        return (vision.square_tokens + rows * (columns + 1),)
+        return ((vision.square_tokens + rows * (columns + 1),),)
 
     def shown(self, spell: Spell) -> str:
-        return spell(self.vision.image_token_id) * self.counts[0]
+        return spell(self.vision.image_token_id) * self.tokens
 
     def contents(self, image: Image.Image) -> Iterator[Content]:
         """All squares, one below the other: first the one that shows the whole image."""

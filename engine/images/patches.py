@@ -145,12 +145,12 @@ class Whole(Layout):
     """Width and height that it is resized to."""
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def runs(self) -> tuple[tuple[int, ...], ...]:
         unit = self.vision.unit
-        return (self.size[0] // unit * (self.size[1] // unit),)
+        return ((self.size[0] // unit * (self.size[1] // unit),),)
 
     def shown(self, spell: Spell) -> str:
-        return spell(self.vision.image_token_id) * self.counts[0]
+        return spell(self.vision.image_token_id) * self.tokens
 
     def contents(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image

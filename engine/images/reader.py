@@ -69,7 +69,7 @@ class ImageReader:
         contents: list[Image] = []
         for layout, each in zip(layouts, asked, strict=True):  # one at a time has its pixels in memory
             contents += layout.contents(upright(files.pop(0), each.where))
-        spans = self._spans(ids, [count for layout in layouts for count in layout.counts], contents)
+        spans = self._spans(ids, [runs for layout in layouts for runs in layout.runs], contents)
         return ReadPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
@@ -104,16 +104,22 @@ class ImageReader:
             raise ModelError(f"model: tokenizer.json: lacks the token {token}, by which config.json marks images")
         return text
 
-    def _spans(self, ids: Sequence[int], counts: Sequence[int], contents: Sequence[Image]) -> tuple[Span, ...]:
-        """Where the contents stand, which take so many tokens each."""
+    def _spans(self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]) -> tuple[Span, ...]:
+        """Where the contents stand, whose tokens stand side by side in such runs."""
         places = [place for place, token in enumerate(ids) if token == self.vision.image_token_id]
         spans, begin = list[Span](), 0
-        for count, content in zip(counts, contents, strict=True):
-            own = places[begin : begin + count]
-            if len(own) < count or own[-1] - own[0] != count - 1:
-                break
-            spans.append(Span(own[0], count, content.digest, whole=self.vision.whole))
-            begin += count
-        if begin != len(places) or len(spans) != len(contents):
-            raise refused("messages", "the model's tokenizer does not write images as its config.json says")
+        for content, counts in zip(contents, runs, strict=True):
+            offset = 0
+            for count in counts:
+                own = places[begin : begin + count]
+                if len(own) < count or own[-1] - own[0] != count - 1:
+                    raise _not_written()
+                spans.append(Span(own[0], count, content.digest, whole=self.vision.whole, offset=offset))
+                begin, offset = begin + count, offset + count
+        if begin != len(places):
+            raise _not_written()
         return tuple(spans)
+
+
+def _not_written() -> InvalidRequest:
+    return refused("messages", "the model's tokenizer does not write images as its config.json says")

@@ -77,8 +77,8 @@ class Square(Layout):
     vision: Gemma3
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        return (self.vision.tokens,)
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.vision.tokens,),)
 
     def shown(self, spell: Spell) -> str:
         vision = self.vision

@@ -80,8 +80,8 @@ class Tiles(Layout):
     columns: int
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        return (self.vision.tile_tokens,) * (self.rows * self.columns + 1)
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.vision.tile_tokens,),) * (self.rows * self.columns + 1)
 
     def shown(self, spell: Spell) -> str:
         marks, text = spell(self.vision.image_token_id) * self.vision.tile_tokens, ""

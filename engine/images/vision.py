@@ -59,8 +59,14 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def counts(self) -> tuple[int, ...]:
-        """Tokens of each of its contents, in their order."""
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of its contents, in their order, how many of its tokens stand side by side; text may stand between
+        these runs."""
+
+    @property
+    def tokens(self) -> int:
+        """In whose place features are read."""
+        return sum(map(sum, self.runs))
 
     @abstractmethod
     def shown(self, spell: Spell) -> str:

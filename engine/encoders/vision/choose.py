@@ -9,10 +9,12 @@ import torch
 from quire.engine.encoders.vision.connectors import Pooled, Shuffled
 from quire.engine.encoders.vision.grids import GridTower
 from quire.engine.encoders.vision.llava import LlavaTower
+from quire.engine.encoders.vision.pixtral import PixtralTower
 from quire.engine.encoders.vision.squares import SquareTower, places_of, siglip
 from quire.engine.encoders.vision.tower import Tower, TowerMaking
 from quire.engine.images.llava import Llava
 from quire.engine.images.patches import Patched
+from quire.engine.images.pixtral import Pixtral
 from quire.engine.images.squares import Gemma3
 from quire.engine.images.tiles import Tiled
 from quire.engine.images.vision import Vision
@@ -27,6 +29,8 @@ def tower_of(vision: Vision, making: TowerMaking) -> Tower:
             return LlavaTower(vision, making)
         case Gemma3():
             return _gemma3(vision, making)
+        case Pixtral():
+            return PixtralTower(vision, making)
         case Patched():
             return GridTower(vision, making)
     raise AssertionError(f"a tower of {type(vision).__name__}")

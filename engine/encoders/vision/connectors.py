@@ -26,7 +26,7 @@ class Connector(ABC):
 
     @abstractmethod
     def __call__(self, hidden: Tensor) -> Tensor:
-        """A square's patches [side * side, hidden] by rows, behind a class token if there is one, to [tokens, text_size]."""
+        """Patches [patches, hidden] by rows, behind a class token if there is one, to [tokens, text_size]."""
 
 
 class Shuffled(Connector):
@@ -48,7 +48,7 @@ class Shuffled(Connector):
 class TwoLinears(Connector):
     """Of each patch, with an activation between them."""
 
-    def __init__(self, making: TowerMaking, hidden: int, act: str, name: str, *, bias: bool, skipped: int) -> None:
+    def __init__(self, making: TowerMaking, hidden: int, act: str, name: str, *, bias: bool, skipped: int = 0) -> None:
         """skipped: rows before the patches that are no tokens. Raises ModelError for an activation that is not
         computed."""
         kind, size = activation_of(act), making.text_size

@@ -20,6 +20,7 @@ from quire.engine.encoders.vision.tower import (
     alone,
     axial_turns,
     encoder_spec,
+    frequencies,
     normalised,
 )
 from quire.engine.images.patches import Patched
@@ -82,7 +83,8 @@ class GridTower(Tower):
         x = self._patches(normalised(image, vision.colours))[order]
         if vision.table:
             x = x + self._interpolated(rows, columns)[order]
-        turns = axial_turns(order // columns, order % columns, shape.hidden_size // shape.num_heads)
+        alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0)
+        turns = axial_turns(order // columns, order % columns, alike, alike)
         hidden, tapped = self._encoder.encode_tapped(x, metadata, turns, vision.tapped)
         merged = [self._merger(hidden), *(merge(each) for merge, each in zip(self._deep, tapped, strict=True))]
         return torch.cat(merged, dim=1)[self._tokens(order, columns)]

@@ -114,9 +114,13 @@ def alone(tokens: int, backend: Backend) -> AttentionMetadata:
     return whole_prompts(np.array([tokens]), backend.block_size, CPU)
 
 
-def axial_turns(rows: Tensor, columns: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:
-    """What patches at these places [T] are rotated by, [T, head_dim] as Rope.cos_sin has it: the first half of the
-    frequencies by the row, the second by the column."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2))
-    angles = torch.cat((rows[:, None].float() * frequencies, columns[:, None].float() * frequencies), dim=1)
+def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """What patches at these places [T] are rotated by, [T, head_dim] as Rope.cos_sin has it: by frequencies
+    [head_dim / 4] of the row, then by those of the column."""
+    angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def frequencies(size: int, theta: float) -> Tensor:
+    """Of a rotation of so many numbers, [size / 2] float32."""
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)

@@ -43,7 +43,8 @@ class ImageFeatures:
                 first = max(span.start, row.start)
                 last = min(span.start + span.count, row.start + row.count)
                 if first < last:
-                    values.append(self._features(admission, span)[first - span.start : last - span.start])
+                    at = span.start - span.offset
+                    values.append(self._features(admission, span)[first - at : last - at])
                     places.append(torch.arange(begin + first - row.start, begin + last - row.start))
             begin += row.count
         return Features(torch.cat(places), torch.cat(values)) if places else None
@@ -57,7 +58,7 @@ class ImageFeatures:
             self.made += 1
             self._keep(key, found)
         self._kept.move_to_end(key) if key in self._kept else None
-        assert len(found) == span.count, "a span is not as long as its image's features"
+        assert span.offset + span.count <= len(found), "a span is longer than its image's features"
         return found
 
     def _keep(self, key: tuple[str, bytes], features: Tensor) -> None:

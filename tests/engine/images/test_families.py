@@ -72,19 +72,16 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
         image = picture(width, width, height)
         ours = [normalised(each, vision.colours).numpy() for each in vision.layout(width, height).contents(image)]
         wanted = theirs(images=[image], return_tensors="np")
-        pixels = _as_squares(
-            wanted, ours[0].shape, family.preparing.get("patch_size"), family.preparing.get("merge_size")
-        )
+        pixels = _as_squares(wanted, ours[0].shape, family.preparing)
         assert np.stack(ours) == pytest.approx(pixels, abs=1e-5)
 
 
-def _as_squares(wanted: Any, shape: tuple[int, ...], patch: int | None, merge: int | None) -> np.ndarray:
+def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) -> np.ndarray:
     """transformers' pixel_values as [images, height, width, 3]."""
     pixels = wanted["pixel_values"]
     if "image_grid_thw" not in wanted:
         return pixels.reshape(-1, *pixels.shape[-3:]).transpose(0, 2, 3, 1).reshape(-1, *shape)
-    assert patch is not None
-    assert merge is not None
+    patch, merge = preparing["patch_size"], preparing["merge_size"]
     _, rows, columns = wanted["image_grid_thw"][0]
     assert (rows * patch, columns * patch, 3) == shape
     cut = pixels.reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)[:, :, :, :, :, 0]

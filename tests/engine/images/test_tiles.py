@@ -90,4 +90,4 @@ def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
     assert isinstance(ours, Tiled)
     layout = layout_of(1, 5000, ours, splits=True)
     assert (layout.cut, layout.rows, layout.columns) == ((49, 196), 4, 1)
-    assert len(list(layout.contents(picture(1, 1, 5000)))) == len(layout.counts)
+    assert len(list(layout.contents(picture(1, 1, 5000)))) == len(layout.runs)
