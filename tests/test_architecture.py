@@ -61,6 +61,7 @@ SHARED = {
     "quire.engine.client.procfs",
     "quire.engine.folder",
     "quire.engine.images.config",
+    "quire.engine.images.internvl",
     "quire.engine.images.llava",
     "quire.engine.images.patches",
     "quire.engine.images.pixtral",

@@ -268,6 +268,35 @@ FAMILIES |= {
 }
 
 
+_INTERNVL_VISION = {
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{"image_size": [24, 24], "patch_size": [4, 4], "attention_bias": True},
+}
+_INTERNVL: dict[str, Any] = {
+    "config": "InternVLConfig",
+    "processor": "models.internvl.processing_internvl.InternVLProcessor",
+    "image_processor": "models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
+    "preparing": {"size": {"height": 24, "width": 24}, "max_patches": 4, "resample": 3, "crop_to_patches": True},
+    "image": "<IMG_CONTEXT>",
+    "written": "<IMG_CONTEXT>\n",
+    "outer": {"tie_word_embeddings": False},
+    "tokens": {
+        **{"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
+        "video_token": "<video>",
+    },
+    "processing": {"image_seq_length": 9},
+}
+
+FAMILIES |= {
+    "internvl": Family(text={**_TEXT, "model_type": "qwen2"}, vision=_INTERNVL_VISION, **_INTERNVL),
+    "internvl of 6 B": Family(
+        text={**_TEXT, "model_type": "qwen2"},
+        vision={**_INTERNVL_VISION, "attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"},
+        **_INTERNVL,
+    ),
+}
+
+
 def named(path: str) -> Any:
     """A class of transformers."""
     found: Any = transformers
@@ -287,6 +316,8 @@ def config_of(name: str, **overrides: Any) -> Any:
     if "boi_token" in family.tokens:
         ids = {key.replace("_token", "_token_index"): family.token_id(token) for key, token in family.tokens.items()}
     text, vision = {**family.text, **overrides}, dict(family.vision)
+    if "context_image_token" in family.tokens:
+        ids = {"image_token_id": family.token_id(family.image)}
     return named(family.config)(text_config=text, vision_config=vision, **ids, **family.outer)
 
 

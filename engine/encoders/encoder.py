@@ -66,6 +66,8 @@ class EncoderNames:
     """Of the table of relative positions: [buckets, heads]."""
     scales: tuple[str, str] | None = None
     """Of what the two parts of a layer give, a factor for each channel."""
+    qk_norms: tuple[str, str] | None = None
+    """Of queries and keys, each of all heads as one; they are RMSNorms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class EncoderSpec:
     """Of relative positions, whose table all layers share."""
     bias: bool = True
     """Of linears."""
+    qkv_bias: bool = True
+    """The same of those alone that make queries, keys and values."""
     up_bias: bool = True
     """Of the linear into the feed-forward part, where linears have one."""
     norm_bias: bool = True
@@ -157,7 +161,7 @@ class _Layer:
             sizes = {f"{name}.{part}": out // len(parts) for part in parts}
             return JoinedLinear(scheme, size, sizes, bias=spec.bias and bias)
 
-        self.qkv = linear(hidden, names.qkv, 3 * width)
+        self.qkv = linear(hidden, names.qkv, 3 * width, bias=spec.qkv_bias)
         self.out = linear(width, [names.out], hidden)
         self.up = linear(hidden, names.up, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
         self.gate_last = spec.gate_last
@@ -168,14 +172,23 @@ class _Layer:
         self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
         self.scales: list[Tensor | None] = [None, None]
         self._scale_names = () if names.scales is None else tuple(f"{name}.{each}" for each in names.scales)
-        self.rope = Rope(spec.head_dim, cos_sin)
+        norms = names.qk_norms or ()
+        self._head_norms = [LayerNormWeights(f"{name}.{norm}", width, bias=False) for norm in norms]
+        self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
         self.ahead = window
 
+    @property
+    def rope(self) -> Rope:
+        if not self._head_norms:
+            return self._rope
+        q_norm, k_norm = self._head_norms
+        return replace(self._rope, q_norm=q_norm.weight, k_norm=k_norm.weight)
+
     def parameters(self) -> ParameterTable:
         table: ParameterTable = {}
-        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm):
+        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm, *self._head_norms):
             table |= {} if part is None else part.parameters()
         for place, name in enumerate(self._scale_names):
             table[name] = Parameter((self.hidden,), torch.float32, partial(self.scales.__setitem__, place))
@@ -281,9 +294,8 @@ class Encoder:
         """The layer's output, for what its attention gives and the stream x that this is added to."""
         if self.spec.pre_norm:
             first, second = layer.scales
-            normed, x = self._added(attended if first is None else attended * first, x, layer.mlp_norm)
-            fed = self._fed_forward(layer, normed)
-            return x + (fed if second is None else fed * second)
+            normed, x = self._added(_scaled(attended, first), x, layer.mlp_norm)
+            return x + _scaled(self._fed_forward(layer, normed), second)
         assert layer.attention_norm is not None
         x, _ = self._added(attended, x, layer.attention_norm)
         return self._added(self._fed_forward(layer, x), x, layer.mlp_norm)[0]
@@ -341,6 +353,10 @@ class Encoder:
         longest = self.max_model_len
         distances = torch.arange(-(longest - 1), longest, device=tensor.device)
         self._relative = F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
+
+
+def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else (x * factors).to(x.dtype)
 
 
 def relative_buckets(distances: Tensor, buckets: int) -> Tensor:

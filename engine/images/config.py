@@ -12,13 +12,14 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import ModelFiles
-from quire.engine.images import llava, patches, pixtral, squares, tiles
+from quire.engine.images import internvl, llava, patches, pixtral, squares, tiles
 from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, VisionFields
 from quire.engine.images.vision import Given, Vision
 
 READERS: dict[str, Callable[[Given], Vision]] = {
     "gemma3": squares.gemma3,
     "idefics3": tiles.read,
+    "internvl": internvl.read,
     "llava": llava.llava,
     "llava_next": llava.llava_next,
     "llava_onevision": llava.llava_onevision,

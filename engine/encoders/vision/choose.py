@@ -6,12 +6,13 @@ from math import isqrt
 
 import torch
 
-from quire.engine.encoders.vision.connectors import Pooled, Shuffled
+from quire.engine.encoders.vision.connectors import Pooled, Shuffled, ShuffledLinears
 from quire.engine.encoders.vision.grids import GridTower
 from quire.engine.encoders.vision.llava import LlavaTower
 from quire.engine.encoders.vision.pixtral import PixtralTower
-from quire.engine.encoders.vision.squares import SquareTower, places_of, siglip
+from quire.engine.encoders.vision.squares import SquareTower, internvl, places_of, siglip
 from quire.engine.encoders.vision.tower import Tower, TowerMaking
+from quire.engine.images.internvl import InternVL
 from quire.engine.images.llava import Llava
 from quire.engine.images.patches import Patched
 from quire.engine.images.pixtral import Pixtral
@@ -29,6 +30,8 @@ def tower_of(vision: Vision, making: TowerMaking) -> Tower:
             return LlavaTower(vision, making)
         case Gemma3():
             return _gemma3(vision, making)
+        case InternVL():
+            return _internvl(vision, making)
         case Pixtral():
             return PixtralTower(vision, making)
         case Patched():
@@ -50,4 +53,12 @@ def _gemma3(vision: Gemma3, making: TowerMaking) -> SquareTower:
     connector = Pooled(making, shape.hidden_size, side, isqrt(vision.tokens), shape.eps, "multi_modal_projector")
     spec, unused = siglip(shape, "vision_tower"), ("vision_tower.head.",)
     places = torch.arange(side * side)
+    return SquareTower(spec, shape, vision.colours, places, side, making, connector, unused=unused)
+
+
+def _internvl(vision: InternVL, making: TowerMaking) -> SquareTower:
+    shape = vision.shape
+    side, places = vision.side // shape.patch_size, torch.arange((vision.side // shape.patch_size) ** 2)
+    connector = ShuffledLinears(making, shape.hidden_size, side, vision.merge, vision.act, "multi_modal_projector")
+    spec, unused = internvl(vision, "vision_tower"), ("vision_tower.embeddings.mask_token",)
     return SquareTower(spec, shape, vision.colours, places, side, making, connector, unused=unused)

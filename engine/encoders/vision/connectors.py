@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.engine.encoders.encoder import activation_of
 from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.errors import ModelError
+from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
@@ -40,9 +41,13 @@ class Shuffled(Connector):
         return self._linear.parameters()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        scale, side = self._scale, self._side
-        squares = hidden.view(side // scale, scale, side // scale, scale, -1).transpose(1, 2)
-        return self._linear.packed(squares.reshape((side // scale) ** 2, -1).contiguous(), NO_ADAPTERS)
+        return self._linear.packed(shuffled(hidden, self._side, self._scale), NO_ADAPTERS)
+
+
+def shuffled(hidden: Tensor, side: int, scale: int) -> Tensor:
+    """[side * side, hidden] to [tokens, scale * scale * hidden], row by row of each scale x scale patches."""
+    squares = hidden.view(side // scale, scale, side // scale, scale, -1).transpose(1, 2)
+    return squares.reshape((side // scale) ** 2, -1).contiguous()
 
 
 class TwoLinears(Connector):
@@ -64,6 +69,22 @@ class TwoLinears(Connector):
     def __call__(self, hidden: Tensor) -> Tensor:
         wide = self._first.packed(hidden[self._skipped :].contiguous(), NO_ADAPTERS)
         return self._last.packed(self._backend.activate(wide, self._activation), NO_ADAPTERS)
+
+
+class ShuffledLinears(Connector):
+    """scale x scale patches side by side go through a norm and two linears; a class token is left out."""
+
+    def __init__(self, making: TowerMaking, hidden: int, side: int, scale: int, act: str, name: str) -> None:
+        self._side, self._scale, self._backend = side, scale, making.backend
+        self._norm = LayerNormWeights(f"{name}.layer_norm", hidden * scale**2, bias=True)
+        self._linears = TwoLinears(making, hidden * scale**2, act, name, bias=True)
+
+    def parameters(self) -> ParameterTable:
+        return self._norm.parameters() | self._linears.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        x, norm = shuffled(hidden[1:], self._side, self._scale), self._norm
+        return self._linears(self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
 
 
 class Pooled(Connector):

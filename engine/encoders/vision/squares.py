@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec
 from quire.engine.encoders.vision.connectors import Connector
 from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, normalised
+from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
@@ -56,6 +57,30 @@ def clip(shape: TowerShape, tower: str) -> SquareSpec:
     plain = siglip(shape, tower, final_norm=False)
     token, norm = f"{tower}.embeddings.class_embedding", f"{tower}.pre_layrnorm"
     return replace(plain, patch_bias=False, class_token=token, first_norm=norm)
+
+
+def internvl(vision: InternVL, tower: str) -> SquareSpec:
+    """The same of InternVL's tower (Chen et al., 2024)."""
+    names = EncoderNames(
+        words="",
+        layer=f"{tower}.encoder.layer.{{}}",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        out="attention.projection_layer",
+        attention_norm="layernorm_before",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        mlp_norm="layernorm_after",
+        final_norm=f"{tower}.layernorm" if vision.final_norm else None,
+        scales=("lambda_1", "lambda_2"),
+        qk_norms=("attention.q_norm", "attention.k_norm") if vision.qk_norm else None,
+    )
+    root = vision.root_mean_square
+    encoder = replace(
+        encoder_spec(vision.shape, names), qkv_bias=vision.qkv_bias, root_mean_square=root, norm_bias=not root
+    )
+    embeddings = f"{tower}.embeddings"
+    patches, positions = f"{embeddings}.patch_embeddings.projection", f"{embeddings}.position_embeddings"
+    return SquareSpec(encoder, patches, positions, class_token=f"{embeddings}.cls_token", batched=True)
 
 
 class SquareTower(Tower):
