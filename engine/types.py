@@ -179,6 +179,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     """Of the content that the features are made of; another content has another."""
     kind: Literal["image"] = "image"
+    whole: bool = False
+    """Whether its tokens see each other, those behind them too: no step may end within it."""
+    offset: int = 0
+    """The features of so many of the content's tokens stand in spans before it."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -190,11 +194,15 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     width: int
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
+    original: tuple[int, int] | None = None
+    """Height and width before it was resized, where the number of features depends on them."""
 
     @classmethod
-    def of(cls, height: int, width: int, pixels: bytes) -> Image:
+    def of(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
         size = f"{height}x{width}".encode()
-        return cls(blake2b(pixels, digest_size=16, person=size[:16]).digest(), height, width, pixels)
+        salt = b"" if original is None else b"".join(each.to_bytes(8, "little") for each in original)
+        digest = blake2b(pixels, digest_size=16, person=size[:16], salt=salt).digest()
+        return cls(digest, height, width, pixels, original)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -136,6 +136,9 @@ class AttentionMetadata:
     state_slots: Tensor | None = None
     """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
     guesses: Guesses | None = None  # None: no token is one, or was one in the step before
+    turns: Tensor | None = None  # [T] int64, the position that each token is rotated by; None: its position
+    axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
+    together: Together | None = None  # None: every token sees what is before it, and no more
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -145,8 +148,26 @@ class AttentionMetadata:
         others = tuple(replace(self, block_table=table, slots=at) for table, at in pairs[1:])
         return replace(self, others=others)
 
+    @property
+    def turned(self) -> Tensor:
+        """[T] int64: the position that each token is rotated by."""
+        return self.positions if self.turns is None else self.turns
+
+    @property
+    def of_text(self) -> bool:
+        """Whether all tokens are computed as those of text are."""
+        return self.axes is None and self.together is None
+
     def of(self, group: int) -> AttentionMetadata:
         return self.others[group - 1] if group else self
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
+
+    rows: Tensor  # [P] int64, their places among the step's tokens
+    metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,10 +148,10 @@ class Reference(Backend):
         kv_heads = k_cache.shape[2]
         heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
         q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
-        q = normed_and_rotated(q, rope.q_norm, rope, metadata.positions)
-        k = normed_and_rotated(k, rope.k_norm, rope, metadata.positions)
+        q = normed_and_rotated(q, rope.q_norm, rope, metadata.turned)
+        k = normed_and_rotated(k, rope.k_norm, rope, metadata.turned)
         if rope.q_scale is not None:
-            q = (q * rope.q_scale[metadata.positions][:, None, None]).to(q.dtype)
+            q = (q * rope.q_scale[metadata.turned][:, None, None]).to(q.dtype)
         self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
 

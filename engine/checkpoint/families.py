@@ -61,12 +61,16 @@ FAMILIES = {
     "phi3": "dense.phi3",
     "phimoe": "sparse.phimoe",
     "qwen2": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
     "qwen2_moe": "sparse.qwen2_moe",
+    "qwen2_vl_text": "qwen2",
     "qwen3": "qwen3",
     "qwen3_5_moe_text": "sparse.qwen3_next",
     "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "sparse.qwen3_moe",
     "qwen3_next": "sparse.qwen3_next",
+    "qwen3_vl_moe_text": "sparse.qwen3_moe",
+    "qwen3_vl_text": "qwen3",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
@@ -125,9 +129,27 @@ ENCODERS = {
 }
 """The same of models that only read, to the modules of engine/encoders."""
 WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+WITH_IMAGES |= {"internvl": "qwen2", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
+WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
+WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}
 WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
 of engine/images/config.py read images too."""
+_LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+TEXT_SIZES: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+    },
+    "llama": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
+    "mistral": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},
+}
+"""What text_config leaves out, in files that say only what differs from transformers' defaults; by its model_type."""
+AXES: dict[str, tuple[int, ...]] = dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ())
+AXES |= dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), (24, 20, 20))
+AXES |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), (11, 11, 10))
+"""Those whose rotations tell rows and columns of an image apart. Not (): the frequencies of these take turns, and so
+many are theirs where mrope_section does not say it."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
@@ -229,5 +251,5 @@ def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
     """Its rope_type, where it is not computed; else ""."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     of_phi, dynamic = raw.get("model_type") in ("phi3", "phimoe"), bool(rope.get("alpha"))
-    served = {"dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
+    served = {"mrope": True, "dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind

@@ -72,6 +72,7 @@ class OneRope(TypedDict, total=False):
     long_mscale: _Above0 | None
     llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None
     alpha: Annotated[float, Meta(gt=0, le=1e6)] | None
+    mrope_section: Annotated[list[_Width0], Meta(max_length=8)] | None
 
 
 class Ropes(OneRope, total=False):

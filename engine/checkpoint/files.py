@@ -22,6 +22,7 @@ from quire.engine.checkpoint.download import download, download_some, fetch_conf
 from quire.engine.checkpoint.families import (
     FAMILIES,
     STATES,
+    TEXT_SIZES,
     WITH_IMAGES,
     family_not_served,
     has_file,
@@ -319,7 +320,9 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
     kind = WITH_IMAGES.get(str(raw.get("model_type")), raw.get("model_type"))
-    return named_alike({**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})})
+    given = {**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})}
+    left_out = TEXT_SIZES.get(str(given["model_type"]), {}) if part and raw.get("model_type") in WITH_IMAGES else {}
+    return named_alike({**left_out, **given})
 
 
 def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
@@ -376,6 +379,7 @@ def _rope(raw: ServedFields) -> dict[str, Any]:
     rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
     for name in ("partial_rotary_factor", "rotary_dim"):
         if (value := raw.get(name)) is not None:
             rope.setdefault(name, value)

@@ -35,9 +35,11 @@ _MOST_TENSORS = 2**17
 _MOST_SHARDS = 4096
 _SHOWN = 200
 """Characters of a name in a file that an error shows."""
-_BESIDE_TEXT = ("model.visual.", "visual.", "mtp.")
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.")
-"""Qwen3.5's image encoder, and its head."""
+_HEADS = ("mtp.",)
+"""Of heads that guess tokens."""
+_BESIDE_TEXT = ("model.visual.", "visual.", *_HEADS)
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.", "image_newline")
+"""Of towers for images, and of what follows them."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -78,6 +80,14 @@ def text_tensor(name: str) -> str | None:
     if name.startswith(_BESIDE_TEXT) or any(part in name for part in _OF_IMAGES):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
+
+
+def image_tensor(name: str) -> str | None:
+    """The name of a checkpoint's tensor that is for images, without what only some savers write before it; None for
+    one that is not."""
+    if text_tensor(name) is not None or name.startswith(_HEADS):
+        return None
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def weight_files(path: Path) -> list[Path]:

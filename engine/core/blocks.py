@@ -32,8 +32,9 @@ def block_hash(parent: bytes, token_ids: Sequence[int], contents: bytes = b"") -
 def contents_between(spans: Sequence[Span], begin: int, end: int) -> bytes:
     """What the prompt's tokens from `begin` to `end` stand for beside themselves: the contents of the spans that they
     are part of, and where in them they are."""
-    found = (span for span in spans if span.start < end and begin < span.start + span.count)
-    return b"".join(span.digest + (span.start - begin).to_bytes(8, "little", signed=True) for span in found)
+    found = [span for span in spans if span.start < end and begin < span.start + span.count]
+    firsts = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in found)
+    return b"".join(span.digest + first for span, first in zip(found, firsts, strict=True))
 
 
 def group_key(digest: bytes, group: int) -> bytes:

@@ -288,7 +288,7 @@ class Scheduler:
             if seq.drafts and seq.computed + count == len(seq.tokens) and seq.limit - seq.num_output > 1
         ]
         found: dict[Sequence, list[int]] = {}
-        if not asked or not budget.left:
+        if not asked or budget.left <= 0:
             return found
         guesses = self._drafter.propose(asked, sum(planned.values()))
         for (seq, most), guess in zip(asked, guesses, strict=True):

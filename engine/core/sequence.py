@@ -101,13 +101,18 @@ class Sequence:
         return len(self.tokens) + self.in_flight - self.computed
 
     def stretch(self, count: int) -> int:
-        """How many of its next `count` tokens, at least one, a step may compute: with those of one span alone, so that
-        no step makes the features of many while others wait for it."""
-        if self.computed >= self.num_prompt:
+        """How many of its next `count` tokens, at least one, a step computes: with those of one image alone, so that no
+        step makes the features of many while others wait for it. A whole span is left to the next step where it does
+        not fit, and exceeds the count where it comes first."""
+        if self.computed >= self.num_prompt or count <= 0:
             return count
         end = self.computed + count
         within = [each for each in self.request.spans if self.computed < each.start + each.count and each.start < end]
-        return within[1].start - self.computed if len(within) > 1 else count
+        end = next((each.start for each in within if each.digest != within[0].digest), end)
+        last = next((each for each in reversed(within) if each.start < end), None)
+        if last is not None and last.whole and end < (behind := last.start + last.count):
+            end = last.start if last.start > self.computed else behind
+        return end - self.computed
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,11 +30,12 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swiglu": "silu",
@@ -62,6 +64,10 @@ class EncoderNames:
     final_norm: str | None = None
     relative: str | None = None
     """Of the table of relative positions: [buckets, heads]."""
+    scales: tuple[str, str] | None = None
+    """Of what the two parts of a layer give, a factor for each channel."""
+    qk_norms: tuple[str, str] | None = None
+    """Of queries and keys, each of all heads as one; they are RMSNorms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class EncoderSpec:
     """Of relative positions, whose table all layers share."""
     bias: bool = True
     """Of linears."""
+    qkv_bias: bool = True
+    """The same of those alone that make queries, keys and values."""
     up_bias: bool = True
     """Of the linear into the feed-forward part, where linears have one."""
     norm_bias: bool = True
@@ -102,6 +110,10 @@ class EncoderSpec:
     """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
     first_norm: bool = False
     """it has that too."""
+    root_mean_square: bool = False
+    """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
+    groups: tuple[int, ...] = ()
+    """Per layer: which of the metadata's groups it computes; (): the first."""
     unused: tuple[str, ...] = ()
     """How the names of tensors begin that are not needed."""
 
@@ -142,13 +154,14 @@ class _Layer:
 
     def __init__(self, spec: EncoderSpec, scheme: Scheme, index: int, cos_sin: Tensor | None) -> None:
         names, hidden, width = spec.names, spec.hidden_size, spec.num_heads * spec.head_dim
+        self.hidden = hidden
         name = names.layer.format(index)
 
         def linear(size: int, parts: Sequence[str], out: int, *, bias: bool = True) -> JoinedLinear:
             sizes = {f"{name}.{part}": out // len(parts) for part in parts}
             return JoinedLinear(scheme, size, sizes, bias=spec.bias and bias)
 
-        self.qkv = linear(hidden, names.qkv, 3 * width)
+        self.qkv = linear(hidden, names.qkv, 3 * width, bias=spec.qkv_bias)
         self.out = linear(width, [names.out], hidden)
         self.up = linear(hidden, names.up, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
         self.gate_last = spec.gate_last
@@ -157,15 +170,28 @@ class _Layer:
         if not (spec.pre_norm and index == 0) or spec.first_norm:
             self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
         self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
-        self.rope = Rope(spec.head_dim, cos_sin)
+        self.scales: list[Tensor | None] = [None, None]
+        self._scale_names = () if names.scales is None else tuple(f"{name}.{each}" for each in names.scales)
+        norms = names.qk_norms or ()
+        self._head_norms = [LayerNormWeights(f"{name}.{norm}", width, bias=False) for norm in norms]
+        self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
         self.ahead = window
 
+    @property
+    def rope(self) -> Rope:
+        if not self._head_norms:
+            return self._rope
+        q_norm, k_norm = self._head_norms
+        return replace(self._rope, q_norm=q_norm.weight, k_norm=k_norm.weight)
+
     def parameters(self) -> ParameterTable:
         table: ParameterTable = {}
-        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm):
+        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm, *self._head_norms):
             table |= {} if part is None else part.parameters()
+        for place, name in enumerate(self._scale_names):
+            table[name] = Parameter((self.hidden,), torch.float32, partial(self.scales.__setitem__, place))
         up = self.up.parameters()
         return table | ({name: _halves_swapped(each) for name, each in up.items()} if self.gate_last else up)
 
@@ -233,27 +259,43 @@ class Encoder:
         return self.encode(self._embedded(token_ids, segments, metadata.positions), metadata)
 
     def encode(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The same of embedded tokens [T, hidden], or of an image's patches."""
-        backend, spec = self._backend, self.spec
-        pages = 1 + int(metadata.block_table.max())
+        """The same of embedded tokens [T, hidden]."""
+        return self.encode_tapped(x, metadata, None, ())[0]
+
+    def encode_tapped(
+        self, x: Tensor, metadata: AttentionMetadata, turns: Tensor | None, taps: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same of an image's patches; and what the layers `taps` give, ascending. turns [T, head_dim] float32: of
+        each patch, as Rope.cos_sin has it for a position."""
+        backend, spec, tapped = self._backend, self.spec, list[Tensor]()
+        if turns is not None:
+            every = torch.arange(len(x), device=self.device)
+            others = tuple(replace(each, turns=every) for each in metadata.others)
+            metadata = replace(metadata, turns=every, others=others)
+        pages = 1 + max(int(each.block_table.max()) for each in (metadata, *metadata.others))
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            where = metadata.of(spec.groups[index]) if spec.groups else metadata
+            rope = layer.rope if turns is None else replace(layer.rope, cos_sin=turns)
             attended_to = (
                 x if layer.attention_norm is None or not spec.pre_norm else self._normed(x, layer.attention_norm)
             )
-            q = backend.rope_store(layer.qkv.packed(attended_to, NO_ADAPTERS), layer.rope, keys, values, metadata)
+            q = backend.rope_store(layer.qkv.packed(attended_to, NO_ADAPTERS), rope, keys, values, where)
             softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=self._relative)
-            attended = backend.paged_attention(q, keys, values, metadata, softmax).flatten(1)
+            attended = backend.paged_attention(q, keys, values, where, softmax).flatten(1)
             x = self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x)
+            if index in taps:
+                tapped.append(x.clone())  # a backend may overwrite it
             self._progress()
-        return x if self._final_norm is None else self._normed(x, self._final_norm)
+        return x if self._final_norm is None else self._normed(x, self._final_norm), tapped
 
     def _mlp(self, layer: _Layer, attended: Tensor, x: Tensor) -> Tensor:
         """The layer's output, for what its attention gives and the stream x that this is added to."""
         if self.spec.pre_norm:
-            normed, x = self._added(attended, x, layer.mlp_norm)
-            return x + self._fed_forward(layer, normed)
+            first, second = layer.scales
+            normed, x = self._added(_scaled(attended, first), x, layer.mlp_norm)
+            return x + _scaled(self._fed_forward(layer, normed), second)
         assert layer.attention_norm is not None
         x, _ = self._added(attended, x, layer.attention_norm)
         return self._added(self._fed_forward(layer, x), x, layer.mlp_norm)[0]
@@ -272,6 +314,8 @@ class Encoder:
                 wide = backend.activate(wide, GELU)
             case "gelu_tanh", False:
                 wide = F.gelu(wide, approximate="tanh")
+            case "quick_gelu", False:
+                wide = wide.mul_(torch.sigmoid(1.702 * wide))
             case "relu", False:
                 wide = wide.relu_()
             case unknown, _:
@@ -279,9 +323,13 @@ class Encoder:
         return layer.down.packed(wide, NO_ADAPTERS)
 
     def _added(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
+        if self.spec.root_mean_square:
+            return self._backend.add_rms_norm(x, residual, norm.weight, self.spec.eps)
         return self._backend.add_layer_norm(x, residual, norm.weight, norm.bias, self.spec.eps)
 
     def _normed(self, x: Tensor, norm: LayerNormWeights) -> Tensor:
+        if self.spec.root_mean_square:
+            return self._backend.rms_norm(x, norm.weight, self.spec.eps)
         return self._backend.layer_norm(x, norm.weight, norm.bias, self.spec.eps)
 
     def _embedded(self, token_ids: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
@@ -305,6 +353,10 @@ class Encoder:
         longest = self.max_model_len
         distances = torch.arange(-(longest - 1), longest, device=tensor.device)
         self._relative = F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
+
+
+def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else (x * factors).to(x.dtype)
 
 
 def relative_buckets(distances: Tensor, buckets: int) -> Tensor:

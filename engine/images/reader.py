@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import InvalidRequest
-from quire.engine.images.config import VisionConfig, read_vision
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.images.config import read_vision
 from quire.engine.images.decode import opened, refused, upright, upright_size
-from quire.engine.images.tiles import Layout, layout_of, shown, tiles_of
+from quire.engine.images.vision import InvalidImage, Layout, Vision
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image, Span
 
@@ -42,33 +42,35 @@ class ReadPrompt:
 def image_reader(path: Path, tokenizer: Tokenizer) -> ImageReader | None:
     """That of the model at `path`; None where it reads no images. Raises ModelError."""
     vision = read_vision(path)
-    mark = None if vision is None else tokenizer.token(vision.image_token_id)
-    return None if vision is None or mark is None else ImageReader(vision, mark)
+    mark = None if vision is None else tokenizer.token(vision.mark_id)
+    return None if vision is None or mark is None else ImageReader(vision, mark, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
     """How a model reads images."""
 
-    vision: VisionConfig
+    vision: Vision
     mark: str
-    """The token that stands for a part of an image, as text: chat templates write one for each image."""
+    """The text of the token that chat templates write for each image."""
+    tokenizer: Tokenizer
 
     def text(self, text: str, asked: Sequence[Asked]) -> str:
         """A rendered conversation with all that stands for its images. Raises InvalidRequest, naming the field, for an
         image whose size cannot be read, and where the text itself holds the mark."""
-        return self._expanded(text, [self._layout(self._opened(each), each) for each in asked])
+        return self._expanded(text, self._layouts([self._opened(each) for each in asked], asked))
 
     def read(self, text: str, asked: Sequence[Asked], encode: Callable[[str], list[int]]) -> ReadPrompt:
         """The prompt of a rendered conversation. encode: its token ids, checked for their number, which is known before
         any pixel is read. Raises InvalidRequest as above, and for an image that cannot be decoded."""
         files = [self._opened(each) for each in asked]
-        layouts = [self._layout(file, each) for file, each in zip(files, asked, strict=True)]
+        layouts = self._layouts(files, asked)
         ids = encode(self._expanded(text, layouts))
-        tiles: list[Image] = []
+        contents: list[Image] = []
         for layout, each in zip(layouts, asked, strict=True):  # one at a time has its pixels in memory
-            tiles += tiles_of(upright(files.pop(0), each.where), layout, self.vision)
-        return ReadPrompt(ids, self._spans(ids, tiles), tuple({tile.digest: tile for tile in tiles}.values()))
+            contents += layout.contents(upright(files.pop(0), each.where))
+        spans = self._spans(ids, [runs for layout in layouts for runs in layout.runs], contents)
+        return ReadPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
         pieces = text.split(self.mark)
@@ -77,20 +79,47 @@ class ImageReader:
             raise InvalidRequest(
                 f"messages: {found}, for {len(layouts)} images: text may not hold it", param="messages"
             )
-        marks = [*(shown(layout, self.mark, self.vision.tile_tokens) for layout in layouts), ""]
+        token = self._spelled(self.vision.image_token_id)
+        if layouts and token != self.mark and token in text:
+            raise InvalidRequest(f"messages: the prompt has {token}, of which images are made", param="messages")
+        marks = [*(layout.shown(self._spelled) for layout in layouts), ""]
         return "".join(part for pair in zip(pieces, marks, strict=True) for part in pair)
 
     def _opened(self, asked: Asked) -> Pillow.Image:
         return opened(asked.content, asked.where) if isinstance(asked.content, bytes) else asked.content
 
-    def _layout(self, file: Pillow.Image, asked: Asked) -> Layout:
-        return layout_of(*upright_size(file), self.vision, splits=self.vision.splits and not asked.low)
+    def _layouts(self, files: Sequence[Pillow.Image], asked: Sequence[Asked]) -> list[Layout]:
+        several = len(files) > 1
+        return [self._layout(file, each, several=several) for file, each in zip(files, asked, strict=True)]
 
-    def _spans(self, ids: Sequence[int], tiles: Sequence[Image]) -> tuple[Span, ...]:
+    def _layout(self, file: Pillow.Image, asked: Asked, *, several: bool) -> Layout:
+        try:
+            return self.vision.layout(*upright_size(file), low=asked.low, several=several)
+        except InvalidImage as error:
+            raise refused(asked.where, str(error)) from None
+
+    def _spelled(self, token: int) -> str:
+        text = self.tokenizer.token(token)
+        if text is None:
+            raise ModelError(f"model: tokenizer.json: lacks the token {token}, by which config.json marks images")
+        return text
+
+    def _spans(self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]) -> tuple[Span, ...]:
+        """Where the contents stand, whose tokens stand side by side in such runs."""
         places = [place for place, token in enumerate(ids) if token == self.vision.image_token_id]
-        count = self.vision.tile_tokens
-        starts, ends = places[::count], places[count - 1 :: count]
-        whole = all(end - start == count - 1 for start, end in zip(starts, ends, strict=False))
-        if len(places) != count * len(tiles) or not whole:
-            raise refused("messages", "the model's tokenizer does not write images as its config.json says")
-        return tuple(Span(at, count, tile.digest) for at, tile in zip(starts, tiles, strict=True))
+        spans, begin = list[Span](), 0
+        for content, counts in zip(contents, runs, strict=True):
+            offset = 0
+            for count in counts:
+                own = places[begin : begin + count]
+                if len(own) < count or own[-1] - own[0] != count - 1:
+                    raise _not_written()
+                spans.append(Span(own[0], count, content.digest, whole=self.vision.whole, offset=offset))
+                begin, offset = begin + count, offset + count
+        if begin != len(places):
+            raise _not_written()
+        return tuple(spans)
+
+
+def _not_written() -> InvalidRequest:
+    return refused("messages", "the model's tokenizer does not write images as its config.json says")

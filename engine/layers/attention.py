@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ class AttentionSpec(PartSpec):
     """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
     output_norm: bool = False
     """Norm of what attention gives, before it joins the residual stream."""
+    axes: tuple[int, ...] | None = None
+    """For each frequency of the rotation, which of AttentionMetadata.axes turns it; None: none of them."""
     input_size: int | None = None
     """Of what is projected, where it is not the residual stream; None: it is that."""
 
@@ -130,8 +132,15 @@ class Attention(Part):
         assert residual is not None
         metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
         gate = None if self._gate is None else run.apply(self._gate.packed, x, context)
-        q = run.rope_store(run.apply(self._qkv.packed, x, context), self.rope, k_cache, v_cache, metadata)
-        attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax).flatten(1)
+        rope, turned = self.rope, metadata
+        if metadata.axes is not None and self._spec.axes is not None:
+            rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
+        q = run.rope_store(run.apply(self._qkv.packed, x, context), rope, k_cache, v_cache, turned)
+        attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax)
+        if (seen := metadata.together) is not None:
+            both_ways = replace(self._softmax, ahead=None)
+            attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)
+        attended = attended.flatten(1)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
             gate = None if gate is None else gate[step.rows]
@@ -146,6 +155,16 @@ class Attention(Part):
         spec, (q_norm, k_norm) = self._spec, (self._head_norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
         kind, scale = spec.qk_norm or "heads", None if spec.rope is None else self._making.query_scales(spec.rope)
         return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, self._kv_scales, kind, scale)
+
+    def _along(self, axes: Tensor) -> Rope:
+        """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
+        are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
+        assert self._cos_sin is not None
+        assert self._spec.axes is not None
+        which = torch.tensor(self._spec.axes)
+        rest = self._spec.head_dim // 2 - len(which)  # frequencies that are not turned at all
+        which = torch.cat((which, which.new_zeros(rest))).repeat(2)
+        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, which]))
 
     @cached_property
     def _softmax(self) -> Softmax:

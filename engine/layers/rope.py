@@ -64,6 +64,23 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
     return torch.cat((F.pad(angles.cos() * size, (0, kept), value=1.0), F.pad(angles.sin() * size, (0, kept))), dim=-1)
 
 
+def axes_of(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
+    """For each frequency, which coordinate turns it: 0 time, 1 rows, 2 columns (Wang et al., 2024), in three parts one
+    after the other; or in turns, where a family has parts that are `interleaved` by default. Raises ModelError."""
+    count = rotated_size(rope, head_dim) // 2
+    sections = rope.get("mrope_section") or interleaved
+    if len(sections) != 3 or (not interleaved and sum(sections) != count):
+        given = f"mrope_section: {list(sections)} are not three parts of {count} frequencies"
+        raise ModelError(f"model: config.json: rope_parameters: {given}")
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    found = [0] * count
+    for axis in (1, 2):
+        for place in range(axis, min(3 * sections[axis], count), 3):
+            found[place] = axis
+    return tuple(found)
+
+
 def query_scales(rope: dict[str, Any], length: int) -> Tensor | None:
     """Llama 4's, [length]: queries grow with the logarithm of their position, counted in whole old contexts; None where
     `rope` does not ask for it."""

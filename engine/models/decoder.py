@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from quire.engine.checkpoint.families import AXES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.page_groups import DeltaState, PageGroups, State, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
@@ -25,6 +26,7 @@ from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.rope import axes_of
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
@@ -112,8 +114,10 @@ class DecoderSpec:
 def base_spec(config: ModelConfig, norm_offset: float = 0.0) -> DecoderSpec:
     """What every family begins with: full attention, rotated, and a gated MLP; no biases."""
     heads, norm = (config.num_heads, config.num_kv_heads, config.head_dim), NormSpec(config.norm_eps, norm_offset)
+    parts = AXES.get(config.model_type)
+    axes = None if parts is None else axes_of(config.rope, config.head_dim, parts)
     layer = (
-        AttentionSpec(*heads, scale=config.head_dim**-0.5, rope=config.rope, norm=norm),
+        AttentionSpec(*heads, scale=config.head_dim**-0.5, rope=config.rope, norm=norm, axes=axes),
         MlpSpec(config.intermediate_size, norm),
     )
     shape = (config.vocab_size, config.hidden_size)
@@ -129,7 +133,7 @@ class Features(NamedTuple):
     """What goes into the layers for tokens that stand for a part of an image."""
 
     rows: Tensor  # [P] int64, the tokens' places in the step
-    values: Tensor  # [P, hidden]
+    values: Tensor  # [P, hidden], or [P, (1 + D) * hidden]: what is added behind each of the first D layers follows
 
 
 class Decoder:
@@ -292,17 +296,21 @@ class Decoder:
         """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending. `features` take the
         place of some tokens' embeddings."""
         x, residual = self.begin(token_ids, metadata)
+        deep = list[Tensor]()
         if features is not None:
-            x[features.rows] = features.values
+            x[features.rows], *deep = features.values.split(self.spec.hidden_size, dim=1)
         kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
         assert self.is_last
         assert self.is_first or not taps
-        for tap in taps:
-            x, residual = self._run(x, residual, metadata, kv_cache, range(begin, tap), None)
-            stream = x.clone() if residual is None else x + residual  # a backend may overwrite both
-            tapped.append(stream if self.spec.stream_unit == 1 else stream.mul_(self.spec.stream_unit))
-            begin = tap
+        for stop in sorted({*taps, *range(1, len(deep) + 1)}):
+            x, residual = self._run(x, residual, metadata, kv_cache, range(begin, stop), None)
+            if features is not None and 0 < stop <= len(deep):
+                x[features.rows] += deep[stop - 1]
+            if stop in taps:
+                stream = x.clone() if residual is None else x + residual  # a backend may overwrite both
+                tapped.append(stream if self.spec.stream_unit == 1 else stream.mul_(self.spec.stream_unit))
+            begin = stop
         x, residual = self._run(x, residual, metadata, kv_cache, range(begin, len(self.layers)), kept)
         return self._norm.add(self._backend, _NORM, x, residual)[0], tapped
 
@@ -333,7 +341,7 @@ class Decoder:
         """Some of its layers one after the other, by their place among these; the last of them goes on with the rows
         `kept` alone, if they are given."""
         done = layers.start
-        if (recorded := self._recorded(kv_cache)) is not None:
+        if metadata.of_text and (recorded := self._recorded(kv_cache)) is not None:
             together = self.spec.num_layers if len(x) <= _FEW_TOKENS else 1
             end = layers.stop - (kept is not None)
             for done in range(layers.start, end, together):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,7 +95,12 @@ class Runner:
         self._take_in(batch)
         picks = self._slots.picks(batch)
         inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
-        features = None if self._features is None else self._features.of(batch.rows, self._owner)
+        features = None
+        if self._features is not None:
+            features = self._features.of(batch.rows, self._owner)
+            if inputs is not None:
+                placed = self._features.places.put(inputs.metadata, batch.rows, self._owner)
+                inputs = inputs if placed is inputs.metadata else replace(inputs, metadata=placed)
         return Begun(batch, picks, inputs, features)
 
     def _take_in(self, batch: Batch) -> None:

@@ -249,7 +249,7 @@ class Cpu(Reference):
             if each is not None and each.dtype != torch.float32:
                 raise TypeError(f"q_norm, k_norm, cos_sin and q_scale must be float32, not {each.dtype}")
         held = native.kv_format(k_cache, rope.kv_scales)
-        where = _pointers(metadata.positions, metadata.slots, q, k_cache, v_cache)
+        where = _pointers(metadata.turned, metadata.slots, q, k_cache, v_cache)
         pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), *where]
         shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
         sizes = (*shapes, rope.eps, torch.get_num_threads())

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.core.batch import Admission, Row
-from quire.engine.encoders.siglip import Tower
+from quire.engine.encoders.vision.tower import Tower
+from quire.engine.images.vision import Vision
 from quire.engine.models.decoder import Features
 from quire.engine.types import Span
+from quire.engine.worker.images.places import ImagePlaces
 from quire.engine.worker.inputs import Owner
 
 MOST_BYTES = 256 << 20
@@ -19,8 +21,9 @@ MOST_BYTES = 256 << 20
 
 
 class ImageFeatures:
-    def __init__(self, tower: Tower, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, tower: Tower, vision: Vision, most_bytes: int = MOST_BYTES) -> None:
         self._tower = tower
+        self.places = ImagePlaces(vision)
         self._most = most_bytes
         self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         """By salt and content; the one that was used last at the end. Salts are apart, so that nobody can tell by the
@@ -40,7 +43,8 @@ class ImageFeatures:
                 first = max(span.start, row.start)
                 last = min(span.start + span.count, row.start + row.count)
                 if first < last:
-                    values.append(self._features(admission, span)[first - span.start : last - span.start])
+                    at = span.start - span.offset
+                    values.append(self._features(admission, span)[first - at : last - at])
                     places.append(torch.arange(begin + first - row.start, begin + last - row.start))
             begin += row.count
         return Features(torch.cat(places), torch.cat(values)) if places else None
@@ -54,7 +58,7 @@ class ImageFeatures:
             self.made += 1
             self._keep(key, found)
         self._kept.move_to_end(key) if key in self._kept else None
-        assert len(found) == span.count, "a span is not as long as its image's features"
+        assert span.offset + span.count <= len(found), "a span is longer than its image's features"
         return found
 
     def _keep(self, key: tuple[str, bytes], features: Tensor) -> None:

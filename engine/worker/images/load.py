@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.config import EngineConfig
-from quire.engine.encoders.siglip import Tower
-from quire.engine.images.config import VisionConfig, read_vision
+from quire.engine.encoders.vision.choose import tower_of
+from quire.engine.encoders.vision.tower import TowerMaking
+from quire.engine.images.config import read_vision
+from quire.engine.images.vision import Vision
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import Chosen
@@ -36,14 +39,19 @@ def load_tower(
     if (why := cannot_see(config, chosen, vision, model_config)) is not None:
         return LoadedTower(None, why)
     scheme = Unquantized(chosen.backend, chosen.dtype)
-    tower = Tower(vision, model_config.hidden_size, chosen.backend, scheme, dtype=chosen.dtype, progress=progress)
+    tower = tower_of(vision, TowerMaking(chosen.backend, scheme, chosen.dtype, model_config.hidden_size, progress))
     table = tower.parameters()
-    dummy = config.load_format == "dummy"
-    stream = dummy_stream(table, config.seed, chosen.device) if dummy else image_stream(stored_at(config))
-    return LoadedTower(ImageFeatures(tower), "", load_weights(table, stream, device=chosen.device))
+    if config.load_format == "dummy":
+        stream = dummy_stream(table, config.seed, chosen.device)
+    else:
+        stream = image_stream(stored_at(config), tower.unused)
+        if (first := next(stream, None)) is None:
+            return LoadedTower(None, "the weights hold no tower for images")
+        stream = chain((first,), stream)
+    return LoadedTower(ImageFeatures(tower, vision), "", load_weights(table, stream, device=chosen.device))
 
 
-def cannot_see(config: EngineConfig, chosen: Chosen, vision: VisionConfig, model_config: ModelConfig) -> str | None:
+def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_config: ModelConfig) -> str | None:
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
     if chosen.device.type != "cpu":
         return "images are read on CPUs alone so far (--device cpu)"
@@ -53,4 +61,8 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: VisionConfig, model
         return "stages (--pipeline-parallel-size) read no images yet"
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
+    for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
+        most = getattr(config, name)
+        if vision.whole and most and most < (tokens := vision.layout(1, 1).tokens):
+            return f"{name} is {most}, and an image's {tokens} tokens are computed in one step"
     return None

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.engine.checkpoint.safetensors import is_pickled, text_tensor, weight_files
+from quire.engine.checkpoint.safetensors import image_tensor, is_pickled, text_tensor, weight_files
 from quire.engine.errors import ModelError
 from quire.engine.folder import open_file
 from quire.engine.layers.parameters import ParameterTable
@@ -81,10 +81,15 @@ def checkpoint_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
             yield text_tensor(stored) or stored, tensor
 
 
-def image_stream(path: Path) -> TensorStream:
-    """The tensors of a model directory that are for images, by the names that they have there."""
+def image_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
+    """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
+
+    def wanted(stored: str) -> bool:
+        return (name := image_tensor(stored)) is not None and not name.startswith(unused)
+
     for shard in present(weight_files(path)):
-        yield from stored_tensors(shard, lambda stored: text_tensor(stored) is None)
+        for stored, tensor in stored_tensors(shard, wanted):
+            yield image_tensor(stored) or stored, tensor
 
 
 def present(shards: Sequence[Path]) -> Sequence[Path]:

@@ -231,7 +231,7 @@ class _Recorder(Operations):
         x = x.contiguous()
         x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
         table, given = metadata.block_table, (metadata, *metadata.others)
-        where = (x, residual, metadata.query_start, metadata.context_lens, metadata.positions)
+        where = (x, residual, metadata.query_start, metadata.context_lens, metadata.turned)
         guesses = metadata.guesses
         bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
         perhaps = (metadata.linear.adapters, metadata.state_slots, *bounds)

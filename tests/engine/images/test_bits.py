@@ -12,7 +12,8 @@ import torch
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.encoders.siglip import Tower
+from quire.engine.encoders.vision.choose import tower_of
+from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, ImageReader, image_reader
 from quire.engine.layers.schemes import Unquantized
@@ -152,6 +153,7 @@ def test_a_router_tells_pictures_apart(path: Path) -> None:
 def test_the_plan_counts_the_tower(path: Path) -> None:
     vision = read_vision(path)
     assert vision is not None
-    tower = Tower(vision, 64, Reference(), Unquantized(Reference(), torch.float32), dtype=torch.float32, progress=int)
+    scheme = Unquantized(Reference(), torch.float32)
+    tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
     assert read_sizes(read_raw_config(str(path))[0]).tower == numbers

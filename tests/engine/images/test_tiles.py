@@ -12,21 +12,21 @@ from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from quire.engine.encoders.siglip import normalised
+from quire.engine.encoders.vision.tower import normalised
 from quire.engine.errors import ModelError
-from quire.engine.images.config import VisionConfig, read_vision
+from quire.engine.images.config import read_vision
 from quire.engine.images.decode import opened, upright
-from quire.engine.images.tiles import layout_of, tiles_of
+from quire.engine.images.tiles import Tiled, layout_of
 from tests.tiny_vision import PREPARING, picture
 
 SIZES = [(640, 480), (30, 200), (40, 40), (81, 33), (3000, 200), (1, 900), (1000, 1)]
 
 
-def vision(path: Path, **preparing: object) -> VisionConfig:
+def vision(path: Path, **preparing: object) -> Tiled:
     (path / "config.json").write_text(json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 2}}))
     (path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **preparing}))
     found = read_vision(path)
-    assert found is not None
+    assert isinstance(found, Tiled)
     return found
 
 
@@ -40,7 +40,7 @@ def test_tiles_are_as_transformers_has_them(kind: type, longest: int, tile: int,
     for width, height in SIZES:
         image = picture(width, width, height)
         layout = layout_of(width, height, ours, splits=ours.splits)
-        found = np.stack([normalised(each, ours).numpy() for each in tiles_of(image, layout, ours)])
+        found = np.stack([normalised(each, ours.colours).numpy() for each in layout.contents(image)])
         wanted = theirs(images=[[image]], return_tensors="np", return_row_col_info=True)
         assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted["pixel_values"][0], abs=1e-5)
         assert (layout.rows, layout.columns) == (wanted["rows"][0][0], wanted["cols"][0][0])
@@ -56,8 +56,8 @@ def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
     ours = vision(tmp_path)
     layout = layout_of(60, 50, ours, splits=True)
-    tiles = tiles_of(upright(opened(file.getvalue(), "image"), "image"), layout, ours)
-    found = np.stack([normalised(each, ours).numpy() for each in tiles])
+    tiles = layout.contents(upright(opened(file.getvalue(), "image"), "image"))
+    found = np.stack([normalised(each, ours.colours).numpy() for each in tiles])
     theirs = Idefics3ImageProcessorPil(**PREPARING)
     wanted = theirs(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
     assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted, abs=1e-5)
@@ -87,7 +87,7 @@ def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
     )
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **sizes}))
     ours = read_vision(tmp_path)
-    assert ours is not None
+    assert isinstance(ours, Tiled)
     layout = layout_of(1, 5000, ours, splits=True)
     assert (layout.cut, layout.rows, layout.columns) == ((49, 196), 4, 1)
-    assert len(list(tiles_of(picture(1, 1, 5000), layout, ours))) == layout.tiles
+    assert len(list(layout.contents(picture(1, 1, 5000)))) == len(layout.runs)

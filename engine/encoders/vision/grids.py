@@ -1,0 +1,158 @@
+"""Qwen's towers over an image of any shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL
+(Qwen Team, 2025). Patches are rotated by row and column; merge x merge of them side by side become a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.runner import whole_prompts
+from quire.engine.encoders.vision.tower import (
+    CPU,
+    Patches,
+    Tower,
+    TowerMaking,
+    alone,
+    axial_turns,
+    encoder_spec,
+    frequencies,
+    normalised,
+)
+from quire.engine.images.patches import Patched
+from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.types import Image
+from quire.kernels.activation import GELU
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
+
+_LONGEST = 2**20
+"""Patches of an image; the encoder has no table that is as long."""
+_PLAIN = ("mlp.fc1",), "mlp.fc2"
+_GATED = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+_OF_QWEN3 = ("mlp.linear_fc1",), "mlp.linear_fc2"
+
+
+class GridTower(Tower):
+    def __init__(self, vision: Patched, making: TowerMaking) -> None:
+        shape = vision.shape
+        self._vision, self._making = vision, making
+        up, down = _GATED if vision.modern else _OF_QWEN3 if vision.table else _PLAIN
+        layers = ("attn.qkv",), "attn.proj", "norm1", up, down, "norm2"
+        spec = encoder_spec(shape, EncoderNames("", "visual.blocks.{}", *layers))
+        if vision.modern:
+            spec = replace(spec, root_mean_square=True, norm_bias=False, gated=True)
+        if vision.window:
+            windowed = (index not in vision.full_layers for index in range(shape.num_layers))
+            spec = replace(spec, groups=tuple(map(int, windowed)))
+        self._encoder = Encoder(
+            spec,
+            making.backend,
+            making.scheme,
+            dtype=making.dtype,
+            device=CPU,
+            max_model_len=_LONGEST,
+            progress=making.progress,
+        )
+        patches, biased = "visual.patch_embed.proj", bool(vision.table)
+        self._patches = Patches(making, shape, patches, bias=biased, frames=vision.frames)
+        self._merger = Merger(vision, making, "visual.merger", shared_norm=True)
+        names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.tapped))]
+        self._deep = [Merger(vision, making, name, shared_norm=False) for name in names]
+        self._positions: Tensor | None = None
+
+    def parameters(self) -> ParameterTable:
+        vision, table = self._vision, self._encoder.parameters() | self._patches.parameters()
+        for each in (self._merger, *self._deep):
+            table |= each.parameters()
+        if vision.table:
+            size = (vision.table, vision.shape.hidden_size)
+            table["visual.pos_embed.weight"] = Parameter(size, self._making.dtype, self._put_positions)
+        return table
+
+    @torch.inference_mode()
+    def features(self, image: Image) -> Tensor:
+        vision, shape = self._vision, self._vision.shape
+        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
+        order, metadata = self._ordered(rows, columns)
+        x = self._patches(normalised(image, vision.colours))[order]
+        if vision.table:
+            x = x + self._interpolated(rows, columns)[order]
+        alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0)
+        turns = axial_turns(order // columns, order % columns, alike, alike)
+        hidden, tapped = self._encoder.encode_tapped(x, metadata, turns, vision.tapped)
+        merged = [self._merger(hidden), *(merge(each) for merge, each in zip(self._deep, tapped, strict=True))]
+        return torch.cat(merged, dim=1)[self._tokens(order, columns)]
+
+    def _ordered(self, rows: int, columns: int) -> tuple[Tensor, AttentionMetadata]:
+        """The patches in the order of the encoder, those of a token side by side, those of a window too; and who sees
+        whom, in the second group within a window alone."""
+        merge, backend = self._vision.merge, self._making.backend
+        places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge).transpose(1, 2)
+        metadata = alone(rows * columns, backend)
+        if not self._vision.window:
+            return places.flatten(), metadata
+        window = self._vision.window // self._vision.unit
+        squares = [part.flatten() for band in places.split(window) for part in band.split(window, dim=1)]
+        within = whole_prompts(np.array([len(each) for each in squares]), backend.block_size, CPU)
+        return torch.cat(squares), replace(metadata, others=(within,))
+
+    def _tokens(self, order: Tensor, columns: int) -> Tensor:
+        """[tokens] int64: where in the encoder's order each token is, by rows."""
+        merge = self._vision.merge
+        first = order[:: merge**2]
+        return torch.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
+
+    def _interpolated(self, rows: int, columns: int) -> Tensor:
+        """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
+        own, corners on corners. In float32."""
+        assert self._positions is not None, "weights are not loaded"
+        side = isqrt(self._vision.table)
+        down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
+        parts = []
+        for at, high in ((down, 0), (down, 1)):
+            for along, wide in ((right, 0), (right, 1)):
+                row, column = ((each.int() + step).clamp(max=side - 1) for each, step in ((at, high), (along, wide)))
+                share_row, share_column = at - at.int(), along - along.int()
+                by_row = share_row if high else 1 - share_row
+                weight = by_row[:, None] * (share_column if wide else 1 - share_column)
+                index = (row[:, None] * side + column).flatten()
+                parts.append(self._positions[index] * weight.flatten()[:, None])
+        return sum(parts[1:], parts[0]).to(self._making.dtype)
+
+    def _put_positions(self, table: Tensor) -> None:
+        self._positions = table
+
+
+class Merger:
+    """merge x merge patches side by side through two linears with GELU between, behind a norm: of each patch, whose
+    weights all share, or of all of them as one."""
+
+    def __init__(self, vision: Patched, making: TowerMaking, name: str, *, shared_norm: bool) -> None:
+        hidden = vision.shape.hidden_size
+        self._size = size = hidden * vision.merge**2
+        self._making, self._modern, self._shared = making, vision.modern, shared_norm
+        norm, first, last = ("norm", "linear_fc1", "linear_fc2") if vision.table else ("ln_q", "mlp.0", "mlp.2")
+        width = hidden if shared_norm else size
+        self._norm = LayerNormWeights(f"{name}.{norm}", width, bias=not vision.modern)
+        self._first = making.linear(size, f"{name}.{first}", size)
+        self._last: JoinedLinear = making.linear(size, f"{name}.{last}", making.text_size)
+
+    def parameters(self) -> ParameterTable:
+        return self._norm.parameters() | self._first.parameters() | self._last.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[patches, hidden] to [tokens, text_size]."""
+        backend, norm = self._making.backend, self._norm
+        x = hidden if self._shared else hidden.view(-1, self._size)
+        if self._modern:
+            x = backend.rms_norm(x, norm.weight, 1e-6)
+        else:
+            x = backend.layer_norm(x, norm.weight, norm.bias, 1e-6)
+        wide = self._first.packed(x.view(-1, self._size), NO_ADAPTERS)
+        return self._last.packed(backend.activate(wide, GELU), NO_ADAPTERS)

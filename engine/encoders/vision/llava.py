@@ -1,0 +1,66 @@
+"""LLaVA's tower over one square, and in LLaVA-NeXT and LLaVA-OneVision (Liu et al., 2024; Li et al., 2024) over those
+that an image is cut into."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.encoders.vision.connectors import TwoLinears
+from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
+from quire.engine.encoders.vision.tower import Tower, TowerMaking, normalised
+from quire.engine.images.llava import Llava
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.types import Image
+
+_TOWER, _CONNECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
+
+
+class LlavaTower(Tower):
+    def __init__(self, vision: Llava, making: TowerMaking) -> None:
+        shape, of_clip = vision.shape, vision.kind == "clip"
+        self.unused = (f"{_TOWER}.post_layernorm.", f"{_TOWER}.head.", f"{_TOWER}.embeddings.position_ids")
+        behind = range(shape.num_layers, shape.num_layers + vision.behind)
+        self.unused += tuple(f"{_TOWER}.encoder.layers.{index}." for index in behind)
+        spec = clip(shape, _TOWER) if of_clip else siglip(shape, _TOWER, final_norm=False)
+        skipped = int(of_clip and not vision.class_token)
+        connector = TwoLinears(making, shape.hidden_size, vision.act, _CONNECTOR, bias=vision.bias, skipped=skipped)
+        places = torch.arange(vision.along**2)
+        self._square = SquareTower(spec, shape, vision.colours, places, vision.along, making, connector)
+        self._vision, self._making = vision, making
+        self._newline: Tensor | None = None
+
+    def parameters(self) -> ParameterTable:
+        table = self._square.parameters()
+        if self._vision.newline:
+            table[_NEWLINE] = Parameter((self._making.text_size,), self._making.dtype, self._put_newline)
+        return table
+
+    @torch.inference_mode()
+    def features(self, image: Image) -> Tensor:
+        squares = [self._square.read(each) for each in normalised(image, self._vision.colours).split(self._vision.side)]
+        if self._newline is None:
+            return squares[0]
+        best = self._vision.best(image)
+        if best is None:
+            return torch.cat((squares[0], self._newline))
+        assert image.original is not None
+        return torch.cat((squares[0], self._rows(torch.stack(squares[1:]), image.original, best)))
+
+    def _rows(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
+        """[squares, along * along, text] to the patches of the image by rows, each with a token at its end."""
+        vision = self._vision
+        down, across = best[0] // vision.side, best[1] // vision.side
+        grid = squares.view(down, across, vision.along, vision.along, -1).transpose(1, 2)
+        grid = grid.reshape(down * vision.along, across * vision.along, -1)
+        kept = vision.kept(original, best)
+        grid = grid[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
+        if kept.wanted is not None:
+            channels = grid.permute(2, 0, 1)[None].float()
+            grid = F.interpolate(channels, kept.wanted, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
+        assert self._newline is not None
+        return torch.cat((grid, self._newline.expand(len(grid), 1, -1)), dim=1).flatten(0, 1)
+
+    def _put_newline(self, token: Tensor) -> None:
+        self._newline = token[None]

@@ -1,0 +1,85 @@
+"""Pixtral's tower (Agrawal et al., 2024) over an image of any shape, and what merges patches in Mistral Small 3.1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.vision.connectors import TwoLinears
+from quire.engine.encoders.vision.tower import (
+    CPU,
+    Patches,
+    Tower,
+    TowerMaking,
+    alone,
+    axial_turns,
+    encoder_spec,
+    frequencies,
+    normalised,
+)
+from quire.engine.images.pixtral import Pixtral
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.types import Image
+from quire.kernels.backend import NO_ADAPTERS
+
+_TOWER, _CONNECTOR = "vision_tower", "multi_modal_projector"
+_NAMES = EncoderNames(
+    words="",
+    layer=f"{_TOWER}.transformer.layers.{{}}",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    attention_norm="attention_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    mlp_norm="ffn_norm",
+)
+
+
+class PixtralTower(Tower):
+    def __init__(self, vision: Pixtral, making: TowerMaking) -> None:
+        shape = vision.shape
+        self._vision, self._making = vision, making
+        plain = {"root_mean_square": True, "bias": False, "norm_bias": False, "gated": True}
+        self._encoder = Encoder(
+            replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain),  # type: ignore[arg-type]
+            making.backend,
+            making.scheme,
+            dtype=making.dtype,
+            device=CPU,
+            max_model_len=1,
+            progress=making.progress,
+        )
+        self._patches = Patches(making, shape, f"{_TOWER}.patch_conv", bias=False)
+        self._first_norm = LayerNormWeights(f"{_TOWER}.ln_pre", shape.hidden_size, bias=False)
+        hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge**2
+        self._norm = LayerNormWeights(f"{_CONNECTOR}.norm", hidden, bias=False)
+        self._merger = making.linear(merged, f"{_CONNECTOR}.patch_merger.merging_layer", hidden, bias=False)
+        self._connector = TwoLinears(making, hidden, vision.act, _CONNECTOR, bias=vision.bias)
+
+    def parameters(self) -> ParameterTable:
+        table = self._encoder.parameters() | self._patches.parameters() | self._first_norm.parameters()
+        table |= self._connector.parameters()
+        return table | (self._norm.parameters() | self._merger.parameters() if self._vision.merges else {})
+
+    @torch.inference_mode()
+    def features(self, image: Image) -> Tensor:
+        vision, shape, backend = self._vision, self._vision.shape, self._making.backend
+        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
+        x = self._patches(normalised(image, vision.colours))
+        x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
+        places = torch.arange(rows * columns)
+        each = frequencies(shape.hidden_size // shape.num_heads, vision.theta)
+        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2])
+        hidden, _ = self._encoder.encode_tapped(x, alone(rows * columns, backend), turns, ())
+        return self._connector(self._merged(hidden, rows, columns) if vision.merges else hidden)
+
+    def _merged(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+        """merge x merge patches side by side, channel by channel, as one."""
+        merge = self._vision.merge
+        x = self._making.backend.rms_norm(hidden, self._norm.weight, self._vision.norm_eps)
+        squares = x.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)
+        return self._merger.packed(squares.reshape(rows * columns // merge**2, -1).contiguous(), NO_ADAPTERS)

@@ -1,0 +1,126 @@
+"""What towers have in common: patches become a linear's inputs, and a tower's tensors a table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
+from quire.engine.encoders.runner import whole_prompts
+from quire.engine.images.vision import Colours, TowerShape
+from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.schemes import Scheme
+from quire.engine.types import Image
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class TowerMaking:
+    """What a tower and what follows are made with."""
+
+    backend: Backend
+    scheme: Scheme
+    dtype: torch.dtype
+    text_size: int
+    """Of the hidden states that features take the place of."""
+    progress: Callable[[], None]
+    """Called after every layer."""
+
+    def linear(self, size: int, name: str, out: int, *, bias: bool = True) -> JoinedLinear:
+        return JoinedLinear(self.scheme, size, {name: out}, bias=bias)
+
+
+class Tower(ABC):
+    """Weights and the forward pass of what is read at once. Fill it by way of `parameters()` before use."""
+
+    unused: tuple[str, ...] = ()
+    """How the names of tensors begin that are not needed."""
+
+    @abstractmethod
+    def parameters(self) -> ParameterTable:
+        """Every tensor that the tower and what follows take, by its name in the checkpoint, as image_tensor
+        (engine/checkpoint/safetensors.py) says it."""
+
+    @abstractmethod
+    def features(self, image: Image) -> Tensor:
+        """[tokens, text_size], or wider as Features (engine/models/decoder.py) says it. The same bits whatever else is
+        computed: an image is a step of its own."""
+
+
+class Patches:
+    """A convolution whose stride is its size, as a linear. `frames`: of a video, for each patch; an image's are
+    alike."""
+
+    def __init__(self, making: TowerMaking, shape: TowerShape, name: str, *, bias: bool, frames: int = 0) -> None:
+        self._size, self._frames, self._name = shape.patch_size, frames, name
+        self._stored = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
+        self._linear = making.linear(prod(self._stored[1:]), name, shape.hidden_size, bias=bias)
+        self._dtype = making.dtype
+
+    def parameters(self) -> ParameterTable:
+        table = self._linear.parameters()
+        weight = table[f"{self._name}.weight"]
+        flat = replace(weight, shape=self._stored, put=lambda tensor: weight.put(tensor.flatten(1)))
+        return table | {f"{self._name}.weight": flat}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """[height, width, 3] to [rows * columns, hidden]."""
+        size = self._size
+        rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+        cut = pixels.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
+        if self._frames:
+            cut = cut[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
+        return self._linear.packed(cut.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
+
+
+def normalised(image: Image, colours: Colours) -> Tensor:
+    """Its pixels as the tower reads them, float32 [height, width, 3]."""
+    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.height, image.width, 3)
+    mean, std = (torch.tensor(each, dtype=torch.float32) for each in (colours.mean, colours.std))
+    return pixels.float().mul_(colours.rescale).sub_(mean).div_(std)
+
+
+def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
+    """Of what all towers are: norms before the parts of every layer, no positions of its own. Raises ModelError for an
+    activation that is not computed."""
+    return EncoderSpec(
+        names=names,
+        vocab_size=0,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        eps=shape.eps,
+        ropes=(None,) * shape.num_layers,
+        windows=(None,) * shape.num_layers,
+        classifier=lambda hidden, labels: [],
+        activation=activation_of(shape.activation),
+        pre_norm=True,
+        first_norm=True,
+    )
+
+
+def alone(tokens: int, backend: Backend) -> AttentionMetadata:
+    """A step of one sequence."""
+    return whole_prompts(np.array([tokens]), backend.block_size, CPU)
+
+
+def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """What patches at these places [T] are rotated by, [T, head_dim] as Rope.cos_sin has it: by frequencies
+    [head_dim / 4] of the row, then by those of the column."""
+    angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def frequencies(size: int, theta: float) -> Tensor:
+    """Of a rotation of so many numbers, [size / 2] float32."""
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)

@@ -1,0 +1,214 @@
+"""What every family says of images: its tower, how an image is prepared for it, and which tokens stand for one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.errors import ModelError
+from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, Sizes, VisionFields
+from quire.engine.types import Image as Content
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Spell = Callable[[int], str]
+"""The text of a token, by its id."""
+MOST_PATCHES = 128
+"""By each side of what a tower of squares reads at once."""
+HALF = (0.5, 0.5, 0.5)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the images that CLIP was trained on (Radford et al., 2021)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """A tower's layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    """Of each side, in pixels."""
+    activation: str
+    eps: float
+
+    def layer_numbers(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
+        """Parameters of all layers."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        ups = 2 if gated else 1
+        biases = (4 * hidden + ups * inner + hidden) if bias else 0
+        norms = (4 if norm_bias else 2) * hidden
+        return self.num_layers * (4 * hidden * hidden + (ups + 1) * hidden * inner + biases + norms)
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """How pixels become what a tower reads: (pixel * rescale - mean) / std."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+
+
+class Layout(ABC):
+    """What becomes of an image of some size."""
+
+    @property
+    @abstractmethod
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of its contents, in their order, how many of its tokens stand side by side; text may stand between
+        these runs."""
+
+    @property
+    def tokens(self) -> int:
+        """In whose place features are read."""
+        return sum(map(sum, self.runs))
+
+    @abstractmethod
+    def shown(self, spell: Spell) -> str:
+        """The text that stands for it."""
+
+    @abstractmethod
+    def contents(self, image: Image.Image) -> Iterator[Content]:
+        """What the tower reads of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision(ABC):
+    """A tower, what makes tokens of its patches, and what both read."""
+
+    shape: TowerShape
+    colours: Colours
+    resample: int
+    """Pillow's number of a filter."""
+    image_token_id: int
+    """Of the tokens that features take the place of."""
+
+    @property
+    def mark_id(self) -> int:
+        """Of the token that chat templates write where an image is."""
+        return self.image_token_id
+
+    @property
+    def whole(self) -> bool:
+        """Whether the tokens of a content see each other, those behind them too."""
+        return False
+
+    @property
+    def deep(self) -> int:
+        """How many of the text part's first layers are each followed by features of their own."""
+        return 0
+
+    def grid(self, content: Content) -> tuple[int, int] | None:
+        """Rows and columns in which the tokens of a content stand, where the text part's rotations tell them apart."""
+        return None
+
+    @abstractmethod
+    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Layout:
+        """Of an image of this size. low: it is to take few tokens; several: it is not the prompt's only one. Raises
+        InvalidImage for what cannot be prepared."""
+
+    @abstractmethod
+    def numbers(self, text_size: int) -> int:
+        """Parameters of the tower and of what follows, beside a text part whose hidden states have this size."""
+
+
+class InvalidImage(Exception):
+    """An image that a family cannot prepare; it says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a model's files say, checked."""
+
+    tower: VisionFields
+    outer: OuterFields
+    preparing: PreparingFields
+    processor: ProcessorFields
+    text: Mapping[str, Any]
+    """The text part's config.json, unchecked."""
+    label: str
+    """Of config.json, for errors."""
+    planned: bool = False
+    """Nothing but config.json is known, to count parameters."""
+
+    def wrong(self, text: str) -> ModelError:
+        return ModelError(f"model: {self.label}: {text}")
+
+    def shape(
+        self, *, hidden: int, inner: int, layers: int, heads: int, patch: int, act: str, eps: float
+    ) -> TowerShape:
+        """With these defaults. Raises ModelError where fields contradict each other."""
+        tower = self.tower
+        channels = tower.get("num_channels") or tower.get("in_channels") or tower.get("in_chans") or 3
+        given_eps, given_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
+        if isinstance(given_patch, list) and given_patch[0] != given_patch[1]:
+            raise self.wrong(f"vision_config: patch_size: squares are served, got {given_patch}")
+        shape = TowerShape(
+            hidden_size=tower.get("hidden_size") or hidden,
+            intermediate_size=tower.get("intermediate_size") or inner,
+            num_layers=tower.get("num_hidden_layers") or tower.get("depth") or layers,
+            num_heads=tower.get("num_attention_heads") or tower.get("num_heads") or heads,
+            patch_size=given_patch[0] if isinstance(given_patch, list) else given_patch,
+            activation=tower.get("hidden_act") or act,
+            eps=eps if given_eps is None else given_eps,
+        )
+        if channels != 3:
+            raise self.wrong(f"vision_config: num_channels: 3 are served, got {channels}")
+        self.check_heads(shape)
+        return shape
+
+    def check_heads(self, shape: TowerShape) -> None:
+        if shape.hidden_size % shape.num_heads or shape.hidden_size // shape.num_heads % 2:
+            sizes = f"{shape.num_heads} do not divide hidden_size, {shape.hidden_size}, into even parts"
+            raise self.wrong(f"vision_config: num_attention_heads: {sizes}")
+
+    def colours(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF) -> Colours:
+        """With these defaults. Raises ModelError."""
+        given = self.preparing
+        colours = Colours(
+            tuple(given.get("image_mean") or mean),
+            tuple(given.get("image_std") or std),
+            given.get("rescale_factor") or 1 / 255,
+        )
+        if not all(colours.std):
+            raise ModelError("model: preprocessor_config.json: image_std: must not be 0")
+        return colours
+
+    def resample(self, default: int) -> int:
+        return default if (given := self.preparing.get("resample")) is None else given
+
+    def image_token(self, default: int) -> int:
+        found = (self.outer.get("image_token_id"), self.outer.get("image_token_index"))
+        return next((each for each in found if each is not None), default)
+
+    def image_size(self, default: int) -> int:
+        """The side that the tower's positions are of, in pixels."""
+        size = self.tower.get("image_size") or default
+        if isinstance(size, list):
+            if size[0] != size[1]:
+                raise self.wrong(f"vision_config: image_size: squares are served, got {size}")
+            size = size[0]
+        return size
+
+    def sizes(self) -> Sizes:
+        """The preparation's `size`; one number is a square's side."""
+        size = self.preparing.get("size") or {}
+        return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
+
+    def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
+        """Raise ModelError unless squares of this side are patches, `unit` by each side."""
+        patches = side // shape.patch_size
+        if patches > MOST_PATCHES:
+            raise self.wrong(
+                f"vision_config: patch_size: {patches} patches by each side of a tile, at most {MOST_PATCHES}"
+            )
+        if side % shape.patch_size or patches % unit:
+            tiles = f"tiles of {side} pixels"
+            raise self.wrong(
+                f"vision_config: patch_size: {tiles} are not patches of {shape.patch_size}, {unit} by each side"
+            )

@@ -1,0 +1,152 @@
+"""Every family that reads images against transformers' processor and model, and the bits of its answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.encoders.vision.choose import tower_of
+from quire.engine.encoders.vision.tower import TowerMaking, normalised
+from quire.engine.images.config import read_vision
+from quire.engine.images.reader import Asked, image_reader
+from quire.engine.layers.schemes import Unquantized
+from quire.engine.loop import Engine
+from quire.engine.offline.llm import LLM
+from quire.engine.offline.params import SamplingParams
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Request
+from quire.kernels.reference import Reference
+from tests.engine.harness import Answer, request, run
+from tests.tiny_vision import picture
+from tests.vision_families import FAMILIES, config_of, expected, image_processor, save_family
+
+SIZES = [(64, 48), (31, 90), (40, 40), (300, 20), (3, 40)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+    path = save_family(tmp_path, name)
+    llm = LLM(path, dtype="float32", num_kv_blocks=256)
+    images = [picture(1, 90, 60), picture(2, 31, 80), picture(3, 48, 48)]
+    shown = [{"type": "image", "image": each} for each in images]
+    first = [{"type": "text", "text": "Compare "}, shown[0], {"type": "text", "text": " with "}, shown[1]]
+    answered = [{"type": "text", "text": "Two."}]
+    talk = [("user", first), ("assistant", answered), ("user", [shown[2], {"type": "text", "text": "?"}])]
+    (answer,) = llm.chat([{"role": role, "content": content} for role, content in talk], GREEDY, use_tqdm=False)
+    plain = [
+        {"role": role, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
+        for role, content in talk
+    ]
+    tokens = list(answer.outputs[0].token_ids)
+    ids, logprobs = expected(path, name, plain, images, tokens)
+    assert answer.prompt_token_ids == ids
+    assert answer.prompt_logprobs is not None
+    assert answer.outputs[0].logprobs is not None
+    found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+    for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
+        assert row is not None
+        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=1e-4), place
+    assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(family.preparing))
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    theirs = image_processor(name)
+    for width, height in SIZES:
+        image = picture(width, width, height)
+        ours = [normalised(each, vision.colours).numpy() for each in vision.layout(width, height).contents(image)]
+        wanted = theirs(images=[image], return_tensors="np")
+        pixels = _as_squares(wanted, ours[0].shape, family.preparing)
+        assert np.stack(ours) == pytest.approx(pixels, abs=1e-5)
+
+
+def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) -> np.ndarray:
+    """transformers' pixel_values as [images, height, width, 3]."""
+    pixels = wanted["pixel_values"]
+    if "image_grid_thw" not in wanted:
+        return pixels.reshape(-1, *pixels.shape[-3:]).transpose(0, 2, 3, 1).reshape(-1, *shape)
+    patch, merge = preparing["patch_size"], preparing["merge_size"]
+    _, rows, columns = wanted["image_grid_thw"][0]
+    assert (rows * patch, columns * patch, 3) == shape
+    cut = pixels.reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)[:, :, :, :, :, 0]
+    return cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(1, *shape)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
+    path = save_family(tmp_path, name)
+    vision = read_vision(path)
+    assert vision is not None
+    scheme = Unquantized(Reference(), torch.float32)
+    tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
+    numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
+    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers
+
+
+def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> Request:
+    """A question about pictures."""
+    tokenizer = Tokenizer.load(path)
+    reader = image_reader(path, tokenizer)
+    assert reader is not None
+    text = "Look: " + "".join(f"see {FAMILIES[name].written} and " for _ in pictures) + f"say what it is{more}"
+    read = reader.read(text, [Asked("image", picture(seed, 70, 50)) for seed in pictures], tokenizer.encode)
+    made = request(asked, read.ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
+    return msgspec.structs.replace(made, spans=read.spans, images=read.images)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16", **options}))
+
+
+def bits(answers: dict[str, Answer]) -> dict[str, object]:
+    return {name: (each.ids, each.logprobs) for name, each in answers.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
+    """Alone, beside others, in chunks, from the cache, after a preemption, and begun again with what was emitted."""
+    path = save_family(tmp_path, name)
+    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
+    asked.append(request("d", [5, 6, 7], logprobs=2))
+    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
+    least = max(span.count for span in asked[0].spans)
+    chunked = {"long_prefill_token_threshold": least if asked[0].spans[0].whole else 7}
+    for options in ({}, {"max_num_batched_tokens": least + 3, "max_num_seqs": 3}, chunked):
+        assert bits(run(engine(path, **options), asked)) == bits(wanted), options
+    served = engine(path)
+    run(served, asked[:1])
+    # LLaVA-OneVision cuts an image only where it is alone.
+    again = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
+    found = run(served, [again])["a"]
+    # Qwen3.5's snapshots are farther apart than these prompts are long.
+    assert found.cached_tokens > asked[0].spans[-1].start or name == "qwen3_5"
+    alone = run(engine(path, enable_prefix_caching=False), [again])["a"]
+    assert (found.ids, found.logprobs) == (alone.ids, alone.logprobs)
+    seen = run(served, [asked[1]])["b"]
+    assert seen.cached_tokens <= asked[1].spans[0].start
+    assert (seen.ids, seen.logprobs) == (wanted["b"].ids, wanted["b"].logprobs)
+    many = [about(path, name, f"{index}", 1, max_tokens=100, temperature=1.0, seed=index) for index in range(3)]
+    unhurried = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in many}
+    prompt = len(many[0].prompt_ids)
+    blocks = max(2 * -(-prompt // 16), -(-(prompt + 100) // 16)) + 1
+    crowded = engine(path, num_kv_blocks=blocks, enable_prefix_caching=False)
+    assert run(crowded, many) == unhurried
+    assert crowded.stats.preemptions > 0
+    replayed = msgspec.structs.replace(asked[2], emitted_ids=wanted["c"].ids[:5])
+    assert run(engine(path), [replayed])["c"].ids == wanted["c"].ids[5:]
