@@ -19,6 +19,8 @@ ENV QUIRE_DEVICE=cpu
 # Only the driver's side of CUDA: its libraries come with PyTorch's wheel, a second set would be gigabytes of nothing.
 # Triton compiles a small launcher in C for each kernel when it first runs.
 FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base-cuda
+# Else a driver that is too old keeps the container from starting, with a line of Docker's. The server says what it needs.
+ENV NVIDIA_DISABLE_REQUIRE=1
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

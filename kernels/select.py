@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import cuda, device, dtype
+from torch import cuda, device, dtype, version
 
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
@@ -17,7 +17,12 @@ from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
 
 _ON_GPUS = ("flash", "torch_varlen", "triton")
-_PREFERRED = {"cpu": ("cpu",), "cuda 9": ("flash3", "flash4", *_ON_GPUS), "cuda 10": ("flash4", *_ON_GPUS)}
+_PREFERRED = {
+    "cpu": ("cpu",),
+    "rocm": ("triton",),
+    "cuda 9": ("flash3", "flash4", *_ON_GPUS),
+    "cuda 10": ("flash4", *_ON_GPUS),
+}
 """By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS. The
 reference follows everywhere."""
 
@@ -43,6 +48,8 @@ BACKENDS = tuple(_MADE_BY)
 def _preferred(device: device) -> tuple[str, ...]:
     if device.type != "cuda":
         return _PREFERRED.get(device.type, ())
+    if version.hip is not None:  # an MI300's capability is 9.x, too, and PyTorch calls it a CUDA device
+        return _PREFERRED["rocm"]
     major, _ = cuda.get_device_capability(device)
     return _PREFERRED.get(f"cuda {major}", _ON_GPUS)
 

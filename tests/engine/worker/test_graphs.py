@@ -296,6 +296,18 @@ def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("fake_flash")
+def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    out_of_resources = pytest.importorskip("triton.runtime.errors").OutOfResources
+
+    class Small(FakeCapture):
+        def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            raise out_of_resources(98304, 65536, "shared memory")
+
+    engine = start(monkeypatch, Small(), warmup_seconds=60.0)
+    assert engine.info.notes[1].startswith("decodes of 1, 2, 4, 8, 16 rows run without graphs: OutOfResources")
+
+
+@pytest.mark.usefixtures("fake_flash")
 def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
     runner, times = engine.runner, iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
