@@ -218,4 +218,5 @@ def shared_bytes(device: int | None) -> int:
     """Of a block on this GPU; under the interpreter, as on a consumer's."""
     if device is None:
         return _CONSUMERS
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
