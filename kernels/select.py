@@ -9,17 +9,19 @@ from torch import cuda, device, dtype, version
 
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.flash3 import Flash3
-from quire.kernels.gpu.flash4 import Flash4
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.flash3 import Flash3
+from quire.kernels.gpu.libraries.flash4 import Flash4
+from quire.kernels.gpu.libraries.sdpa import Sdpa
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
 
-_ON_GPUS = ("flash", "torch_varlen", "triton")
+_ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")
 _PREFERRED = {
     "cpu": ("cpu",),
-    "rocm": ("triton",),
+    "rocm": ("triton", "sdpa"),
+    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton's compiler uses no tensor cores there, and spills kilobytes a thread
     "cuda 9": ("flash3", "flash4", *_ON_GPUS),
     "cuda 10": ("flash4", *_ON_GPUS),
 }
@@ -39,6 +41,7 @@ _MADE_BY = {
     "flash": Flash,
     "torch_varlen": TorchVarlen,
     "triton": _triton,
+    "sdpa": Sdpa,
     "cpu": Cpu,
     "reference": Reference,
 }

@@ -35,10 +35,6 @@ FIXED_SPLIT = 512
 """Keys in a split of deterministic attention."""
 _LEAST_EVEN_SPLIT, _MOST_EVEN_SPLIT = 256, 8192
 _MOST_SPLITS = 32
-_CONSUMERS = 99 * 1024
-"""Bytes of shared memory of a block on GPUs of compute capability 8.6, 8.9 and 12.x. A T4 (7.5) has 64 KB."""
-_BESIDE = 1024
-"""Of it, for what is not keys and values."""
 _MOST_PARTS = 2**26
 """The most partial sums, 4 bytes each, that may be stored before they are reduced."""
 
@@ -131,8 +127,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
-    shared = shared_bytes(q.device.index)
-    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed, shared=shared)
+    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed)
     one_token = metadata.max_query_len == 1
     count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
     split = FIXED_SPLIT if fixed else 0
@@ -169,14 +164,11 @@ def paged_attention(
     return out
 
 
-def choose_tiles(
-    group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, shared: int = _CONSUMERS
-) -> Tiles:
+def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
     """Small tiles for decode steps, whose time is reading keys; large ones for prompts, whose time is arithmetic.
 
-    fixed: one size for all. shared: bytes of shared memory that a block may have. Chosen from ptxas's reports for
-    sm_90, by what spills no register; all fit in the 99 KB of a consumer GPU, and elsewhere have fewer stages, which
-    changes no bit. A table lookup before a load takes a pipeline stage of its own, hence five.
+    fixed: one size for all. Chosen from ptxas's reports for sm_90, by what spills no register; all fit in the 99 KB of
+    shared memory of a consumer GPU. A table lookup before a load takes a pipeline stage of its own, hence five.
     """
     rows, wide = power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # in full precision, so without tensor cores
@@ -189,9 +181,7 @@ def choose_tiles(
         tiles = Tiles(64, 32, 8, 3)
     else:
         tiles = Tiles(64, 64, 4, 3) if rows <= 64 else Tiles(128, 64, 8, 3)
-    stage = 2 * tiles.block_n * padded_dim * dtype.itemsize  # a block of keys, and one of values
-    stages = max(1, min(tiles.num_stages, (shared - _BESIDE) // stage))
-    return tiles._replace(block_m=max(tiles.block_m, power_of_2(group)), num_stages=stages)
+    return tiles._replace(block_m=max(tiles.block_m, power_of_2(group)))
 
 
 def wanted_programs(without: int, device: int | None) -> int:
@@ -211,12 +201,3 @@ def even_splits(wanted: int, seen: int, one_token: bool) -> int:
 def _processors(device: int | None) -> int:
     """Multiprocessors of a GPU; under the interpreter, any number."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_bytes(device: int | None) -> int:
-    """Of a block on this GPU; under the interpreter, as on a consumer's."""
-    if device is None:
-        return _CONSUMERS
-    properties = triton.runtime.driver.active.utils.get_device_properties(device)
-    return int(properties["max_shared_mem"])

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import Backend
-from quire.kernels.gpu import faults, flash, torch_varlen
+from quire.kernels.gpu import faults
 from quire.kernels.gpu.faults import fault
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries import flash, torch_varlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.probe import Probe
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend

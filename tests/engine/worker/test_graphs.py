@@ -31,7 +31,7 @@ from quire.engine.worker.loading import room
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.gpu import flash
+from quire.kernels.gpu.libraries import flash
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import Recorded, drafter_of, made_head

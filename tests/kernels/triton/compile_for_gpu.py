@@ -43,10 +43,6 @@ from quire.kernels.softmax import Softmax
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
-HALF = torch.float16 if CAPABILITY < 80 else torch.bfloat16
-"""The type that a model has there: a T4 has tensor cores for float16 alone."""
-if CAPABILITY < 80:
-    triton_paged.shared_bytes = lambda device: 64 * 1024  # type: ignore[assignment]
 
 PLAIN, CAPPED = Softmax(0.1), Softmax(0.1, window=500, softcap=30.0)
 
@@ -105,7 +101,7 @@ def attention(
     dim: int,
     softmax: Softmax = PLAIN,
     *,
-    dtype: torch.dtype = HALF,
+    dtype: torch.dtype = torch.bfloat16,
     page: int = 16,
     fixed: bool = False,
     kv_dtype: torch.dtype | None = None,
@@ -149,17 +145,17 @@ def attentions() -> None:
 
 
 def elementwise() -> None:
-    x, weight = torch.empty((3, 4096), dtype=HALF), torch.empty(4096)
+    x, weight = torch.empty((3, 4096), dtype=torch.bfloat16), torch.empty(4096)
     triton_fused.rms_norm(x, weight, 1e-5)
     triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
     triton_fused.silu_mul(x)
     triton_fused.gelu_mul(x)
     positions = torch.zeros(3, dtype=torch.int64)
     metadata = AttentionMetadata(*[positions] * 6, max_query_len=1, max_context_len=1)
-    k_cache, v_cache = torch.empty((2, 4, 16, 8, 128), dtype=HALF)
-    k = torch.empty((3, 8, 128), dtype=HALF)
+    k_cache, v_cache = torch.empty((2, 4, 16, 8, 128), dtype=torch.bfloat16)
+    k = torch.empty((3, 8, 128), dtype=torch.bfloat16)
     triton_fused.store_kv(k, k, k_cache, v_cache, positions)
-    qkv, norm = torch.empty((3, 48 * 128), dtype=HALF), torch.empty(128)
+    qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128)
     for norms in ((None, None), (norm, norm)):
         rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
         triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
@@ -181,8 +177,8 @@ def sampling(rows: int) -> None:
 
 def linear(rows: int) -> None:
     for outs, wide in ((4096, False), (32_064, True)):
-        weight = torch.empty((outs, 1024), dtype=HALF)
-        triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=HALF), NO_ADAPTERS)
+        weight = torch.empty((outs, 1024), dtype=torch.bfloat16)
+        triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16), NO_ADAPTERS)
 
 
 def weights_of_few_bits() -> list[quantized.Packed | None]:
@@ -211,7 +207,7 @@ def few_bits(rows: int, parts: list[quantized.Packed | None]) -> None:
         for part in parts:
             assert part is not None
             linear = quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)
-            linear(torch.empty((rows, part.inner), dtype=HALF), NO_ADAPTERS)
+            linear(torch.empty((rows, part.inner), dtype=torch.bfloat16), NO_ADAPTERS)
 
 
 def few_bits_elsewhere(parts: list[quantized.Packed | None]) -> None:
@@ -223,13 +219,13 @@ def few_bits_elsewhere(parts: list[quantized.Packed | None]) -> None:
             linear(torch.empty((70, part.inner), dtype=dtype), NO_ADAPTERS)
     for part in parts:
         assert part is not None
-        quantized.look_up(part, torch.zeros(3, dtype=torch.int64), HALF)
+        quantized.look_up(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
 
 
 def adapters(rows: int) -> None:
     """Llama's qkv and down projections, and a head."""
     shapes = ((4096, (4096, 1024, 1024), False), (14_336, (4096,), False), (4096, (128_256,), True))
-    for dtype, (inner, parts, wide), ranks in product((HALF, torch.float32), shapes, (16, 256)):
+    for dtype, (inner, parts, wide), ranks in product((torch.bfloat16, torch.float32), shapes, (16, 256)):
         slots = AdapterSlots(1, inner, parts, ranks, dtype, wide, torch.device("cpu"))
         out = torch.empty((rows, sum(parts)), dtype=torch.float32 if wide else dtype)
         linear = triton_lora.TritonAdaptedLinear(lambda x, context, out=out: out, slots)
@@ -243,8 +239,8 @@ def convolutions(rows: int) -> None:
     step = AttentionMetadata(
         *[positions.int()] * 3, torch.zeros((rows, rows), dtype=torch.int32), positions, positions, 1, 1
     )
-    bcx = torch.empty((rows, 3 * 2048), dtype=HALF)
-    columns = Columns(torch.empty((4, 1, 2, 2048)).to(HALF), 16, torch.empty((3, 10, 2048)).to(HALF))
+    bcx = torch.empty((rows, 3 * 2048), dtype=torch.bfloat16)
+    columns = Columns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
     for bias in (None, torch.empty(2048)):
         conv = ShortConv(torch.empty((3, 2048)), bias)
         triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
