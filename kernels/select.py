@@ -21,7 +21,7 @@ _ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")
 _PREFERRED = {
     "cpu": ("cpu",),
     "rocm": ("triton", "sdpa"),
-    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton's compiler uses no tensor cores there, and spills kilobytes a thread
+    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton compiles without tensor cores there, and spills kilobytes
     "cuda 9": ("flash3", "flash4", *_ON_GPUS),
     "cuda 10": ("flash4", *_ON_GPUS),
 }
