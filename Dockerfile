@@ -19,6 +19,8 @@ ENV QUIRE_DEVICE=cpu
 # Only the driver's side of CUDA: its libraries come with PyTorch's wheel, a second set would be gigabytes of nothing.
 # Triton compiles a small launcher in C for each kernel when it first runs.
 FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base-cuda
+# Else a driver that is too old keeps the container from starting, with a line of Docker's. The server says what it needs.
+ENV NVIDIA_DISABLE_REQUIRE=1
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -42,10 +44,11 @@ RUN pip install -c constraints.txt setuptools \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
-# Attention that pip installs as it is: "flash-attn-4[cu13]>=4.0.0b36" (Hopper, B200), or flash-attn-3 (Hopper) from
-# PyTorch's index, which TORCH_INDEX then names.
-ARG FLASH_PACKAGE=
-RUN if [ -n "$FLASH_PACKAGE" ]; then \
+# Attention that pip installs as it is: flash-attn 4, which is Python and compiles at its first call, for Hopper and B200
+# (without [cu13] beside CUDA 12); or flash-attn-3 (Hopper) from PyTorch's index, which TORCH_INDEX then names; "" is none.
+# On other cards, or where a trial fails, PyTorch's own build of flash-attn 2 serves.
+ARG FLASH_PACKAGE="flash-attn-4[cu13]>=4.0.0b36"
+RUN if [ "$KIND" = cuda ] && [ -n "$FLASH_PACKAGE" ]; then \
         pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$FLASH_PACKAGE"; \
     fi
 

@@ -21,7 +21,7 @@ CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-nightly test-gpu torch-matrix bench-gpu bench-hostile clients agents test-slice all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-slow test-nightly test-gpu first-flight torch-matrix bench-gpu bench-hostile clients agents test-slice all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
@@ -32,7 +32,7 @@ help:
 	@echo 'make install    make wheel (and sdist)    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
-	@echo 'make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
+	@echo 'make first-flight    make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
 
@@ -71,6 +71,10 @@ $(GPU_SITE):
 test-gpu: $(GPU_SITE)
 	@$(GPU_RUN) -m pytest -m gpu -p no:cacheprovider $(ARGS) \
 		$$(grep -rl 'mark.gpu' tests --include='test_*.py') tests/kernels/triton
+
+# What holds on this card and how fast, in ten minutes; results in the folder flight (ARGS="--out FOLDER").
+first-flight: $(GPU_SITE)
+	@$(GPU_RUN) -m benchmarks.flight $(ARGS)
 
 bench-gpu: $(GPU_SITE)
 	@$(GPU_RUN) -m benchmarks.gpu $(ARGS)

@@ -214,8 +214,8 @@ def model_directory(model: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def start(path: Path, args: argparse.Namespace) -> Engine:
-    room: dict[str, Any] = {"num_kv_blocks": 4096} if args.device == "cpu" else {}
+def start(path: Path, args: argparse.Namespace, **options: Any) -> Engine:
+    room: dict[str, Any] = ({"num_kv_blocks": 4096} if args.device == "cpu" else {}) | options
     return Engine(
         EngineConfig(
             model=str(path),

@@ -123,7 +123,7 @@ class EngineConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
     attention_backend: str = Field(
-        "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, cpu, reference"
+        "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, sdpa, cpu, reference"
     )
     deterministic: bool = Field(
         False,

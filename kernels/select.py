@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import cuda, device, dtype
+from torch import cuda, device, dtype, version
 
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.flash3 import Flash3
-from quire.kernels.gpu.flash4 import Flash4
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.flash3 import Flash3
+from quire.kernels.gpu.libraries.flash4 import Flash4
+from quire.kernels.gpu.libraries.sdpa import Sdpa
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
 
-_ON_GPUS = ("flash", "torch_varlen", "triton")
-_PREFERRED = {"cpu": ("cpu",), "cuda 9": ("flash3", "flash4", *_ON_GPUS), "cuda 10": ("flash4", *_ON_GPUS)}
+_ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")
+_PREFERRED = {
+    "cpu": ("cpu",),
+    "rocm": ("triton", "sdpa"),
+    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton compiles without tensor cores there, and spills kilobytes
+    "cuda 9": ("flash3", "flash4", *_ON_GPUS),
+    "cuda 10": ("flash4", *_ON_GPUS),
+}
 """By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS. The
 reference follows everywhere."""
 
@@ -34,6 +41,7 @@ _MADE_BY = {
     "flash": Flash,
     "torch_varlen": TorchVarlen,
     "triton": _triton,
+    "sdpa": Sdpa,
     "cpu": Cpu,
     "reference": Reference,
 }
@@ -43,6 +51,8 @@ BACKENDS = tuple(_MADE_BY)
 def _preferred(device: device) -> tuple[str, ...]:
     if device.type != "cuda":
         return _PREFERRED.get(device.type, ())
+    if version.hip is not None:  # an MI300's capability is 9.x, too, and PyTorch calls it a CUDA device
+        return _PREFERRED["rocm"]
     major, _ = cuda.get_device_capability(device)
     return _PREFERRED.get(f"cuda {major}", _ON_GPUS)
 

@@ -139,12 +139,12 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
 
     CPUs compute float16 poorly; GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast
-    attention takes nothing wider.
+    attention takes nothing wider. GPUs before it have tensor cores for float16 alone.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
-    if config.dtype == "auto" and _better_bfloat16(name, device):
-        note, name = f"bfloat16 of the checkpoint's {name}; --dtype {name} keeps it", "bfloat16"
+    if config.dtype == "auto" and (better := _better_type(name, device)) is not None:
+        note, name = f"{better} of the checkpoint's {name}; --dtype {name} keeps it", better
     if name not in _DTYPES:
         known = ", ".join(_DTYPES)
         raise ConfigError(f"dtype: the checkpoint's {name!r} is not supported; choose one of {known}", param="dtype")
@@ -156,10 +156,12 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return {"auto": dtype, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float8_e4m3fn)
 
 
-def _better_bfloat16(name: str, device: torch.device) -> bool:
+def _better_type(name: str, device: torch.device) -> str | None:
     if device.type == "cpu":
-        return name == "float16"
-    return name == "float32" and torch.cuda.get_device_capability(device)[0] >= 8
+        return "bfloat16" if name == "float16" else None
+    if torch.cuda.get_device_capability(device)[0] >= 8:
+        return "bfloat16" if name == "float32" else None
+    return "float16" if name == "bfloat16" else None
 
 
 @dataclass(frozen=True, slots=True)

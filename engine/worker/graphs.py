@@ -21,6 +21,7 @@ from quire.engine.core.batch import Batch
 from quire.engine.errors import ConfigError
 from quire.engine.worker.inputs import Picks, Slots
 from quire.engine.worker.transfer import upload
+from quire.kernels.collective import RankEnded
 from quire.kernels.gpu.faults import fault
 from quire.kernels.probe import Capture
 
@@ -114,7 +115,9 @@ class DecodeGraphs:
             rows[0] = self._slots.scratch_slot
             try:
                 replay, hidden = self._capture(lambda: self._decode(rows, pages))
-            except RuntimeError as error:  # out of memory is one, and whatever CUDA says of a capture
+            except RankEnded:
+                raise
+            except Exception as error:  # out of memory, what CUDA says of a capture, what Triton says of a kernel
                 if not self._alone:
                     wrong = f"several ranks need all decode graphs, and one of {size} rows failed: {fault(error)}"
                     advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from subprocess import SubprocessError
 from typing import Protocol
 
 import torch
@@ -25,7 +24,7 @@ from quire.engine.checkpoint.kv_plan import (
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import PageCopy, SlotCopy
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, QuireError
 from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
@@ -33,7 +32,7 @@ from quire.engine.types import SamplingParams
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
-from quire.kernels.gpu.faults import compiler_fault
+from quire.kernels.gpu.faults import compiler_fault, fault, of_triton
 
 _HEADROOM = 1 / 8
 """The share of a KV cache in the host's memory that is touched before it is needed."""
@@ -282,13 +281,20 @@ def return_memory() -> None:
 
 @contextmanager
 def explained(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change; and one of
-    the compiler that Triton needs into one that says how to install it."""
+    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change; one of the
+    compiler that Triton needs into one that says how to install it; and one of Triton's own into one that names the
+    setting by which another backend serves."""
     try:
         yield
-    except (RuntimeError, OSError, SubprocessError) as error:
+    except QuireError:
+        raise
+    except Exception as error:
         if (compiler := compiler_fault(error)) is not None:
             raise ConfigError(compiler) from error
+        if of_triton(error):
+            wrong = f"a Triton kernel does not compile or fit on this GPU: {fault(error)}"
+            advice = "--attention-backend torch_varlen or reference does without it"
+            raise ConfigError(f"attention_backend: {wrong}; {advice}", param="attention_backend") from error
         if not isinstance(error, torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
             raise
         room = ""

@@ -28,6 +28,12 @@ def compiler_fault(error: BaseException) -> str | None:
     return f"the compiler that Triton called failed with status {error.returncode}: {command}"
 
 
+def of_triton(error: BaseException) -> bool:
+    """Whether Triton raised it: a kernel does not compile, or asks for more than the GPU has. Its errors have no class
+    in common, and derive from Exception alone."""
+    return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
+
+
 def fault(error: BaseException) -> str:
     """One sentence on any error of a kernel."""
     if (compiler := compiler_fault(error)) is not None:

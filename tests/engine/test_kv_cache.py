@@ -15,7 +15,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.loop import Engine
 from quire.engine.worker.loading.kv_scales import calibrated_scales
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.gpu.flash import Flash
+from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.kv_codes import KVScales
 from quire.kernels.select import select_backend
 from tests.engine.harness import Answer, request, run

@@ -17,9 +17,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import flash4
-from quire.kernels.gpu.flash4 import Flash4
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.libraries import flash4
+from quire.kernels.gpu.libraries.flash4 import Flash4
+from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 from tests.engine.worker.fake_cuda import DEVICE, load_guard

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.gpu import flash, torch_varlen
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.paged import FlashPages, built_for
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries import flash, torch_varlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.paged import FlashPages, built_for
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.select import select_backend

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from quire.kernels.backend import Backend
-from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
-from quire.kernels.gpu.flash3 import Flash3
-from quire.kernels.gpu.flash4 import Flash4
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries.flash3 import Flash3
+from quire.kernels.gpu.libraries.flash4 import Flash4
+from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.probe import Probe
 from quire.kernels.select import select_backend
 from tests.kernels.fake_capture import FakeCapture

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import Backend
-from quire.kernels.gpu import faults, flash, torch_varlen
+from quire.kernels.gpu import faults
 from quire.kernels.gpu.faults import fault
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries import flash, torch_varlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.probe import Probe
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
@@ -81,6 +82,34 @@ def test_a_backend_that_computes_passes(
     probe = Probe(CPU, dtype, *shape, softcap, FakeCapture())
     assert probe(backend) is None
     assert Probe(CPU, dtype, *shape, softcap)(Reference()) is None
+
+
+class Misscaled(Reference):
+    """Its scores are 3 % off."""
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
+        return super().paged_attention(q * 1.03, k_cache, v_cache, metadata, softmax)
+
+
+class MixedUp(Reference):
+    """It computes a decode beside a part of a prompt as if it were the part's first token."""
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
+        out = super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+        counts = metadata.query_start.diff()
+        if counts.max() > 1 and counts.min() == 1:
+            out[-1] = out[0]
+        return out
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64), (7, 1, 128), (9, 3, 96)], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [(Misscaled, "a prompt"), (MixedUp, "a decode beside a part of a prompt")],
+    ids=["scale", "mixed"],
+)
+def test_a_small_mistake_is_noticed(wrong: type[Reference], kind: str, shape: tuple[int, int, int]) -> None:
+    assert Probe(CPU, torch.bfloat16, *shape)(wrong()) == f"computes something else than the reference for {kind}"
 
 
 def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:

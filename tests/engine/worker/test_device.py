@@ -123,6 +123,8 @@ def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
         ("float32", "float32", "cuda", (9, 0), "float32"),
         ("float16", "auto", "cuda", (9, 0), "float16"),
         ("bfloat16", "auto", "cuda", (9, 0), "bfloat16"),
+        ("bfloat16", "auto", "cuda", (7, 5), "float16"),
+        ("bfloat16", "bfloat16", "cuda", (7, 5), "bfloat16"),
         ("float32", "auto", "cpu", None, "float32"),
         ("float16", "auto", "cpu", None, "bfloat16"),
     ],
@@ -134,7 +136,7 @@ def test_the_type(
     config, model = EngineConfig(dtype=asked), SimpleNamespace(dtype=stored)
     dtype, note = choose_dtype(config, model, torch.device(device))  # type: ignore[arg-type]
     assert dtype == getattr(torch, chosen)
-    assert note == (None if stored == chosen else f"bfloat16 of the checkpoint's {stored}; --dtype {stored} keeps it")
+    assert note == (None if stored == chosen else f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it")
 
 
 def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,6 +180,16 @@ def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
     with pytest.raises(OSError, match="else"), explained("a step", "x", "Lower it"):
         raise OSError("something else")
+
+
+def test_a_kernel_that_does_not_fit_names_the_setting_that_does_without_it() -> None:
+    out_of_resources = pytest.importorskip("triton.runtime.errors").OutOfResources
+    message = "does not compile or fit"
+    with pytest.raises(ConfigError, match=message) as raised, explained("a step", "x", "Lower it"):
+        raise out_of_resources(98304, 65536, "shared memory")
+    assert raised.value.param == "attention_backend"
+    assert "98304" in raised.value.message
+    assert "--attention-backend" in raised.value.message
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("granite_swa", "sinks"), ("olmo2", None)])

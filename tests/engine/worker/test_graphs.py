@@ -31,7 +31,7 @@ from quire.engine.worker.loading import room
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.gpu import flash
+from quire.kernels.gpu.libraries import flash
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import Recorded, drafter_of, made_head
@@ -293,6 +293,18 @@ def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.M
     assert not engine.prepare()
     assert (capture.refused, len(capture.recordings)) == (refused, 2), "no size was tried again"
     assert capture.replays > 0
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    out_of_resources = pytest.importorskip("triton.runtime.errors").OutOfResources
+
+    class Small(FakeCapture):
+        def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            raise out_of_resources(98304, 65536, "shared memory")
+
+    engine = start(monkeypatch, Small(), warmup_seconds=60.0)
+    assert engine.info.notes[1].startswith("decodes of 1, 2, 4, 8, 16 rows run without graphs: OutOfResources")
 
 
 @pytest.mark.usefixtures("fake_flash")

@@ -33,8 +33,8 @@ from quire.engine.worker.loading import model as loading_model
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
-from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import quantized
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head

@@ -29,10 +29,10 @@ from quire.engine.layers.rope import rope_table
 from quire.engine.loop import Engine
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.native import ISAS
-from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.flash3 import Flash3
-from quire.kernels.gpu.flash4 import Flash4
-from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.gpu.libraries.flash import Flash
+from quire.kernels.gpu.libraries.flash3 import Flash3
+from quire.kernels.gpu.libraries.flash4 import Flash4
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.server.cli import main as cli
 from quire.server.cli.plan.configured import predicted_tokens, way_out
@@ -462,7 +462,7 @@ def test_a_page_is_as_large_as_the_backend_s(
     """Of the first backend for GPUs that would serve such heads there, with flash-attn installed."""
     machine = find_card(card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if machine.bf16 else (7, 0))
-    monkeypatch.setattr("quire.kernels.gpu.flash._load", lambda: ModuleType("flash_attn"))
+    monkeypatch.setattr("quire.kernels.gpu.libraries.flash._load", lambda: ModuleType("flash_attn"))
     backends = [Flash(), Reference()]
     chosen = next(
         each for each in backends if each.cannot_serve(torch.device("cuda"), getattr(torch, dtype), head_dim) is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.paged import FlashPages, architecture_fault
+from quire.kernels.gpu.libraries.paged import FlashPages, architecture_fault
 from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.paged import FlashPages, fresh
+from quire.kernels.gpu.libraries.paged import FlashPages, fresh
 from quire.kernels.softmax import Softmax
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"

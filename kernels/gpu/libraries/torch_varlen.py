@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.flash import INSTALL
-from quire.kernels.gpu.paged import FlashPages, built_for, fresh
+from quire.kernels.gpu.libraries.flash import INSTALL
+from quire.kernels.gpu.libraries.paged import FlashPages, built_for, fresh
 from quire.kernels.softmax import Softmax
 
 _FIRST = (2, 13)

@@ -1,0 +1,63 @@
+"""`python -m benchmarks.flight [--out FOLDER] [--seconds 560] [--device cuda] [--only STAGE ...]`, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.flight.plan import PLAN
+from benchmarks.flight.process import Run, run_stage
+from benchmarks.flight.table import told
+
+_LEAST_SECONDS = 5.0
+"""For which a stage is begun at all."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flight", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("flight"), help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=560.0, help="of all stages and second runs together")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: all of it small, to try it out")
+    parser.add_argument("--only", nargs="+", choices=sorted(PLAN), help="these stages alone")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + args.seconds
+    runs = [
+        _run(name, args.out, args.device, min(seconds, until - time.monotonic()))
+        for name, seconds in PLAN.items()
+        if args.only is None or name in args.only
+    ]
+    for run in [each for each in runs if not each.held]:
+        runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "blocking"))
+        if args.device == "cuda" and shutil.which("compute-sanitizer"):
+            runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "sanitizer"))
+    table = told(runs, args.out)
+    (args.out / "table.txt").write_text(table, encoding="utf-8")
+    print(table)
+    return 0 if all(run.held for run in runs if not run.again) else 1
+
+
+def _run(stage: str, out: Path, device: str, seconds: float, again: str = "") -> Run:
+    """`again`: how a stage that failed is run once more; "": for the first time."""
+    if seconds < _LEAST_SECONDS:
+        return Run(stage, again, "no time was left", 0.0)
+    command = [sys.executable, "-m", "benchmarks.flight.stages", stage, "--device", device]
+    environment = dict(os.environ)
+    if again == "blocking":
+        environment["CUDA_LAUNCH_BLOCKING"] = "1"
+    if again == "sanitizer":
+        command = ["compute-sanitizer", "--error-exitcode", "99", *command]
+    name = f"{stage}.{again}" if again else stage
+    command += ["--out", str(out / f"{name}.jsonl")]
+    print(f"{name}: {seconds:.0f} s at most", flush=True)
+    run = run_stage(command, environment, out / f"{name}.log", seconds)
+    print(f"{name}: {run.ended or 'held'} after {run.seconds:.0f} s", flush=True)
+    return Run(stage, again, run.ended, run.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

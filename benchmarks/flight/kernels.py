@@ -1,0 +1,132 @@
+"""Each kernel alone: what it computes, against the reference, and how fast."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.flight.finding import Finding, Say, tried
+from benchmarks.flight.machine import select_reason
+from benchmarks.gpu import times
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
+from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.select import BACKENDS, select_backend
+from quire.kernels.softmax import Softmax
+
+_SHAPES = ((32, 8, 128), (14, 2, 64), (28, 4, 128), (16, 8, 256), (24, 8, 96))
+"""Heads of Llama 3 8B, of Qwen2.5 0.5B and 7B (groups of 7), of Gemma, of Phi."""
+_KINDS = ("a decode of 32 rows behind 2,048 tokens", "a prompt of 2,048 tokens", "31 decodes beside a prompt of 512")
+
+
+def attention(device: torch.device, say: Say) -> None:
+    small = device.type == "cpu"
+    names = ("cpu", "reference") if small else tuple(name for name in BACKENDS if name != "cpu")
+    for name, dtype, shape in product(names, (torch.bfloat16, torch.float16), _SHAPES[:2] if small else _SHAPES):
+        try:
+            backend, _ = select_backend(device, dtype, shape[2], name)
+        except ValueError:
+            continue  # the machine's stage said why
+        what = f"{name} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
+        reason = select_reason(name, device, dtype, shape)
+        say(Finding(what, reason or "as the reference", held=reason is None))
+        if reason is None and dtype == torch.bfloat16 and name != "reference":
+            for kind in _KINDS:
+                tried(say, f"{what}, {kind}", partial(_timed, backend, device, shape, kind, small))
+
+
+def _timed(backend: Backend, device: torch.device, shape: tuple[int, int, int], kind: str, small: bool) -> str:
+    heads, kv_heads, dim = shape
+    past, long = (128, 128) if small else (2048, 2048)
+    counts, contexts = {
+        _KINDS[0]: ([1] * 32, [past] * 32),
+        _KINDS[1]: ([long], [long]),
+        _KINDS[2]: ([1] * 31 + [long // 4], [past] * 31 + [long // 4]),
+    }[kind]
+    metadata, pages = _metadata(device, counts, contexts, backend.block_size)
+    cache = torch.randn((2, *backend.kv_cache_shape(pages, kv_heads, dim, torch.bfloat16)), device=device).bfloat16()
+    q = torch.randn((sum(counts), heads, dim), dtype=torch.bfloat16, device=device)
+    softmax = Softmax(dim**-0.5, None)
+    seconds = statistics.median(
+        times(lambda: backend.paged_attention(q, cache[0], cache[1], metadata, softmax), device)
+    )
+    read = sum(contexts) * kv_heads * dim * 4
+    seen = sum(count * (context - (count - 1) / 2) for count, context in zip(counts, contexts, strict=True))
+    work = 4 * heads * dim * seen
+    return f"{seconds * 1e6:.0f} us, {read / seconds / 1e9:.0f} GB/s, {work / seconds / 1e12:.1f} TFLOP/s"
+
+
+def _metadata(
+    device: torch.device, counts: list[int], contexts: list[int], block: int
+) -> tuple[AttentionMetadata, int]:
+    """The last counts[s] of contexts[s] tokens of each sequence, with pages of its own; and the number of pages."""
+    each = [-(-context // block) for context in contexts]
+    table = torch.zeros((len(contexts), max(each)), dtype=torch.int32)
+    first = 0
+    positions, slots = [], []
+    for row, (count, context, pages) in enumerate(zip(counts, contexts, each, strict=True)):
+        table[row, :pages] = torch.arange(first, first + pages, dtype=torch.int32)
+        at = torch.arange(context - count, context)
+        positions.append(at)
+        slots.append(first * block + at)
+        first += pages
+    lens, queries = (torch.tensor(values, dtype=torch.int32) for values in (contexts, counts))
+    metadata = AttentionMetadata(
+        query_start=F.pad(queries.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
+        context_lens=lens.to(device),
+        key_start=F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
+        block_table=table.to(device),
+        positions=torch.cat(positions).to(device),
+        slots=torch.cat(slots).to(device),
+        max_query_len=max(counts),
+        max_context_len=max(contexts),
+    )
+    return metadata, first
+
+
+def products(device: torch.device, say: Say) -> None:
+    """Quantized linears beside bfloat16's: what they compute, and the time of each."""
+    small = device.type == "cpu"
+    outs, inner = (256, 256) if small else (14336, 4096)
+    backend, why = select_backend(device, torch.bfloat16, 128)
+    say(Finding("products by", why))
+    dense = torch.randn((outs, inner), device=device).bfloat16() * 0.02
+    plain = backend.pack_linear(dense, None)
+    for name, weight in _weights(outs, inner, device).items():
+        tried(say, f"{name}, {outs}x{inner}", partial(_right, backend, weight, device))
+        linear = backend.pack_quantized([weight], None, dtype=torch.bfloat16)
+        for rows in (1, 16) if small else (1, 16, 64, 2048):
+            x = torch.randn((rows, inner), device=device).bfloat16()
+            ours, other = (_seconds(each, x) for each in (linear, plain))
+            said = f"{ours * 1e6:.0f} us, bfloat16 {other * 1e6:.0f} ({other / ours:.2f})"
+            say(Finding(f"{name}, {rows} rows", said))
+
+
+def _seconds(linear: Linear, x: Tensor) -> float:
+    return statistics.median(times(lambda: linear(x, NO_ADAPTERS), x.device, 10))
+
+
+def _weights(outs: int, inner: int, device: torch.device) -> dict[str, QuantizedWeight]:
+    scales = torch.rand((outs, inner // 32), device=device) * 0.01 + 0.001
+    nibbles = torch.randint(0, 256, (outs, inner // 2), dtype=torch.uint8, device=device)
+    codes = torch.randint(-127, 128, (outs, inner), dtype=torch.int8, device=device)
+    eights = (torch.randn((outs, inner), device=device) * 0.5).to(torch.float8_e4m3fn)
+    return {
+        "4 bits in groups of 32": GroupedWeight(nibbles, scales, None),
+        "8 bits": GroupedWeight(codes, scales[:, :1].contiguous(), None),
+        "FP8": Float8Weight(eights, torch.full((outs, 1), 0.02, device=device), (1, inner)),
+    }
+
+
+def _right(backend: Backend, weight: QuantizedWeight, device: torch.device) -> str:
+    linear = backend.pack_quantized([weight], None, dtype=torch.bfloat16)
+    x = torch.randn((5, weight.shape[1]), device=device).bfloat16()
+    wanted = x.double() @ weight.dequantized().double().T.to(device)
+    error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
+    if not error < 0.02:
+        raise ValueError(f"relative error {error:.3g}, at most 0.02 where x is rounded to 8 bits")
+    return f"relative error {error:.2g}"

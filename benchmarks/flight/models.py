@@ -1,0 +1,163 @@
+"""Whole models on the card: log probabilities beside transformers', and the same tokens whatever else is on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.flight.finding import Say, tried
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_WINDOW = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": _WINDOW | {"query_pre_attn_scalar": 64},
+}
+_MOST = {torch.float32: 5e-3, torch.bfloat16: 0.08}
+"""Mean differences of log probabilities: TF32 products, and bfloat16 rounded in other places."""
+_PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
+
+
+def compare(device: torch.device, say: Say) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            tried(say, f"{family}: made", partial(_made, folder, family))
+            for dtype in (torch.float32, torch.bfloat16):
+                tried(say, f"{family}, {dtype}", partial(_parity, folder, dtype, device))
+            if family == "llama":
+                _features(folder, device, say)
+
+
+def _made(folder: Path, family: str) -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SHAPE | FAMILIES[family])).save_pretrained(folder)
+    return "random weights"
+
+
+def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
+    given = {"max_num_seqs": 16, "skip_tokenizer_init": True, "num_kv_blocks": 512} | options
+    return Engine(EngineConfig(model=str(folder), device=device.type, **given))
+
+
+def _run(engine: Engine, **params: Any) -> dict[str, list[int]]:
+    """The tokens of greedy answers to all prompts, together."""
+    chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | params))
+    for index, prompt in enumerate(_PROMPTS):
+        engine.add(Request(id=str(index), prompt_ids=prompt, params=chosen, seed=index))
+    found: dict[str, list[int]] = {}
+    while engine.busy:
+        for output in engine.step():
+            if output.error is not None:
+                raise ValueError(output.error)
+            found.setdefault(output.id, []).extend(output.new_ids)
+    return found
+
+
+def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
+    """Log probabilities of the prompts' own tokens."""
+    from transformers import AutoModelForCausalLM
+
+    engine = _engine(folder, device, dtype=str(dtype).removeprefix("torch."))
+    ours = {str(index): _prompt_logprobs(engine, str(index), prompt) for index, prompt in enumerate(_PROMPTS)}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    worst = 0.0
+    with torch.inference_mode():
+        for index, prompt in enumerate(_PROMPTS):
+            ids = torch.tensor([prompt], device=device)
+            found = model(ids).logits[0, :-1].float().log_softmax(-1)
+            theirs = found.gather(1, ids[0, 1:, None]).squeeze(1).cpu()
+            worst = max(worst, (torch.tensor(ours[str(index)]) - theirs).abs().mean().item())
+    engine.close()
+    if not worst < _MOST[dtype]:
+        raise ValueError(f"log probabilities differ by {worst:.3g} in the mean, at most {_MOST[dtype]}")
+    return f"log probabilities differ by {worst:.2g} in the mean from transformers'; {engine.info.backend}"
+
+
+def _prompt_logprobs(engine: Engine, name: str, prompt: Sequence[int]) -> list[float]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    engine.add(Request(id=name, prompt_ids=list(prompt), params=params, seed=0))
+    found: list[float] = []
+    while engine.busy:
+        for output in engine.step():
+            if output.prompt_logprobs is not None:
+                found = [each.logprob for each in output.prompt_logprobs if each is not None]
+    return found
+
+
+def _features(folder: Path, device: torch.device, say: Say) -> None:
+    """Each with the tokens that the plain engine gives; where only bits may differ, that it answers at all."""
+    fixed = {"deterministic": True} if device.type == "cuda" else {}
+    wanted: dict[str, list[int]] = {}
+
+    def plain() -> str:
+        wanted.update(_run(_engine(folder, device, enforce_eager=True, **fixed)))
+        return "eager, deterministic"
+
+    tried(say, "tokens to compare with", plain)
+    draft = SpeculativeConfig(method="ngram")
+    same: dict[str, Callable[[], dict[str, list[int]]]] = {
+        "decode graphs": lambda: _run(_engine(folder, device, warmup_seconds=60.0, **fixed)),
+        "prefix hits": lambda: _twice(_engine(folder, device, **fixed)),
+        "few pages: preemption": lambda: _run(_engine(folder, device, num_kv_blocks=36, **fixed)),
+        "chunks of 32 tokens": lambda: _run(_engine(folder, device, max_num_batched_tokens=32, **fixed)),
+        "guesses": lambda: _run(_engine(folder, device, speculative_config=draft, **fixed)),
+        "host memory as a tier": lambda: _run(_engine(folder, device, kv_offload_memory=0.25, **fixed)),
+    }
+    for name, answers in same.items():
+        tried(say, name, partial(_equal, answers, wanted))
+    other: dict[str, dict[str, Any]] = {
+        "FP8 pages": {"kv_cache_dtype": "fp8"},
+        "8-bit pages": {"kv_cache_dtype": "int8"},
+        "4-bit weights": {"quantization": "int4"},
+        "8-bit weights": {"quantization": "int8"},
+        "FP8 weights": {"quantization": "fp8"},
+    }
+    for name, options in other.items():
+        tried(say, name, partial(_share, folder, device, options, wanted))
+
+
+def _twice(engine: Engine) -> dict[str, list[int]]:
+    _run(engine)
+    again = _run(engine)
+    if not engine.stats.prefix_hits:
+        raise ValueError("nothing hit")
+    return again
+
+
+def _equal(answers: Callable[[], dict[str, list[int]]], wanted: dict[str, list[int]]) -> str:
+    found = answers()
+    if found != wanted:
+        name = next(name for name in wanted if found.get(name) != wanted[name])
+        raise ValueError(f"prompt {name}: {found.get(name)} and not {wanted[name]}")
+    return "the same tokens"
+
+
+def _share(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:
+    found = _run(_engine(folder, device, **options))
+    pairs = [pair for name in wanted for pair in zip(found[name], wanted[name], strict=True)]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)} tokens as in full precision"

@@ -1,0 +1,50 @@
+"""One stage of a flight: `python -m benchmarks.flight.stages NAME --device cuda --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.flight import kernels, machine, models, serving
+from benchmarks.flight.finding import Finding, Say
+from benchmarks.flight.plan import PLAN
+
+STAGES: dict[str, Callable[[torch.device, Say], None]] = {
+    "machine": machine.look,
+    "kernels": kernels.attention,
+    "products": kernels.products,
+    "models": models.compare,
+    "large": serving.large,
+    "http": serving.http,
+    "cores": machine.cores,
+}
+assert STAGES.keys() == PLAN.keys()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=sorted(STAGES))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    wrong = 0
+    with args.out.open("w", encoding="utf-8", buffering=1) as output:
+
+        def say(finding: Finding) -> None:
+            nonlocal wrong
+            wrong += not finding.held
+            output.write(json.dumps(finding._asdict()) + "\n")
+
+        STAGES[args.stage](torch.device(args.device), say)
+    if wrong:
+        print(f"{wrong} findings do not hold")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Attention by torch's own scaled_dot_product_attention, over keys and values that are gathered out of their pages: for
+GPUs that no paged kernel serves, such as those before compute capability 8.0. Everything beside attention is plain
+PyTorch.
+
+Gathering reads and writes each key and value once more than a paged kernel does, so a decode costs some three times the
+memory's time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.kv_codes import KV_CODES
+from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
+
+
+class Sdpa(Reference):
+    """Pages are [page, token, KV head, head_dim]."""
+
+    name = "sdpa"
+    block_size = 16
+
+    def description(self) -> str:
+        return f"torch {torch.__version__}'s scaled_dot_product_attention over gathered pages, plain PyTorch beside it"
+
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        return "has no softcap" if softcap else None
+
+    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
+        return "keeps keys and values in the model's type" if kv_dtype in KV_CODES else None
+
+    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return False  # its sums follow the longest context of the batch
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        if softmax.softcap is not None or softmax.bias is not None or softmax.sinks is not None or softmax.ahead != 0:
+            return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+        if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
+            return _decoded(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
+        out, starts, contexts = torch.empty_like(q), metadata.query_start.tolist(), metadata.context_lens.tolist()
+        singles = [s for s in range(len(contexts)) if starts[s + 1] - starts[s] == 1]
+        if singles:
+            at, seqs = (torch.tensor(each, device=q.device) for each in ([starts[s] for s in singles], singles))
+            table, lens = metadata.block_table[seqs], metadata.context_lens[seqs]
+            out[at] = _decoded(q[at], k_cache, v_cache, table, lens, softmax)
+        for s in set(range(len(contexts))).difference(singles):
+            rows = slice(starts[s], starts[s + 1])
+            pages = metadata.block_table[s, : -(-contexts[s] // k_cache.shape[1])].long()
+            k, v = (cache[pages].flatten(0, 1)[: contexts[s]] for cache in (k_cache, v_cache))
+            out[rows] = _prompt(q[rows], k, v, softmax)
+        return out
+
+
+def _decoded(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: Softmax) -> Tensor:
+    """One query each [S, H, D], whose key is the last of its context."""
+    k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
+    at = torch.arange(k.shape[2], device=q.device)
+    seen = at < lens[:, None]
+    if softmax.window is not None:
+        seen &= at >= lens[:, None] - softmax.window
+    unseen = ~seen[:, None, :, None]  # what was never written may be NaN, whose part no weight of 0 is 0
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    return _attend(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
+
+
+def _prompt(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """The last queries [T, H, D] of a sequence whose keys and values are [C, K, D]."""
+    keys = torch.arange(len(k), device=q.device)
+    own = keys[len(k) - len(q) :, None]
+    seen = keys <= own
+    if softmax.window is not None:
+        seen &= keys > own - softmax.window
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    return _attend(q, k, v, seen, softmax)[0].transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:
+    """q [S, H, T, D], k and v [S, K, L, D]."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped)

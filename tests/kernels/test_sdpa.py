@@ -1,0 +1,67 @@
+"""Attention over gathered pages, against the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.kernels.gpu.libraries.sdpa import Sdpa
+from quire.kernels.probe import Probe
+from quire.kernels.reference import Reference
+from quire.kernels.select import select_backend
+from tests.engine.harness import request, run
+from tests.kernels.ragged import attend, error, random_part
+from tests.tiny_models import save_tiny_model
+
+DECODES = [(1, 1), (40, 1), (130, 1), (17, 1)]
+MIX = [(40, 1), (1, 1), (5, 5), (300, 20), (129, 129), (77, 1)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("mix", [DECODES, MIX], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (7, 1, 64), (8, 2, 128)])
+def test_it_computes_what_the_reference_does(
+    heads: int, kv_heads: int, dim: int, mix: list[tuple[int, int]], window: int | None, generator: torch.Generator
+) -> None:
+    parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in mix]
+    wanted = attend(Reference(), parts, window=window)
+    for found, judged in zip(attend(Sdpa(), parts, window=window), wanted, strict=True):
+        assert error(found, judged) < 1e-12
+
+
+def test_the_trial_passes() -> None:
+    assert Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, windowed=True)(Sdpa()) is None
+
+
+def test_a_model_gives_the_references_tokens(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gemma3")
+    prompts = [list(range(3, 3 + length)) for length in (1, 7, 40, 90)]
+
+    def tokens(backend: str) -> dict[str, list[int]]:
+        config = EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=64)
+        engine = Engine(config.model_copy(update={"max_num_batched_tokens": 32}))
+        found = run(engine, [request(str(number), prompt) for number, prompt in enumerate(prompts)])
+        return {name: answer.ids for name, answer in found.items()}
+
+    assert tokens("sdpa") == tokens("reference")
+
+
+def test_it_says_what_it_lacks() -> None:
+    backend, why = select_backend(torch.device("cpu"), torch.float32, 64, "sdpa")
+    assert (backend.name, why.endswith("; asked for")) == ("sdpa", True)
+    with pytest.raises(ValueError, match="sdpa: has no softcap"):
+        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", softcap=True)
+    with pytest.raises(ValueError, match="sdpa: keeps keys and values in the model's type"):
+        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", kv_dtype=torch.int8)
+
+
+def test_cards_before_ampere_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    backend, why = select_backend(torch.device("cuda"), torch.float16, 64)
+    assert backend.name == "sdpa"
+    assert "torch_varlen: " in why
+    assert "triton" not in why

@@ -1,0 +1,77 @@
+"""The first flight's own machinery: deadlines, stages that die, second runs, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flight.process import Run, run_stage
+from benchmarks.flight.table import told
+from tests.tree import ROOT
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_stage_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    run = run_stage(program(child), os.environ, tmp_path / "log", 3.0)
+    assert run.ended == "its 3 s were over"
+    pid = int((tmp_path / "log").read_text())
+    until = time.monotonic() + 30
+    while not gone(pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [
+        ("print('fine')", ""),
+        ("raise ValueError('no such kernel')", "exit status 1: ValueError: no such kernel"),
+        ("import os; os.abort()", "killed by SIGABRT: it printed nothing"),
+    ],
+    ids=["well", "error", "abort"],
+)
+def test_how_a_stage_ended_is_told(text: str, ended: str, tmp_path: Path) -> None:
+    assert run_stage(program(text), os.environ, tmp_path / "log", 60.0).ended == ended
+
+
+def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
+    finding = {"what": "attention by triton", "said": "computes something else", "held": False}
+    (tmp_path / "kernels.jsonl").write_text(json.dumps(finding) + '\n{"what": "cut of')
+    runs = [
+        Run("machine", "", "", 1.0),
+        Run("kernels", "", "exit status 1: sticky", 2.0),
+        Run("models", "", "late", 3.0),
+    ]
+    table = told(runs, tmp_path).splitlines()
+    assert table[0] == "FIRST TO FAIL: kernels: exit status 1: sticky"
+    assert table[1] == "DOES NOT HOLD: kernels: attention by triton: computes something else"
+    assert told(runs[:1], tmp_path).startswith("everything holds")
+
+
+@pytest.mark.slow
+def test_a_flight_on_the_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.flight", "--device", "cpu", "--out", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
+    table = (tmp_path / "table.txt").read_text()
+    assert ran.returncode == 0, table
+    assert table.startswith("everything holds")
+    for stage in ("machine", "kernels", "products", "models", "large", "http", "cores"):
+        assert f"\n{stage}: held" in table
+    assert table.count("the same tokens") == 6
