@@ -156,7 +156,12 @@ def _within(name: str, value: float | None, low: float, high: float | None, *, a
         return
     fits = (value > low if above else value >= low) and (high is None or value <= high) and abs(value) != float("inf")
     if not fits:
-        bounds = f"{'above' if above else 'at least'} {low}" + ("" if high is None else f" and at most {high}")
+        if high is None:
+            bounds = f"{'above' if above else 'at least'} {low:g}"
+        elif isinstance(low, int):
+            bounds = f"at least {low} and at most {high}"
+        else:
+            bounds = f"in {'(' if above else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 

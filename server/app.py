@@ -32,6 +32,7 @@ from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequ
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.decisions import DecisionRequest
+from quire.server.protocol.label_scores import LabelScoreRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.ollama import (
     OllamaChatRequest,
@@ -42,6 +43,7 @@ from quire.server.protocol.ollama import (
 )
 from quire.server.protocol.pooling import (
     ClassificationRequest,
+    CohereEmbedRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
@@ -58,6 +60,7 @@ from quire.server.routes import (
     decisions,
     engine,
     invocations,
+    llama_cpp,
     messages,
     models,
     page,
@@ -174,11 +177,24 @@ def application(
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
+    for module in (
+        *generating,
+        batch_routes,
+        files,
+        streams,
+        models,
+        tokenize,
+        llama_cpp,
+        requests,
+        engine,
+        status,
+        page,
+    ):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
+    with_bodies(app, CohereEmbedRequest, LabelScoreRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)

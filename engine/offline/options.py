@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.advice import needless_option, needless_value, other_names, summed_up
-from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
+from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import load
 
 logger = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., None])

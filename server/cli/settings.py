@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quire.engine.checkpoint.names import ANY_GGUF
-from quire.engine.config import Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import Settings, is_list, load, presets, split
 from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 

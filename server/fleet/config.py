@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.config import EngineConfig, load
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.folder import explained
+from quire.engine.settings.reader import load
 from quire.server.adapters import named_adapters
 from quire.server.config import ServerConfig
 

@@ -64,6 +64,7 @@ def resolved(
     params: SamplingParams,
     logprobs: bool,
     headers: Mapping[str, str],
+    config: ServerConfig,
     message: MessageFormat | None = None,
     echo: bool = False,
     echo_only: bool = False,
@@ -110,7 +111,8 @@ def resolved(
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
-        tokens_as_token_ids=body.return_tokens_as_token_ids,
+        tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
+        timed=config.enable_per_request_metrics and len(prompts) * params.n == 1,
         headers=headers,
     )
     return Resolved(spec, grammars, parts)

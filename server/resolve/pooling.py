@@ -106,28 +106,32 @@ def vector_spec(
 def input_ids(body: InputBody, model: ServedModel) -> list[list[int]]:
     """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
     given = body.input
+    inputs: Sequence[str | list[int]]
     if isinstance(given, str):
-        return text_ids(body, [named_prompt(body.prompt_name, model) + given], model)
-    if not given:
-        raise InvalidRequest("input must not be empty", param="input")
-    texts = [one for one in given if isinstance(one, str)]
-    rows = [one for one in given if isinstance(one, list)]
-    if texts:
-        before = named_prompt(body.prompt_name, model)
-        return text_ids(body, [before + text for text in texts], model)
-    if body.prompt_name is not None:
+        inputs = [given]
+    elif given and isinstance(given[0], int):
+        inputs = [[one for one in given if isinstance(one, int)]]
+    else:
+        inputs = [one for one in given if not isinstance(one, int)]
+    if not inputs:
+        raise InvalidRequest("input cannot be empty", param="input")
+    check_count(len(inputs), "input")
+    texts = [one for one in inputs if isinstance(one, str)]
+    if body.prompt_name is not None and len(texts) < len(inputs):
         raise InvalidRequest("prompt_name needs an input of texts, not of token ids", param="prompt_name")
-    rows = rows or [[one for one in given if isinstance(one, int)]]
-    check_count(len(rows), "input")
+    before = named_prompt(body.prompt_name, model) if texts else ""
+    encoded = iter(text_ids(body, [before + text for text in texts], model))
+    return [next(encoded) if isinstance(one, str) else checked_ids(body, one, model) for one in inputs]
+
+
+def checked_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
+    """An input that is given as token ids, cut where that is asked for. Raises InvalidRequest."""
+    check_token_ids(ids, model.vocab_size, "input")
     limit = cut_limit(body, model)
-    found = []
-    for ids in rows:
-        check_token_ids(ids, model.vocab_size, "input")
-        if limit is not None and len(ids) > limit:
-            ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
-        check_vector_length(ids, model, "input")
-        found.append(ids)
-    return found
+    if limit is not None and len(ids) > limit:
+        ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
+    check_vector_length(ids, model, "input")
+    return ids
 
 
 def text_ids(
@@ -185,7 +189,7 @@ def check_count(count: int, param: str) -> None:
 def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
     """A prompt must have a token; unlike one that is answered, it may fill the context."""
     if not ids:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
+        raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) > model.context_length:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {model.context_length} tokens, but {param} came to {len(ids)} "

@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import count
+from time import monotonic
 
 import msgspec
 
 from quire.engine.client.client import EngineClient
 from quire.engine.client.link import EngineLink
-from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot, StepRecord
 from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
 Script = Callable[[Request, int], int]
@@ -159,6 +160,7 @@ class FakeEngine(EngineLink):
             if not self.running:
                 self._work.clear()
                 continue
+            began = monotonic()
             outputs = [self._step(request) for request in list(self.running.values())]
             for output in outputs:
                 if output.finish_reason is not None:
@@ -166,7 +168,8 @@ class FakeEngine(EngineLink):
             self.generated += sum(len(output.new_ids) for output in outputs)
             stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
             self.stats = msgspec.structs.replace(stats, generation_tokens=self.generated)
-            self.owner.deliver(outputs)
+            times, new = (began, began, monotonic(), monotonic()), sum(len(output.new_ids) for output in outputs)
+            self.owner.deliver(outputs, StepRecord(step, *times, len(outputs), len(outputs), [], [], generated=new))
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

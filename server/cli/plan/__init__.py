@@ -14,9 +14,10 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.kv_plan import KV_CODE_SCALE_BYTES, QUANTIZED_BITS
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import DISK_GIB, load
+from quire.engine.config import DISK_GIB
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import planned_modules
+from quire.engine.settings.reader import load
 from quire.server.cli.plan.configured import wishes_of
 from quire.server.cli.plan.drafts import planned_draft, speculative_config
 from quire.server.cli.plan.estimate import UTILIZATION, Wishes, estimate

@@ -127,6 +127,48 @@ async def test_long_inputs_are_refused_or_cut(encoder: Api, model: Path) -> None
     assert ids["data"][0]["embedding"] == pytest.approx(wanted[1], abs=1e-4)
 
 
+async def test_texts_and_token_ids_in_one_list_are_as_each_alone(encoder: Api) -> None:
+    async def vectors(given: Any) -> list[list[float]]:
+        told = await encoder.post(EMBEDDINGS, {"input": given, "encoding_format": "float"})
+        return [each["embedding"] for each in told["data"]]
+
+    mixed = await vectors(["some text", [5, 6], "more"])
+    assert mixed == [*await vectors("some text"), *await vectors([5, 6]), *await vectors("more")]
+
+
+async def test_cohere_s_embeddings_are_the_same_ones(encoder: Api) -> None:
+    texts = ["some text", "more of it"]
+    own = await encoder.post(EMBEDDINGS, {"input": texts, "encoding_format": "float"})
+    vectors = np.array([each["embedding"] for each in own["data"]], np.float32)
+    kinds = ["float", "base64", "binary", "ubinary"]
+    told = await encoder.post("/v2/embed", {"texts": texts, "input_type": "search_query", "embedding_types": kinds})
+    found = told["embeddings"]
+    assert (told["texts"], list(found)) == (texts, kinds)
+    assert np.array_equal(np.array(found["float"], np.float32), vectors)
+    assert [base64.b64decode(each) for each in found["base64"]] == [each.tobytes() for each in vectors]
+    bits = np.unpackbits(np.array(found["ubinary"], np.uint8), axis=1)[:, : vectors.shape[1]]
+    assert np.array_equal(bits, vectors > 0)
+    assert np.array_equal(np.array(found["binary"]) + 128, np.array(found["ubinary"]))
+    assert told["meta"]["billed_units"]["input_tokens"] == own["usage"]["prompt_tokens"]
+    cut = await encoder.post("/v2/embed", {"texts": ["a " * 5000], "max_tokens": 9})
+    assert cut["meta"]["billed_units"]["input_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"texts": ["a"], "images": ["data:"]}, "images"),
+        ({"texts": ["a " * 5000], "truncate": "NONE"}, "texts"),
+        ({"texts": ["a"], "output_dimension": 10_000}, "output_dimension"),
+        ({"texts": []}, "texts"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+    ],
+)
+async def test_cohere_s_fields_are_named_as_cohere_names_them(encoder: Api, body: dict[str, Any], param: str) -> None:
+    answer = await encoder.http.post("/v2/embed", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -135,7 +177,8 @@ async def test_long_inputs_are_refused_or_cut(encoder: Api, model: Path) -> None
         ({"input": [[]]}, "input"),
         ({"input": [1, "a"]}, "input"),
         ({"input": {"a": 1}}, "input"),
-        ({"input": [[1], "a"]}, "input"),
+        ({"input": [[1], 2]}, "input"),
+        ({"input": [[5], "a"], "prompt_name": "query"}, "prompt_name"),
         ({"input": [1, -1]}, "input"),
         ({"input": [VOCAB]}, "input"),
         ({"input": "\ud800"}, "input"),
