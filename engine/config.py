@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -23,6 +23,13 @@ def _plain_dtype(given: Any) -> Any:
 
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
+
+
+AtLoad = Literal["int8", "int4", "fp8"]
+Stored = Literal[
+    "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
+]
+"""vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
 
 
 class SpeculativeConfig(BaseModel):
@@ -89,8 +96,10 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="Quantize the weights while they are loaded"
+    quantization: AtLoad | Stored | None = Field(
+        None,
+        description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
+        "the checkpoint says of its own",
     )
     quantize_embedding: bool | None = Field(
         None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
@@ -188,7 +197,27 @@ class EngineConfig(BaseModel):
     engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
     engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
+    scheduling_policy: Literal["priority", "fcfs"] = Field(
+        "priority", description="fcfs: who came first goes first, whatever priorities requests have"
+    )
+    scheduler_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
+    )
+    disable_sliding_window: bool = Field(
+        False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
+    )
     seed: int = Field(0, description="Seed of dummy weights")
+
+    @property
+    def at_load(self) -> AtLoad | None:
+        """What the weights are quantized to while they are loaded."""
+        return self.quantization if self.quantization in get_args(AtLoad) else None  # type: ignore[return-value]
+
+    @property
+    def stored_as(self) -> str | None:
+        """What config.json must say as quant_method; None: nothing was asked for."""
+        asked = None if self.at_load else self.quantization
+        return asked and asked.removesuffix("_marlin")
 
     @property
     def ranks(self) -> int:

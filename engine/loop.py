@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gc
 import time
+from importlib import import_module
 
+import msgspec
 import zmq
 
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.page_groups import PIECE
+from quire.engine.checkpoint.page_groups import PIECE, without_windows
 from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.client.messages import (
     Abort,
@@ -41,7 +43,7 @@ from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.drafter import Drafter, StepwiseDrafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import QuireError
+from quire.engine.errors import ConfigError, QuireError
 from quire.engine.executor import Executor
 from quire.engine.lora.queue import AdapterQueue
 from quire.engine.scheduler import Scheduler
@@ -51,7 +53,7 @@ from quire.engine.steps import Steps
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
 from quire.engine.tiers.snapshots import SnapshotPlan
-from quire.engine.types import EngineInfo, RequestOutput
+from quire.engine.types import EngineInfo, Request, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
@@ -73,7 +75,7 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
-        model = read_model_config(path, config.model_impl)
+        model = without_windows(read_model_config(path, config.model_impl), config)
         if config.weights is not None:
             check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()
@@ -86,7 +88,7 @@ class Engine:
         plan = worker.plan
         tiers, kept = choose_tiers(config, model, worker.runner.mover, files, plan.block_size)
         self.runner: Executor = worker.runner
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(config)(
             num_blocks=plan.group_pages,
             block_size=plan.block_size,
             windows=plan.windows,
@@ -107,11 +109,16 @@ class Engine:
             snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
+        if config.scheduling_policy == "fcfs":
+            self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
+
+    def _add_as_it_came(self, request: Request) -> None:
+        self.scheduler.add(msgspec.structs.replace(request, priority=0))
 
     @property
     def busy(self) -> bool:
@@ -154,6 +161,21 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
+
+
+def scheduler_class(config: EngineConfig) -> type[Scheduler]:
+    """Quire's own, or the one that --scheduler-cls names. Raises ConfigError."""
+    if config.scheduler_cls is None:
+        return Scheduler
+    module, _, name = config.scheduler_cls.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+        if not (isinstance(found, type) and issubclass(found, Scheduler)):
+            raise TypeError("it is no subclass of quire.engine.scheduler.Scheduler")
+    except Exception as error:  # whatever a user's module raises
+        wrong = f"{config.scheduler_cls!r} is no scheduler: {type(error).__name__}: {error}"
+        raise ConfigError(f"scheduler_cls: {wrong}", param="scheduler_cls") from error
+    return found
 
 
 def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers: str, notes: list[str]) -> EngineInfo:

@@ -39,6 +39,7 @@ from quire.server.protocol.ollama import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
 )
 from quire.server.protocol.pooling import (
@@ -71,6 +72,7 @@ from quire.server.routes import (
 )
 from quire.server.routes.bodies import with_bodies
 from quire.server.routes.ollama import endpoints as ollama
+from quire.server.routes.ollama.pull import pull_router
 from quire.server.routes.stored import batches as batch_routes
 from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
@@ -191,10 +193,11 @@ def _add_routes(app: FastAPI) -> None:
         page,
     ):
         app.include_router(module.router)
+    app.include_router(pull_router())
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
-    with_bodies(app, CohereEmbedRequest, LabelScoreRequest)
+    with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)

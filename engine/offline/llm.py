@@ -73,14 +73,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: AskedAdapters = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
 
         sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
-        lora_request: an adapter for all prompts, or a list with one, or None, for each.
+        lora_request: an adapter for all prompts, or a list with one, or None, for each. priority: one for each prompt,
+        of which the lowest goes first; which tokens an answer has does not depend on it.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request)
+        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
         self,
@@ -284,6 +286,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
         lora_request: AskedAdapters,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             many = [params or self.get_default_sampling_params()] * len(prompts)
@@ -293,12 +296,18 @@ class LLM:
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
         if len(many) != len(prompts):
             raise InvalidRequest(f"sampling_params: {len(many)} for {len(prompts)} prompts", param="sampling_params")
+        urgency = [0] * len(prompts) if priority is None else list(priority)
+        if len(urgency) != len(prompts) or not all(isinstance(each, int) for each in urgency):
+            raise InvalidRequest(f"priority: {len(prompts)} prompts need a list of as many integers", param="priority")
         tasks = [
             self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
             for prompt, one in zip(prompts, many, strict=True)
         ]
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        tasks = [replace(task, adapter=adapter) for task, adapter in zip(tasks, adapters, strict=True)]
+        tasks = [
+            replace(task, adapter=adapter, priority=first)
+            for task, adapter, first in zip(tasks, adapters, urgency, strict=True)
+        ]
         self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
         return self._each(tasks, self._generate, "generating", show_progress)
 

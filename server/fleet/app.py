@@ -47,7 +47,7 @@ _ASLEEP = frozenset(
 )
 """What is posted here needs no engine, or wakes it itself."""
 _OF_ALL = frozenset({"/v1/models", "/api/tags", "/api/ps", "/metrics", "/load", "/health", "/live", "/ready", "/ping"})
-_CHANGES = "/v1/models/load", "/v1/models/unload"
+_CHANGES = "/v1/models/load", "/v1/models/unload", "/api/pull"
 _FILES = "/v1/files"
 """Bodies that are sent here are forms."""
 _STORED = ("/v1/streams/", "/v1/responses/", "/v1/conversations", "/v1/requests/", "/v1/batches", _FILES)

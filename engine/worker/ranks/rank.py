@@ -14,6 +14,7 @@ from typing import Any
 from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
+from quire.engine.checkpoint.page_groups import without_windows
 from quire.engine.config import EngineConfig
 from quire.engine.layers.shard import Shard
 from quire.engine.lora.files import CONFIG, WEIGHTS
@@ -81,7 +82,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here = config, here
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = read_model_config(self._path, config.model_impl)
+        self._model_config = without_windows(read_model_config(self._path, config.model_impl), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
