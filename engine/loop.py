@@ -21,6 +21,8 @@ from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.client.messages import (
     Abort,
     Asleep,
+    Call,
+    Called,
     Check,
     Checked,
     Failed,
@@ -43,7 +45,7 @@ from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.drafter import Drafter, StepwiseDrafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.errors import ConfigError, InvalidRequest, QuireError
 from quire.engine.executor import Executor
 from quire.engine.lora.queue import AdapterQueue
 from quire.engine.scheduler import Scheduler
@@ -113,6 +115,7 @@ class Engine:
             self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
+        self._everywhere = worker.everywhere
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
@@ -141,6 +144,15 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.scheduler.prefixes.forget()
         self.scheduler.tiers.reset()
+
+    def call(self, content: bytes) -> list[bytes]:
+        """Run a call on every rank: see engine/executor.py. Raises InvalidRequest where none takes any."""
+        if self._everywhere is None:
+            raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
+        self._heartbeat.begin_step([])  # so that a call that hangs is noticed as a step is
+        found = self._everywhere(content)
+        self._heartbeat.end_step()
+        return found
 
     def close(self) -> None:
         """Before it is let go: end what runs beside it."""
@@ -291,6 +303,11 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig 
                 _send(socket, SnapshotTaken(engine.snapshot()))
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case Call(content):
+                try:
+                    _send(socket, Called(engine.call(content)))
+                except InvalidRequest as error:
+                    _send(socket, Called([], error.message))
             case Sleep() as sleep:
                 return sleep
             case (Load(text) | Check(text)) as asked:

@@ -54,7 +54,7 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.protocol.weights import UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.protocol.weights import CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
     chat,
     completions,
@@ -197,7 +197,7 @@ def _add_routes(app: FastAPI) -> None:
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
-    with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest)
+    with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)

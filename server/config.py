@@ -48,6 +48,9 @@ class ServerConfig(EngineConfig):
     return_tokens_as_token_ids: bool = Field(
         False, description="Log probabilities name tokens token_id:N, also where a request does not ask for it"
     )
+    dev_endpoints: bool = Field(
+        False, description="POST /collective_rpc calls the ranks, for an admin's key or this machine"
+    )
     allow_pull: bool = Field(False, description="POST /api/pull downloads models, for an admin's key or this machine")
     enable_per_request_metrics: bool = Field(
         False, description="Completions and chats of one answer tell its times, as metrics"

@@ -25,6 +25,7 @@ from quire.engine.client.child import Child, module
 from quire.engine.client.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.client.messages import (
+    Called,
     Check,
     FromEngine,
     Load,
@@ -143,7 +144,7 @@ class EngineProcess:
         assert self._wire is not None
         (encoded,) = await self._wire.receive()
         message = decode_from_engine(encoded)
-        if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
+        if not isinstance(message, Stepped | SnapshotTaken | Called):  # these may be of the engine before
             self._ready = True
         return message
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.client.weights import Weights
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.executor import call_of, results_of
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
 from quire.engine.offline.generate import generate
@@ -146,6 +147,33 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""
         return metrics_of(self._client.link.stats)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something on every rank, between two steps: `describe` or `parameters`, or a function of yours, which
+        gets a RankWorker (engine/worker/ranks/calls.py) and then these arguments. Where ranks are processes of their
+        own, they import it by its name. Returns what each rank gave, the first one's first.
+
+        Raises EngineError where one failed, or all took more seconds than `timeout`; InvalidRequest for what cannot be
+        called."""
+
+        async def called() -> list[bytes] | None:
+            async with asyncio.timeout(timeout):
+                return await self._client.link.call(call_of(method, args, kwargs))
+
+        try:
+            found = self._run(called())
+        except TimeoutError:
+            raise EngineError(f"not all ranks answered in {timeout:g} s") from None
+        self._running.check_awake()
+        if found is None:
+            raise EngineError("the engine ended before it answered")
+        return results_of(found)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""

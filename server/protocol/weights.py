@@ -1,8 +1,8 @@
-"""POST /update_weights and /init_weights_group."""
+"""POST /update_weights, /init_weights_group and /collective_rpc."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -38,3 +38,11 @@ class WeightsGroupRequest(RequestBody):
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """Seconds to wait for the other members: at the start, and in each broadcast."""
+
+
+class CallRequest(RequestBody):
+    method: Annotated[str, Field(max_length=200)]
+    """A name; functions come from programs alone."""
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = None

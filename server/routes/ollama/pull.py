@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.engine.errors import InvalidRequest, ModelError, Overloaded
+from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.encoding import encode_json
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse
@@ -44,7 +44,7 @@ def pull_router() -> APIRouter:
             return StreamingResponse(_told(alone, name), media_type="application/x-ndjson")
         async with alone:
             if (wrong := await _pulled(await _begin(name))) is not None:
-                raise ModelError(wrong)
+                raise InvalidRequest(wrong, param="model")
         return Response(encode_json({"status": "success"}), media_type="application/json")
 
     return router
