@@ -96,7 +96,7 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: AtLoad | Stored | None = Field(
+    quantization: Literal[AtLoad, Stored] | None = Field(
         None,
         description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
         "the checkpoint says of its own",

@@ -29,7 +29,7 @@ class EngineOptions(TypedDict, total=False):
     model_impl: Literal["auto", "quire", "transformers"]
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
-    quantization: AtLoad | Stored | None
+    quantization: Literal[AtLoad, Stored] | None
     quantize_embedding: bool | None
     device: Literal["auto", "cpu", "cuda"]
     attention_backend: str

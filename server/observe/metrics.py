@@ -106,12 +106,8 @@ class Metrics:
         self._engines.register(EngineCollector(client, model_name))
         self._registry = CollectorRegistry()  # what this process counts
         self._registry.register(RefusalCollector(client, model_name, rejections))
-        self._between = SpanCollector(
-            "vllm:inter_token_latency_seconds",
-            "Seconds between the steps that gave a request tokens.",
-            model_name,
-            TOKEN_SECONDS,
-        )
+        told = "Seconds between the steps that gave a request tokens."
+        self._between = SpanCollector("vllm:inter_token_latency_seconds", told, model_name, TOKEN_SECONDS)
         self._registry.register(self._between)
         self.rolling = RollingStats(client, self._between.add)
         client.history.gap_listeners.append(self.rolling.next_token)
@@ -138,9 +134,7 @@ class Metrics:
         )
         self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
-        self._step_tokens = histogram(
-            "vllm:iteration_tokens_total", "Tokens of prompts, and generated, in a step.", STEP_TOKENS
-        )
+        self._step_tokens = histogram("vllm:iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKENS)
         self._phases = [(histogram(name, text, REQUEST_SECONDS), phases) for name, text, phases in PHASES]
         self._computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths

@@ -44,5 +44,5 @@ class CallRequest(RequestBody):
     method: Annotated[str, Field(max_length=200)]
     """A name; functions come from programs alone."""
     args: list[Any] = Field(default_factory=list)
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    named: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None

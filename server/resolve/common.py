@@ -84,9 +84,7 @@ def resolved(
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
     check_carried(params, len(prompts) * params.n)
-    if body.use_beam_search and params.grammar is not None:
-        message_text = "use_beam_search is not available together with structured outputs"
-        raise InvalidRequest(message_text, param="use_beam_search")
+    _check_beam_search(body, params)
     spec = GenerationSpec(
         id=f"{id_prefix}{secrets.token_hex(16)}",
         id_prefix=id_prefix,
@@ -116,6 +114,12 @@ def resolved(
         headers=headers,
     )
     return Resolved(spec, grammars, parts)
+
+
+def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:
+    if body.use_beam_search and params.grammar is not None:
+        message = "use_beam_search is not available together with structured outputs"
+        raise InvalidRequest(message, param="use_beam_search")
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

@@ -165,7 +165,7 @@ async def collective_rpc(request: Request) -> Response:
     body = await worked_on(request, _call)
     try:
         async with asyncio.timeout(body.timeout):
-            found = await runtime.client.link.call(call_of(body.method, body.args, body.kwargs))
+            found = await runtime.client.link.call(call_of(body.method, body.args, body.named))
     except TimeoutError:
         raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
     if found is None:

@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 def _length(text: str) -> int:
     """As --max-model-len reads it: 32k, 32K."""
     try:
-        return ServerConfig(max_model_len=text).max_model_len or 0  # type: ignore[arg-type]
+        return ServerConfig(max_model_len=text).max_model_len or 0
     except ValidationError as error:
         raise argparse.ArgumentTypeError(error.errors()[0]["msg"].lower()) from None
 

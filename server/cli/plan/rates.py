@@ -60,7 +60,7 @@ def machine_key() -> str:
 
 def _measured() -> Rates | None:
     print("measuring this machine's memory and arithmetic, once", file=sys.stderr, flush=True)
-    command = [sys.executable, "-P", "-m", "quire.kernels.cpu.rates"]
+    command = [sys.executable, "-P", "-m", "quire.kernels.rates"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=True)
         found = json.loads(done.stdout)

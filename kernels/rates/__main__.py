@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies, by the kernels that serve: `python -m quire.kernels.cpu.rates`.
+"""How fast this machine reads memory and multiplies, by the kernels that serve: `python -m quire.kernels.rates`.
 
 Prints JSON: `bandwidth` in bytes and `flops` in operations of bfloat16 a second, each the best of some tries.
 """
