@@ -153,8 +153,9 @@ class EngineConfig(BaseModel):
     runner: Literal["auto", "generate", "pooling"] = Field(
         "auto", description="auto: all that the model can; generate: tokens alone; pooling: vectors alone"
     )
-    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
-        "auto", description="Which hidden states make an embedding; auto: as the model's files say"
+    pooling_type: Literal["auto", "last", "mean", "cls", "none"] = Field(
+        "auto",
+        description="Which hidden states make an embedding; auto: as the model's files say; none: one of each token",
     )
     classifier_from_token: list[str] = Field(
         default_factory=list,

@@ -129,8 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 PoolingTask = Literal["embed", "classify"]
 Task = Literal["generate", "embed", "classify"]
-PoolingType = Literal["last", "mean", "cls"]
-"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's."""
+PoolingType = Literal["last", "mean", "cls", "none"]
+"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's; none:
+each token has a vector of its own."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):

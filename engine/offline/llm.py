@@ -283,6 +283,8 @@ class LLM:
         if "classify" in self.info.tasks:
             prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
             return self._pooled([Encoded(None, ids) for ids in prompts], params, use_tqdm, lora_request)
+        if self._model.pooling.kind == "none":
+            raise InvalidRequest("score needs one vector of each text, not of each token (pooling_type)", param="model")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
         found = dict(zip(texts, vectors, strict=True))
@@ -306,7 +308,8 @@ class LLM:
         check_params(each, self.info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
         with _progress("reading", len(prompts), show_progress) as done:
-            return self._run(pool_all(self._client, [prompt[:2] for prompt in prompts], each, adapters, done))
+            asked = [prompt[:2] for prompt in prompts]
+            return self._run(pool_all(self._client, asked, each, adapters, done, self._model.pooling))
 
     def _answer(
         self,

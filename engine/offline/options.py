@@ -53,7 +53,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_disk: float | None
     kv_offload_tier: str | None
     runner: Literal["auto", "generate", "pooling"]
-    pooling_type: Literal["auto", "last", "mean", "cls"]
+    pooling_type: Literal["auto", "last", "mean", "cls", "none"]
     classifier_from_token: Sequence[str]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     enable_lora: bool

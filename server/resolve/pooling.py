@@ -25,11 +25,14 @@ from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import check_fits
 from quire.server.served_model import ServedModel
 
+MAX_NUMBERS = 2**24
+"""Of one answer, where each token has a vector."""
+
 
 def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse(given, EmbeddingRequest)
-    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format), model, config)
+    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format, size=token_size(body, model)), model, config)
 
 
 def embedding_spec(
@@ -37,8 +40,24 @@ def embedding_spec(
 ) -> VectorSpec:
     """Raises as above."""
     check_asked(body, "embed", model)
+    if not isinstance(answer, EmbeddingsAnswer):
+        check_whole(model)
     params = embedding_params(body, model)
     return vector_spec(body, "embd", input_ids(body, model), params, answer, model, config)
+
+
+def token_size(body: EmbeddingRequest, model: ServedModel) -> int | None:
+    """Numbers of each token's vector, where tokens have some."""
+    if model.pooling is None or model.pooling.kind != "none":
+        return None
+    return body.dimensions or model.pooling.size
+
+
+def check_whole(model: ServedModel) -> None:
+    """Raises InvalidRequest where a text has no vector of its own."""
+    if model.pooling is not None and model.pooling.kind == "none":
+        message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
+        raise InvalidRequest(message, param="model")
 
 
 def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
@@ -51,7 +70,7 @@ def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> V
         if body.dimensions is not None:
             raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
         params = PoolingParams(task=task, activation=body.activation)
-    answer = EmbeddingsAnswer(body.encoding_format, "pooling")
+    answer = EmbeddingsAnswer(body.encoding_format, "pooling", None if task == "classify" else token_size(body, model))
     return vector_spec(body, "pool", input_ids(body, model), params, answer, model, config)
 
 
@@ -89,6 +108,11 @@ def vector_spec(
 ) -> VectorSpec:
     """`params`: of all prompts, or of each."""
     each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+    pooling = model.pooling
+    if pooling is not None and pooling.kind == "none" and sum(map(len, prompts)) * pooling.size > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"input: vectors of all tokens are more than {MAX_NUMBERS} numbers: send less", param="input"
+        )
     return VectorSpec(
         id=f"{prefix}-{secrets.token_hex(16)}",
         name="" if body.request_id is None else f"{prefix}-{body.request_id}",

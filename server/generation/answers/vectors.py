@@ -26,6 +26,8 @@ class EmbeddingsAnswer:
 
     encoding: Literal["float", "base64"]
     kind: Literal["embedding", "pooling"] = "embedding"
+    size: int | None = None
+    """Numbers of a vector, where each token of an input has one."""
 
     def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
         key = "embedding" if self.kind == "embedding" else "data"
@@ -36,7 +38,9 @@ class EmbeddingsAnswer:
         )
 
     def _shown(self, vector: np.ndarray) -> object:
-        return base64.b64encode(vector.tobytes()).decode() if self.encoding == "base64" else vector.tolist()
+        if self.encoding == "base64":
+            return base64.b64encode(vector.tobytes()).decode()
+        return vector.tolist() if self.size is None else vector.reshape(-1, self.size).tolist()
 
 
 @dataclass(frozen=True, slots=True)

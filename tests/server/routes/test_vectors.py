@@ -387,6 +387,42 @@ async def test_classify_gives_the_label_and_all_probabilities(tmp_path: Path) ->
     assert "3 labels" in refused["message"]
 
 
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+async def test_each_token_has_a_vector_where_that_is_asked_for(tmp_path: Path, family: str) -> None:
+    """As transformers', whatever chunks a decoder's prompt is computed in, and whoever shares its steps."""
+    encoder = family == "bert"
+    path = save_tiny_encoder(tmp_path, "bert") if encoder else save_tiny_model(tmp_path, family)
+    tokenizer = (pair_tokenizer() if encoder else byte_level_tokenizer()).tokenizer
+    options = {"pooling_type": "none", "max_num_batched_tokens": 16}
+    async with serving(path, tokenizer, **options) as api:
+        ids = [tokenizer.encode(text) for text in TEXTS]
+        told = await api.post(EMBEDDINGS, {"input": TEXTS, "encoding_format": "float"})
+        plain = (await api.post("/pooling", {"input": TEXTS[1], "normalize": False}))["data"][0]["data"]
+        short = (await api.post(EMBEDDINGS, {"input": TEXTS[1], "dimensions": 5}))["data"][0]["embedding"]
+        coded = (await api.post(EMBEDDINGS, {"input": TEXTS[1], "encoding_format": "base64"}))["data"][0]["embedding"]
+        one = told["data"][1]["embedding"]
+        assert base64.b64decode(coded) == np.array(one, np.float32).tobytes(), "the same bits alone and beside others"
+        if not encoder:  # which answers prompts too, none of them from vectors' caches
+            assert (await api.post("/v1/completions", {"prompt": TEXTS[1], "max_tokens": 2}))["choices"]
+        for route, body in (
+            (SCORE, {"text_1": "a", "text_2": "b"}),
+            ("/v2/embed", {"texts": ["a"]}),
+            ("/api/embed", {"input": "a"}),
+        ):
+            refused = await api.http.post(route, json=body)
+            assert (refused.status_code, "--pooling-type none" in refused.text) == (400, True), route
+    model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    for each, own in zip(told["data"], ids, strict=True):
+        with torch.inference_mode():
+            hidden = model(torch.tensor([own])).last_hidden_state[0].numpy()
+        unit = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+        assert np.array(each["embedding"]) == pytest.approx(unit, abs=2e-4)
+        if each["index"] == 1:
+            assert np.array(plain) == pytest.approx(hidden, abs=2e-3)
+            cut = hidden[:, :5] / np.linalg.norm(hidden[:, :5], axis=1, keepdims=True)
+            assert np.array(short) == pytest.approx(cut, abs=2e-4)
+
+
 async def test_a_decoder_answers_and_embeds_at_once(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     async with serving(path, byte_level_tokenizer().tokenizer, pooling_type="last") as api:
