@@ -220,6 +220,12 @@ class EngineConfig(BaseModel):
         asked = None if self.at_load else self.quantization
         return asked and asked.removesuffix("_marlin")
 
+    def of_checkpoint(self, method: str | None) -> EngineConfig:
+        """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
+        if method is None or method != self.at_load or self.load_format == "dummy":
+            return self
+        return self.model_copy(update={"quantization": None})
+
     @property
     def ranks(self) -> int:
         """Processes that compute one engine's model together."""

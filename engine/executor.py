@@ -51,6 +51,8 @@ class PageMover(Protocol):
         """Fill a page, which no batch may use that is launched before this returns."""
 
 
+METHODS = ("describe", "parameters")
+"""What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/calls.py."""
 Everywhere = Callable[[bytes], list[bytes]]
 """Runs a call, as `call_of` writes it, on every rank. Returns what each gives, for `results_of`."""
 
@@ -58,6 +60,8 @@ Everywhere = Callable[[bytes], list[bytes]]
 def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
     """A call as it goes to other processes, which import the function by its name. Raises InvalidRequest where they
     cannot, or for arguments that cannot be sent."""
+    if isinstance(method, str) and method not in METHODS:
+        raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(METHODS)}", param="method")
     if not isinstance(method, str) and not callable(method):
         raise InvalidRequest(f"method: must be a name or a function, got {method!r}", param="method")
     try:

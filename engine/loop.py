@@ -78,6 +78,7 @@ class Engine:
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
         model = without_windows(read_model_config(path, config.model_impl), config)
+        config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         if config.weights is not None:
             check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()

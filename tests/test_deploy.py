@@ -167,10 +167,10 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
     for name in re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE):
         source, target = ROOT / name, tmp_path / name
         target.parent.mkdir(exist_ok=True, parents=True)
-        skipped = shutil.ignore_patterns("__pycache__", "*.so")
-        shutil.copytree(source, target, symlinks=True, ignore=skipped) if source.is_dir() else shutil.copy(
-            source, target
-        )
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(source, target)
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     asked, packaged = (
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.executor import METHODS
 from quire.engine.worker.ranks.calls import RankWorker
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
@@ -31,8 +32,9 @@ def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
     assert table["model.embed_tokens.weight"][1] == "bfloat16"
     with pytest.raises(EngineError, match="rank 0: ValueError: on 0"):
         llm.collective_rpc(fails)
-    with pytest.raises(EngineError, match=r"no method 'model'.*describe and parameters"):
+    with pytest.raises(InvalidRequest, match=r"method: there is no 'model', but describe and parameters"):
         llm.collective_rpc("model")
+    assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(METHODS)
     with pytest.raises(InvalidRequest, match="a function must be one of a module's"):
         llm.collective_rpc(lambda worker: None)
     llm.sleep()

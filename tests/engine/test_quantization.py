@@ -187,5 +187,7 @@ def test_a_name_of_vllm_s_is_checked_against_the_checkpoint_s_own(tmp_path: Path
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"quantization: gptq_marlin is asked for, but .* are not quantized"):
         engine(path, quantization="gptq_marlin")
+    assert EngineConfig(quantization="fp8").of_checkpoint("fp8").quantization is None
+    assert EngineConfig(quantization="fp8").of_checkpoint("gptq").quantization == "fp8"
     assert EngineConfig(quantization="gptq_marlin").stored_as == "gptq"
     assert EngineConfig(quantization="int4").stored_as is None

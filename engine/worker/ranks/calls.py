@@ -13,7 +13,8 @@ from quire.engine.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, as such a function sees it. Its methods are what may be called by name."""
+    """A rank, as such a function sees it. Its methods are what may be called by name: METHODS of
+    engine/executor.py."""
 
     rank: int
     world_size: int
@@ -36,13 +37,8 @@ def called(worker: RankWorker, content: bytes) -> bytes:
     """What a call, as `engine.executor.call_of` writes it, gives on this rank, or why it failed."""
     try:
         method, args, kwargs = pickle.loads(content)
-        if isinstance(method, str):
-            names = [name for name in vars(RankWorker) if not name.startswith("_") and callable(getattr(worker, name))]
-            if method not in names:
-                raise AttributeError(f"there is no method {method!r}, but {' and '.join(names)}")
-            found = getattr(worker, method)(*args, **kwargs)
-        else:
-            found = method(worker, *args, **kwargs)
+        call = getattr(RankWorker, method) if isinstance(method, str) else method
+        found = call(worker, *args, **kwargs)
         return pickle.dumps((found, None))
     except Exception as error:  # whatever a user's function raises
         return pickle.dumps((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))
