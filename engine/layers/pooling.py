@@ -111,7 +111,7 @@ def vector_head(
 def finished_rows(rows: Sequence[PooledRow], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
     """By request: the answers of the rows that end, whose vectors float32 `Pooler.take` made."""
     ended = [each for each in rows if each.ends]
-    found: Sequence[np.ndarray] = vectors.numpy()
+    found = list(vectors.numpy())
     if pooling.kind == "none":
         found = np.split(vectors.numpy(), np.cumsum([each.length for each in ended])[:-1])
     return {each.row.request_id: finished(found[i], each.params, pooling) for i, each in enumerate(ended)}

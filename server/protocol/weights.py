@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quire.engine.errors import InvalidRequest
 from quire.server.protocol.common import RequestBody
 
 
@@ -44,5 +45,12 @@ class CallRequest(RequestBody):
     method: Annotated[str, Field(max_length=200)]
     """A name; functions come from programs alone."""
     args: list[Any] = Field(default_factory=list)
-    named: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The body's kwargs. Raises InvalidRequest."""
+        given = (self.model_extra or {}).get("kwargs", {})  # no field can have this name
+        if not isinstance(given, dict):
+            raise InvalidRequest("kwargs: must be an object", param="kwargs")
+        return given
