@@ -111,6 +111,7 @@ ROOMS = {
             "batch",
             "advice",
             "config",
+            "settings",
             "folder",
             "gguf",
             "text",

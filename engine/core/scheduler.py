@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.core.blocks import GONE, BlockPool
@@ -21,7 +23,7 @@ from quire.engine.core.page_tables import PageTables
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.core.state_snapshots import SnapshotPlan, choose_snapshots
-from quire.engine.core.stats import EngineStats
+from quire.engine.core.stats import EngineStats, SchedulerCounts
 from quire.engine.tiers.tiers import NoTiers
 from quire.engine.types import Cause, Request, RequestOutput, Task
 
@@ -50,9 +52,7 @@ class Scheduler:
         snapshots: SnapshotPlan | None = None,
     ) -> None:
         """`windows`: by group of layers, as PageGroups has them; a page is of one group.
-
         `long_prefill_token_threshold`: most tokens of one sequence in a step; None: all that fit.
-
         `prefix_piece`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
 
         `drafter` is asked about sequences all of whose known tokens the step computes and none of whose is in flight;
@@ -84,8 +84,7 @@ class Scheduler:
         self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._left, self._outputs, self._preempted = list[int](), list[RequestOutput](), list[str]()
-        self._arrivals = 0
-        self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
+        self._arrivals, self._counts = 0, SchedulerCounts()
 
     @property
     def busy(self) -> bool:
@@ -105,12 +104,7 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
-            preemptions=self._preemptions,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generated,
-            steps=self._steps,
+            **msgspec.structs.asdict(self._counts),
             drafts=self._drafts.steps,
             draft_tokens=self._drafts.tokens,
             accepted_drafts=list(self._drafts.accepted),
@@ -123,6 +117,11 @@ class Scheduler:
         """The running and the waiting sequences, each by priority and arrival."""
         waiting = [seq for seq in self._sequences.values() if seq.status is not Status.RUNNING]
         return sorted(self._running, key=lambda seq: seq.rank), sorted(waiting, key=lambda seq: seq.rank)
+
+    def place(self, request: Request) -> float:
+        """Where a request stands among those of its priority and tenant: the smaller goes first, and of equal ones who
+        came first. A class of --scheduler-cls says otherwise."""
+        return 0.0
 
     def add(self, request: Request) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
@@ -138,6 +137,7 @@ class Scheduler:
         drafting = self._drafter.may_guess(request)
         turns = self._micro_batches > 1  # the first stage must know a token before it can compute it
         seq = Sequence(request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all, looks_back=turns)
+        seq.put(self.place(request))
         self._arrivals += 1
         longest = num_prompt + limit
         if self._needs.most(longest) > self.pool.num_blocks:
@@ -181,7 +181,7 @@ class Scheduler:
         admissions = self._admit(rows, copies, budget)
         if not rows:
             return None
-        self._steps += 1
+        self._counts.steps += 1
         preempted, left, self._preempted, self._left = self._preempted, self._left, [], []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
         return Batch(rows, admissions, copies, preempted, *told, left, self.prefixes.snapshots.take_copies())
@@ -281,8 +281,8 @@ class Scheduler:
         self._tables.trim(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
-            self._queries += seq.num_prompt
-            self._hits += seq.cached_tokens
+            self._counts.prefix_queries += seq.num_prompt
+            self._counts.prefix_hits += seq.cached_tokens
         return copies
 
     def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
@@ -329,7 +329,7 @@ class Scheduler:
     def _count_prompt(self, seq: Sequence, start: int) -> None:
         """Count, and charge the tenant for, the prompt tokens from `start` on that are computed now."""
         done = min(seq.computed, seq.num_prompt)
-        self._prompt_tokens += max(0, done - start)
+        self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(seq.request, prompt_tokens=max(0, done - max(start, seq.charged)))
         seq.charged = max(seq.charged, done)
 
@@ -349,7 +349,7 @@ class Scheduler:
             right = len(output.token_ids[request.id]) - 1
             self._drafts.count(len(row.draft_ids), right)
             self._drafter.learn(seq, len(row.draft_ids), right)
-        self._generated += len(new_ids)
+        self._counts.generation_tokens += len(new_ids)
         self._waiting.charge(request, output_tokens=len(new_ids))
         logprobs = output.logprobs.get(request.id)
         prompt_logprobs = None
@@ -375,7 +375,7 @@ class Scheduler:
         seq.restart()
         self._waiting.push(seq)
         self._preempted.append(seq.request.id)
-        self._preemptions += 1
+        self._counts.preemptions += 1
 
     def _end(self, seq: Sequence) -> None:
         del self._sequences[seq.request.id]

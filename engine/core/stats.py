@@ -84,6 +84,17 @@ _COUNTERS = (
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
 
+class SchedulerCounts(msgspec.Struct):
+    """Those of EngineStats that the scheduler counts up itself."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+
+
 class SequenceSnapshot(msgspec.Struct, frozen=True):
     """One request as the scheduler sees it."""
 
@@ -142,3 +153,5 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     loads: list[tuple[str, float]] = []
     """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
     them went on beside earlier steps, and this long the step waited."""
+    generated: int = 0
+    """Tokens that it gave to requests."""
