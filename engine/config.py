@@ -1,30 +1,13 @@
-"""How an engine is set up: one frozen model, and the reader that fills it and any model of settings."""
+"""How an engine is set up: one frozen model, which `quire.engine.settings.reader` fills."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from quire.engine import advice
-from quire.engine.errors import ConfigError
-
-PREFIX = "QUIRE_"
-"""Of environment variables that are settings."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Not the engine's: kernels/cpu/native.py reads the first, and the server the others, which look like load_format and
-max_loras mistyped."""
-_KUBERNETES = re.compile(
-    r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
-)
-"""What Kubernetes sets for services whose names begin with quire, beside QUIRE_PORT=tcp://… for one of that name."""
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 DEMO_MODEL = str(PRESETS / "demo")
 """The embedded model."""
@@ -40,7 +23,13 @@ def _plain_dtype(given: Any) -> Any:
 
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
-Settings = TypeVar("Settings", bound=BaseModel)
+
+
+AtLoad = Literal["int8", "int4", "fp8"]
+Stored = Literal[
+    "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
+]
+"""vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
 
 
 class SpeculativeConfig(BaseModel):
@@ -107,8 +96,10 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="Quantize the weights while they are loaded"
+    quantization: Literal[AtLoad, Stored] | None = Field(
+        None,
+        description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
+        "the checkpoint says of its own",
     )
     quantize_embedding: bool | None = Field(
         None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
@@ -162,8 +153,9 @@ class EngineConfig(BaseModel):
     runner: Literal["auto", "generate", "pooling"] = Field(
         "auto", description="auto: all that the model can; generate: tokens alone; pooling: vectors alone"
     )
-    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
-        "auto", description="Which hidden states make an embedding; auto: as the model's files say"
+    pooling_type: Literal["auto", "last", "mean", "cls", "none"] = Field(
+        "auto",
+        description="Which hidden states make an embedding; auto: as the model's files say; none: one of each token",
     )
     classifier_from_token: list[str] = Field(
         default_factory=list,
@@ -206,7 +198,33 @@ class EngineConfig(BaseModel):
     engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
     engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
+    scheduling_policy: Literal["priority", "fcfs"] = Field(
+        "priority", description="fcfs: who came first goes first, whatever priorities requests have"
+    )
+    scheduler_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
+    )
+    disable_sliding_window: bool = Field(
+        False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
+    )
     seed: int = Field(0, description="Seed of dummy weights")
+
+    @property
+    def at_load(self) -> AtLoad | None:
+        """What the weights are quantized to while they are loaded."""
+        return self.quantization if self.quantization in get_args(AtLoad) else None  # type: ignore[return-value]
+
+    @property
+    def stored_as(self) -> str | None:
+        """What config.json must say as quant_method; None: nothing was asked for."""
+        asked = None if self.at_load else self.quantization
+        return asked and asked.removesuffix("_marlin")
+
+    def of_checkpoint(self, method: str | None) -> EngineConfig:
+        """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
+        if method is None or method != self.at_load or self.load_format == "dummy":
+            return self
+        return self.model_copy(update={"quantization": None})
 
     @property
     def ranks(self) -> int:
@@ -266,135 +284,3 @@ class EngineConfig(BaseModel):
                 f"master_addr: {self.master_addr} is no address where others reach machine 0; give its own"
             )
         return self
-
-
-def load(
-    model: type[Settings],
-    given: Mapping[str, Any],
-    config: str | None = None,
-    *,
-    origin: str = "flag --{dashed}",
-    others: Collection[str] | None = None,
-) -> Settings:
-    """The settings: `given` before QUIRE_* variables before the TOML file `config` before defaults.
-
-    `origin` says where given values came from. `others`: settings that are not the model's, which variables may set all
-    the same; None: any that are not nearly one of the model's. Raises ConfigError in one line that names each bad
-    value's key and where it came from.
-    """
-    _check_variables(model, others)
-    sources = [
-        (origin, dict(given)),
-        (f"environment variable {PREFIX}{{upper}}", _environment(model)),
-        (f"file {config}", _read_toml(config) if config else {}),
-    ]
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for text, source in reversed(sources):
-        values |= source
-        origins |= {key: text.format(key=key, dashed=key.replace("_", "-"), upper=key.upper()) for key in source}
-    for key, (variable, text) in _launched(values).items():
-        values[key], origins[key] = text, f"environment variable {variable}"
-    for key, value in values.items():
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and not _encodable(text):
-                raise ConfigError(f"{key}: is not UTF-8 text, got {text!r} ({origins[key]})")
-    try:
-        return model(**values)
-    except ValidationError as error:
-        known = [*model.model_fields, *(others or ())]
-        raise ConfigError("; ".join(_describe(dict(item), origins, known) for item in error.errors())) from None
-
-
-def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> None:
-    """Raise ConfigError for QUIRE_* variables that set nothing."""
-    known = {PREFIX + name.upper() for name in (*model.model_fields, *(others or ()))}
-    wrong = []
-    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
-        if name in known or name in OTHER_VARIABLES or _KUBERNETES.fullmatch(name):
-            continue
-        if others is None and advice.is_server_s(name.removeprefix(PREFIX).lower()):
-            continue
-        advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
-        if advised or others is not None:
-            wrong.append(f"environment variable {name}: no such setting{advised and f', {advised}'}")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
-
-
-def _encodable(text: str) -> bool:
-    """False for arguments that are not UTF-8: Python keeps their bytes as surrogates, which no JSON can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def presets() -> list[str]:
-    """Names of the TOML files that come with Quire."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
-
-
-def is_list(field: FieldInfo) -> bool:
-    kinds = (field.annotation, *get_args(field.annotation))
-    return any(get_origin(kind) in (list, tuple) for kind in kinds)
-
-
-def split(text: str) -> Sequence[str]:
-    """A list written as JSON or with commas."""
-    if text.lstrip().startswith("["):
-        try:
-            parsed: list[str] = json.loads(text)
-            return parsed
-        except json.JSONDecodeError:
-            pass
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _describe(error: dict[str, Any], origins: Mapping[str, str], known: Sequence[str]) -> str:
-    key = ".".join(map(str, error["loc"]))
-    origin = origins.get(str(error["loc"][0]), "default") if error["loc"] else ""
-    if error["type"] == "extra_forbidden":
-        advised = advice.on_setting(key, known)
-        return f"{key}: no such setting{advised and f', {advised}'} ({origin})"
-    message = error["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    message = message[0].lower() + message[1:]
-    return f"{key}: {message}, got {error['input']!r} ({origin})"
-
-
-def _environment(model: type[BaseModel]) -> dict[str, Any]:
-    """The fields that QUIRE_* variables set, as text; lists as JSON or with commas."""
-    found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        text = os.environ.get(PREFIX + name.upper())
-        if text is not None and not (name == "port" and text.startswith("tcp://")):  # Kubernetes
-            found[name] = split(text) if is_list(field) else text
-    return found
-
-
-def _launched(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Variables, and what they say, of settings that are not given: torchrun tells each machine who it is by these, as
-    other launchers of PyTorch do (https://docs.pytorch.org/docs/stable/elastic/run.html). They count only where several
-    machines are asked for: a program that torchrun has started may hold a model of its own."""
-    if str(values.get("nnodes", 1)) == "1":
-        return {}
-    names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
-        del names["master_port"]
-    return {key: (name, os.environ[name]) for key, name in names.items() if key not in values and name in os.environ}
-
-
-def _read_toml(config: str) -> dict[str, Any]:
-    """A TOML file by path, or a preset by name. Keys may be written with dashes."""
-    path = PRESETS / f"{config}.toml" if config in presets() and not Path(config).exists() else Path(config)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        near = advice.nearest(config, presets()) or f"presets are {', '.join(presets())}"
-        raise ConfigError(f"cannot read --config {config}: {error.strerror}; {near}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--config {config} is not TOML: {error}") from None
-    return {key.replace("-", "_"): value for key, value in table.items()}

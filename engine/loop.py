@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gc
 import time
+from importlib import import_module
 
+import msgspec
 import zmq
 
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.page_groups import PIECE
+from quire.engine.checkpoint.page_groups import PIECE, without_windows
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.core.executor import Executor
@@ -26,10 +28,12 @@ from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import QuireError
+from quire.engine.errors import ConfigError, InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
+    Call,
+    Called,
     Check,
     Checked,
     Failed,
@@ -51,7 +55,7 @@ from quire.engine.lora.queue import AdapterQueue
 from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
-from quire.engine.types import EngineInfo, RequestOutput
+from quire.engine.types import EngineInfo, Request, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
@@ -73,7 +77,8 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
-        model = read_model_config(path, config.model_impl)
+        model = without_windows(read_model_config(path, config.model_impl), config)
+        config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         if config.weights is not None:
             check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()
@@ -86,7 +91,7 @@ class Engine:
         plan = worker.plan
         tiers, kept = choose_tiers(config, model, worker.runner.mover, files, plan.block_size)
         self.runner: Executor = worker.runner
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(config)(
             num_blocks=plan.group_pages,
             block_size=plan.block_size,
             windows=plan.windows,
@@ -107,11 +112,17 @@ class Engine:
             snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
+        if config.scheduling_policy == "fcfs":
+            self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
+        self._everywhere = worker.everywhere
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
+
+    def _add_as_it_came(self, request: Request) -> None:
+        self.scheduler.add(msgspec.structs.replace(request, priority=0))
 
     @property
     def busy(self) -> bool:
@@ -135,6 +146,15 @@ class Engine:
         self.scheduler.prefixes.forget()
         self.scheduler.tiers.reset()
 
+    def call(self, content: bytes) -> list[bytes]:
+        """Run a call on every rank: see engine/core/executor.py. Raises InvalidRequest where none takes any."""
+        if self._everywhere is None:
+            raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
+        self._heartbeat.begin_step([])  # so that a call that hangs is noticed as a step is
+        found = self._everywhere(content)
+        self._heartbeat.end_step()
+        return found
+
     def close(self) -> None:
         """Before it is let go: end what runs beside it."""
         self.scheduler.tiers.close()
@@ -154,6 +174,21 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
+
+
+def scheduler_class(config: EngineConfig) -> type[Scheduler]:
+    """Quire's own, or the one that --scheduler-cls names. Raises ConfigError."""
+    if config.scheduler_cls is None:
+        return Scheduler
+    module, _, name = config.scheduler_cls.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+        if not (isinstance(found, type) and issubclass(found, Scheduler)):
+            raise TypeError("it is no subclass of quire.engine.core.scheduler.Scheduler")
+    except Exception as error:  # whatever a user's module raises
+        wrong = f"{config.scheduler_cls!r} is no scheduler: {type(error).__name__}: {error}"
+        raise ConfigError(f"scheduler_cls: {wrong}", param="scheduler_cls") from error
+    return found
 
 
 def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers: str, notes: list[str]) -> EngineInfo:
@@ -270,6 +305,11 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig 
                 _send(socket, SnapshotTaken(engine.snapshot()))
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case Call(content):
+                try:
+                    _send(socket, Called(engine.call(content)))
+                except InvalidRequest as error:
+                    _send(socket, Called([], error.message))
             case Sleep() as sleep:
                 return sleep
             case (Load(text) | Check(text)) as asked:

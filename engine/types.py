@@ -129,8 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 PoolingTask = Literal["embed", "classify"]
 Task = Literal["generate", "embed", "classify"]
-PoolingType = Literal["last", "mean", "cls"]
-"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's."""
+PoolingType = Literal["last", "mean", "cls", "none"]
+"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's; none:
+each token has a vector of its own."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
@@ -156,7 +157,12 @@ def _within(name: str, value: float | None, low: float, high: float | None, *, a
         return
     fits = (value > low if above else value >= low) and (high is None or value <= high) and abs(value) != float("inf")
     if not fits:
-        bounds = f"{'above' if above else 'at least'} {low}" + ("" if high is None else f" and at most {high}")
+        if high is None:
+            bounds = f"{'above' if above else 'at least'} {low:g}"
+        elif isinstance(low, int):
+            bounds = f"at least {low} and at most {high}"
+        else:
+            bounds = f"in {'(' if above else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 

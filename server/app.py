@@ -32,16 +32,19 @@ from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequ
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.decisions import DecisionRequest
+from quire.server.protocol.label_scores import LabelScoreRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.ollama import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
 )
 from quire.server.protocol.pooling import (
     ClassificationRequest,
+    CohereEmbedRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
@@ -51,13 +54,14 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.protocol.weights import UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.protocol.weights import CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
     chat,
     completions,
     decisions,
     engine,
     invocations,
+    llama_cpp,
     messages,
     models,
     page,
@@ -68,6 +72,7 @@ from quire.server.routes import (
 )
 from quire.server.routes.bodies import with_bodies
 from quire.server.routes.ollama import endpoints as ollama
+from quire.server.routes.ollama.pull import pull_router
 from quire.server.routes.stored import batches as batch_routes
 from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
@@ -174,11 +179,25 @@ def application(
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
+    for module in (
+        *generating,
+        batch_routes,
+        files,
+        streams,
+        models,
+        tokenize,
+        llama_cpp,
+        requests,
+        engine,
+        status,
+        page,
+    ):
         app.include_router(module.router)
+    app.include_router(pull_router())
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
+    with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)

@@ -42,7 +42,22 @@ class ServerConfig(EngineConfig):
         default_factory=list,
         description="Folders, in one of which adapters must be that are loaded at run time; default: any, and the hub",
     )
-    max_logprobs: int = Field(20, ge=0, description="Most log probabilities per token a request may ask for")
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most log probabilities per token a request may ask for; -1: all of the vocabulary"
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Log probabilities name tokens token_id:N, also where a request does not ask for it"
+    )
+    dev_endpoints: bool = Field(
+        False, description="POST /collective_rpc calls the ranks, for an admin's key or this machine"
+    )
+    allow_pull: bool = Field(False, description="POST /api/pull downloads models, for an admin's key or this machine")
+    enable_per_request_metrics: bool = Field(
+        False, description="Completions and chats of one answer tell its times, as metrics"
+    )
+    allow_unknown_roles: bool = Field(
+        False, description="Chats may have roles that neither the APIs nor the chat template name"
+    )
     api_key: list[str] = Field(
         default_factory=list,
         description="Keys, one of which requests must show as a bearer token; default: none needed",

@@ -137,7 +137,7 @@ def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) ->
     batch decides them too (see `quire verify`)."""
     parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
     asked = (
-        config.quantization,
+        config.at_load,
         config.quantize_embedding,
         config.kv_cache_dtype,
         config.activation_bits,

@@ -112,7 +112,7 @@ ROOMS = {
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (
-        *("errors", "types", "advice", "config", "folder", "gguf", "text", "images", "checkpoint"),
+        *("errors", "types", "advice", "config", "settings", "folder", "gguf", "text", "images", "checkpoint"),
         *("processes", "core", "lora", "drafting", "tiers", "link", "replicas"),
         *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),

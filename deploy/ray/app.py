@@ -11,8 +11,8 @@ from ray.serve.config import RequestRouterConfig
 from deploy.ray.gateway import Gateway
 from deploy.ray.replica import Replica
 from deploy.ray.routing import PrefixRouter
-from quire.engine.config import load
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import load
 from quire.server.config import ServerConfig
 
 REFUSED = {

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.checkpoint.families import STATES
+from quire.engine.checkpoint.families import STATES, layer_windows
+from quire.engine.checkpoint.files import ModelConfig, text_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 
 PIECE = 16
@@ -137,6 +138,16 @@ def keeps_all(config: EngineConfig) -> str | None:
     speculative = config.speculative_config  # what drafts has pages of the same numbers
     own_pages = speculative is not None and (speculative.method == "draft_model" or speculative.hidden_states)
     return "speculative_config" if own_pages else None
+
+
+def without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model, whose context ends where its narrowest window does if the configuration asks for that: up to there
+    every layer sees all tokens."""
+    if not config.disable_sliding_window:
+        return model
+    text: Mapping[str, Any] = {**model.raw} if model.given is None else text_config(model.given)
+    windows = [each for each in layer_windows(text, model.num_layers) if each]
+    return replace(model, max_position=min([model.max_position, *windows]))
 
 
 def most_drafts(config: EngineConfig) -> int:

@@ -25,7 +25,7 @@ from quire.engine.folder import JSON_BYTES, checked, explained, read_bytes, read
 from quire.engine.types import PoolingType, Task
 
 Activation = Literal["identity", "sigmoid", "softmax", "tanh"]
-_MODES: dict[str, PoolingType] = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "cls"}
+_MODES: dict[str, PoolingType] = {"lasttoken": "last", "last": "last", "mean": "mean", "cls": "cls", "none": "none"}
 _FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken"}
 _OTHER_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
@@ -129,6 +129,8 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
         )
     else:
         found = _embedding(path, config, encoder)
+    if kind == "none" and found.labels:
+        raise ConfigError("pooling_type: none is about embeddings, and this model scores texts", param="pooling_type")
     chosen = found.kind if kind == "auto" else _MODES[kind]
     settings = _read(path, "sentence_bert_config.json", _SentenceFields)
     prompts = _read(path, "config_sentence_transformers.json", _PromptFields)

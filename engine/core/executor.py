@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.types import Adapter
 
 
@@ -47,6 +49,34 @@ class PageMover(Protocol):
 
     def write(self, page: int, content: bytes | memoryview) -> None:
         """Fill a page, which no batch may use that is launched before this returns."""
+
+
+METHODS = ("describe", "parameters")
+"""What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/calls.py."""
+Everywhere = Callable[[bytes], list[bytes]]
+"""Runs a call, as `call_of` writes it, on every rank. Returns what each gives, for `results_of`."""
+
+
+def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """A call as it goes to other processes, which import the function by its name. Raises InvalidRequest where they
+    cannot, or for arguments that cannot be sent."""
+    if isinstance(method, str) and method not in METHODS:
+        raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(METHODS)}", param="method")
+    if not isinstance(method, str) and not callable(method):
+        raise InvalidRequest(f"method: must be a name or a function, got {method!r}", param="method")
+    try:
+        return pickle.dumps((method, tuple(args), dict(kwargs or {})))
+    except Exception as error:  # whatever a user's object raises
+        why = "a function must be one of a module's, and arguments such as can be pickled"
+        raise InvalidRequest(f"method: {why}: {error}", param="method") from error
+
+
+def results_of(found: Sequence[bytes]) -> list[Any]:
+    """What each rank gave, the first one's first. Raises EngineError where one of them failed."""
+    results = [pickle.loads(each) for each in found]
+    if failed := [why for _, why in results if why is not None]:
+        raise EngineError("; ".join(failed))
+    return [value for value, _ in results]
 
 
 class Executor(Protocol):

@@ -1,4 +1,5 @@
-"""Which waiting sequence goes next: priorities first, then tenants by how much each was served, then arrival.
+"""Which waiting sequence goes next: priorities first, then tenants by how much each was served, then their places: who
+came first, unless a scheduler of a user's own says otherwise.
 
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
 the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
@@ -62,20 +63,20 @@ class FairQueue:
         self._served: dict[str, float] = {}
         """Virtual token counters, by tenant."""
         self._lines: dict[tuple[int, str], list[Sequence]] = {}
-        """By (priority, tenant): the waiting sequences in order of arrival. Empty lists are removed."""
+        """By (priority, tenant): the waiting sequences in the order of their places. Empty lists are removed."""
         self._last_left = 0.0
         """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
 
-    def rank(self, seq: Sequence) -> tuple[int, float, int]:
+    def rank(self, seq: Sequence) -> tuple[int, float, tuple[float, int]]:
         """The smallest goes first; among running sequences the largest is preempted first."""
-        return (seq.request.priority, self._served.get(seq.request.tenant, self._last_left), seq.arrival)
+        return (seq.request.priority, self._served.get(seq.request.tenant, self._last_left), seq.place)
 
     def push(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
         if not self._waits(tenant):
             lowest = min((self._served[other] for _, other in self._lines), default=self._last_left)
             self._served[tenant] = max(self._served.get(tenant, 0.0), lowest)
-        insort(self._lines.setdefault((seq.request.priority, tenant), []), seq, key=_arrival)
+        insort(self._lines.setdefault((seq.request.priority, tenant), []), seq, key=_place)
         self._forget()
 
     def peek(self) -> Sequence | None:
@@ -87,7 +88,7 @@ class FairQueue:
         tenant = seq.request.tenant
         key = (seq.request.priority, tenant)
         line = self._lines[key]
-        index = bisect_left(line, seq.arrival, key=_arrival)
+        index = bisect_left(line, seq.place, key=_place)
         assert line[index] is seq, "it does not wait"
         del line[index]
         if not line:
@@ -152,5 +153,5 @@ class FairQueue:
         return any(other == tenant for _, other in self._lines)
 
 
-def _arrival(seq: Sequence) -> int:
-    return seq.arrival
+def _place(seq: Sequence) -> tuple[float, int]:
+    return seq.place

@@ -80,6 +80,8 @@ class Timeline:
     accepted_tokens: int = 0
     """Those of them that were right."""
     first_token: float | None = None
+    last_token: float = 0.0
+    """When the last step ended that gave it tokens; 0: none did."""
     ended: float | None = None
     finish_reason: str | None = None
 
@@ -134,6 +136,8 @@ class History:
         """Called with every step."""
         self.end_listeners: list[Callable[[Timeline], None]] = []
         """Called with every request that has ended."""
+        self.gap_listeners: list[Callable[[float], None]] = []
+        """Called with the seconds from each step that gave a request tokens to the next one that did."""
         self.counts = True
         """`Step.counts` of the next step."""
         self._open: dict[str, Timeline] = {}
@@ -219,6 +223,10 @@ class History:
                 if timeline.cached_tokens is None:
                     timeline.cached_tokens = output.cached_tokens
                     timeline.first_token = record.ended
+                if timeline.last_token:
+                    for told in self.gap_listeners:
+                        told(record.ended - timeline.last_token)
+                timeline.last_token = record.ended
                 if timeline.marks[-1][1] != "decode":
                     timeline.enter("decode", record.ended)
                 if output.finish_reason is not None:

@@ -44,8 +44,7 @@ class Sequence:
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
-        self.rank = (request.priority, arrival)
-        """Among running sequences the smallest goes first."""
+        self.put(0.0)
         self.limit = limit
         """Most tokens it may generate, the context length considered; 0 where a vector is wanted."""
         self.tokens = request.prompt_ids + request.emitted_ids
@@ -82,6 +81,13 @@ class Sequence:
         drafts."""
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest)
+
+    def put(self, place: float) -> None:
+        """Where it stands before its arrival counts; before it waits."""
+        self.place = (place, self.arrival)
+        """Among those of its priority and tenant the smallest goes first."""
+        self.rank = (self.request.priority, *self.place)
+        """Among running sequences the smallest goes first."""
 
     @property
     def needs_every_token(self) -> bool:

@@ -166,3 +166,5 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     loads: list[tuple[str, float]] = []
     """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
     them went on beside earlier steps, and this long the step waited."""
+    generated: int = 0
+    """Tokens that it gave to requests."""

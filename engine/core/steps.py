@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 
+import msgspec
+
 from quire.engine.core.batch import Batch
 from quire.engine.core.executor import Executor, Pending
 from quire.engine.core.history import step_record
@@ -68,7 +70,10 @@ class Steps:
         elif batch is None and not self._under_way:
             self._scheduler.wait()
         self._heartbeat.end_step()
-        return self._scheduler.take_outputs()
+        outputs = self._scheduler.take_outputs()
+        if self.last is not None:
+            self.last = msgspec.structs.replace(self.last, generated=sum(len(each.new_ids) for each in outputs))
+        return outputs
 
     def _learn(self, step: _Launched) -> None:
         output = step.pending.result()

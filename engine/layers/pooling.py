@@ -1,4 +1,5 @@
-"""One vector of each prompt, however the prompt is cut into chunks and whatever shares its steps."""
+"""One vector of each prompt, or of each of its tokens, however the prompt is cut into chunks and whatever shares its
+steps."""
 
 from __future__ import annotations
 
@@ -45,12 +46,16 @@ class Pooler:
         self._head = head
         self._kept = torch.empty(0)
         """[slots, hidden] float64: the sum of a prompt's hidden states so far, or the first."""
-        if pooling.kind != "last":
+        self._parts: dict[int, list[Tensor]] = {}
+        """By slot: vectors [tokens, size] of a prompt's chunks so far, where each token has one."""
+        if pooling.kind in ("mean", "cls"):
             self._kept = torch.zeros((num_slots, hidden_size), dtype=torch.float64, device=device)
 
     def take(self, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor:
-        """The vectors [R, size] float32 of those rows that end their prompts. hidden [T, hidden]: of all of the step's
-        tokens."""
+        """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
+        [T, hidden]: of all of the step's tokens."""
+        if self.pooling.kind == "none":
+            return self._of_tokens(rows, hidden)
         ended = [each for each in rows if each.ends]
         if self.pooling.kind != "last":
             self._keep(rows, hidden)
@@ -62,6 +67,17 @@ class Pooler:
         if self.pooling.kind == "mean":
             pooled /= torch.tensor([[each.length] for each in ended], dtype=pooled.dtype, device=pooled.device)
         return self._head(pooled)
+
+    def _of_tokens(self, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor:
+        found = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
+        for each in rows:
+            if each.row.start == 0:
+                self._parts[each.row.slot] = []
+            parts = self._parts[each.row.slot]
+            parts.append(self._head(hidden[each.begin : each.begin + each.row.count]).float())
+            if each.ends:
+                found += self._parts.pop(each.row.slot)
+        return torch.cat(found)
 
     def _keep(self, rows: Sequence[PooledRow], hidden: Tensor) -> None:
         """Add the rows' tokens to their prompts' sums, or keep their prompts' first tokens."""
@@ -93,19 +109,22 @@ def vector_head(
 
 
 def finished_rows(rows: Sequence[PooledRow], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
-    """By request: the answers of the rows that end, whose vectors [R, size] float32 `Pooler.take` made."""
+    """By request: the answers of the rows that end, whose vectors float32 `Pooler.take` made."""
     ended = [each for each in rows if each.ends]
-    found = vectors.numpy()
+    found = list(vectors.numpy())
+    if pooling.kind == "none":
+        found = np.split(vectors.numpy(), np.cumsum([each.length for each in ended])[:-1])
     return {each.row.request_id: finished(found[i], each.params, pooling) for i, each in enumerate(ended)}
 
 
 def finished(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
-    """A vector [size] float32 as it is answered: an embedding cut and scaled to length 1, scores as probabilities."""
+    """A vector [size] float32, or those of tokens [tokens, size], as it is answered: embeddings cut and scaled to
+    length 1, scores as probabilities."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
-        wide = wide[: params.dimensions]
+        wide = wide[..., : params.dimensions]
         if pooling.normalize if params.activation is None else params.activation:
-            wide /= max(np.sqrt(np.square(wide).sum()), 1e-12)
+            wide /= np.maximum(np.sqrt(np.square(wide).sum(-1, keepdims=True)), 1e-12)
     elif params.activation is not False:
         wide = _activated(wide, pooling)
     return wide.astype("<f4").tobytes()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.errors import InvalidRequest
 from quire.engine.types import EngineInfo, Image, Request, RequestOutput
 
 
@@ -42,6 +43,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for one SnapshotTaken, which is made between two steps."""
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Run something on every rank, between two steps; answered by Called. `content`: see engine/core/executor.py."""
+
+    content: bytes
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True):
@@ -107,12 +114,25 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
     view: EngineSnapshot
 
 
+class Called(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    results: list[bytes]
+    """Of each rank."""
+    refused: str | None = None
+    """Why nothing was called."""
+
+    def checked(self) -> list[bytes]:
+        """The results. Raises InvalidRequest where nothing was called."""
+        if self.refused is not None:
+            raise InvalidRequest(self.refused)
+        return self.results
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Let requests from now on find no prefix of an earlier one."""
 
 
-ToEngine = Submit | Abort | SnapshotRequest | ResetPrefixCache | Sleep | Load | Check
-FromEngine = Ready | Failed | Stepped | SnapshotTaken | Asleep | Refused | Checked
+ToEngine = Submit | Abort | SnapshotRequest | ResetPrefixCache | Call | Sleep | Load | Check
+FromEngine = Ready | Failed | Stepped | SnapshotTaken | Called | Asleep | Refused | Checked
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -182,6 +182,9 @@ class HubLink(Link):
         self._write(SnapshotRequest())
         return await answer
 
+    async def call(self, content: bytes) -> list[bytes] | None:
+        raise InvalidRequest("collective_rpc: with several API processes (api_server_count) no calls are passed on")
+
     def _write(self, message: ToHub) -> None:
         if self._wire is None:
             raise EngineError("the engine was stopped")

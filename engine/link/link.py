@@ -7,13 +7,40 @@ There are four links: InProcessLink (engine/offline/in_process.py) to an engine 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.types import EngineInfo, Request, RequestOutput
+
+_T = TypeVar("_T")
+_M = TypeVar("_M")
+
+
+class Answers(Generic[_T]):
+    """What an engine is asked, whose answers come in the same order."""
+
+    def __init__(self) -> None:
+        self._open: deque[asyncio.Future[_T | None]] = deque()
+
+    async def ask(self, send: Callable[[_M], None], message: _M) -> _T | None:
+        """The answer to a message; None where the engine ends before."""
+        answer: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
+        self._open.append(answer)
+        send(message)
+        return await answer
+
+    def come(self, found: _T | None) -> None:
+        if self._open and not (answer := self._open.popleft()).done():  # whoever asked may have left
+            answer.set_result(found)
+
+    def end(self) -> None:
+        while self._open:
+            self.come(None)
 
 
 class Owner(Protocol):
@@ -106,6 +133,11 @@ class Link(ABC):
     async def snapshot(self) -> EngineSnapshot | None:
         """The requests and pages that the engine has after its current step; None if it ends before it answers. Call
         it only while the engine is responsive."""
+
+    @abstractmethod
+    async def call(self, content: bytes) -> list[bytes] | None:
+        """Run something on every rank of every engine, as engine/core/executor.py writes it; None where an engine sleeps, or
+        ends before it answers. Raises InvalidRequest where none takes calls."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:

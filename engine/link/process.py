@@ -24,6 +24,7 @@ from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.link.engine_messages import (
+    Called,
     Check,
     FromEngine,
     Load,
@@ -143,7 +144,7 @@ class EngineProcess:
         assert self._wire is not None
         (encoded,) = await self._wire.receive()
         message = decode_from_engine(encoded)
-        if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
+        if not isinstance(message, Stepped | SnapshotTaken | Called):  # these may be of the engine before
             self._ready = True
         return message
 

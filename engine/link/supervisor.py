@@ -17,7 +17,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
-from quire.engine.link.link import EngineLink
+from quire.engine.link.link import Answers, EngineLink
 from quire.engine.link.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
 from quire.engine.link.replay import Replay
 from quire.engine.processes.exit_cause import ExitCause
@@ -71,7 +71,7 @@ class ProcessLink(EngineLink):
         """Set when a change needs a process, and it sleeps without one."""
         self._ending = False
         """Whether the process was told to end, because it sleeps."""
-        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
+        self._answers = Answers[messages.SnapshotTaken | messages.Called]()
 
     def launch(self) -> None:
         try:
@@ -176,7 +176,7 @@ class ProcessLink(EngineLink):
     def die(self, message: str) -> None:
         super().die(message)
         self._give_up_change(EngineError(message))
-        self._answer_snapshot(None)
+        self._answers.end()
 
     def send(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -197,13 +197,14 @@ class ProcessLink(EngineLink):
     async def snapshot(self) -> EngineSnapshot | None:
         if self._process is None or not self.ready:
             return None
-        self._snapshot = answer = asyncio.get_running_loop().create_future()
-        self._process.send(messages.SnapshotRequest())
-        return await answer
+        found = await self._answers.ask(self._process.send, messages.SnapshotRequest())
+        return found.view if isinstance(found, messages.SnapshotTaken) else None
 
-    def _answer_snapshot(self, snapshot: EngineSnapshot | None) -> None:
-        if self._snapshot is not None and not self._snapshot.done():
-            self._snapshot.set_result(snapshot)
+    async def call(self, content: bytes) -> list[bytes] | None:
+        if self._process is None or not self.ready:
+            return None
+        found = await self._answers.ask(self._process.send, messages.Call(content))
+        return found.checked() if isinstance(found, messages.Called) else None
 
     def reset_prefix_cache(self) -> None:
         reset_prefix_cache(self._process, self._config)
@@ -213,8 +214,7 @@ class ProcessLink(EngineLink):
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            requests = [self.owner.request(request_id) for request_id in ready]
-            self._process.send(messages.Submit(*messages.apart(requests)))
+            self._process.send(messages.Submit(*messages.apart([self.owner.request(each) for each in ready])))
         self.owner.changed(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
@@ -337,7 +337,9 @@ class ProcessLink(EngineLink):
                     self.owner.deliver(message.outputs, message.step, self.number)
                 case messages.SnapshotTaken():
                     self.stats = message.view.stats.after(self._earlier_stats)
-                    self._answer_snapshot(message.view)
+                    self._answers.come(message)
+                case messages.Called():
+                    self._answers.come(message)
                 case messages.Asleep():
                     self._on_engine_gone(external=True)
                     self.asleep = True
@@ -383,13 +385,12 @@ class ProcessLink(EngineLink):
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
-        what = f"the engine {cause.description} before its weights had changed; please try again"
-        self._give_up_change(Overloaded(what))
+        self._give_up_change(Overloaded(f"the engine {cause.description} before its weights changed; please try again"))
         self.owner.changed(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
         """All that the engine had must go to another one. external: no request can be the cause."""
-        self._answer_snapshot(None)
+        self._answers.end()
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.lost(self.number)
         for request_id in self._replay.engine_exited(external=external):

@@ -126,7 +126,7 @@ class AsyncLLM:
         self._model.check(encoded.ids, info, room=0)
         check_params([params], info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, 1)
-        (found,) = await pool_all(self._client, [encoded[:2]], [params], adapters, lambda: None)
+        (found,) = await pool_all(self._client, [encoded[:2]], [params], adapters, lambda: None, self._model.pooling)
         return found
 
     async def abort(self, request_id: str) -> None:

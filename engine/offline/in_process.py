@@ -139,6 +139,9 @@ class InProcessLink(EngineLink):
     async def snapshot(self) -> EngineSnapshot | None:
         return None if self._engine is None else self._engine.snapshot()
 
+    async def call(self, content: bytes) -> list[bytes] | None:
+        return None if self._engine is None else self._engine.call(content)
+
     def reset_prefix_cache(self) -> None:
         if self._engine is not None:
             self._engine.reset_prefix_cache()

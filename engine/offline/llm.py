@@ -16,7 +16,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.core.executor import call_of, results_of
+from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.weights import Weights
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
@@ -73,14 +74,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: AskedAdapters = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
 
         sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
-        lora_request: an adapter for all prompts, or a list with one, or None, for each.
+        lora_request: an adapter for all prompts, or a list with one, or None, for each. priority: one for each prompt,
+        of which the lowest goes first; which tokens an answer has does not depend on it.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request)
+        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
         self,
@@ -144,6 +147,33 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""
         return metrics_of(self._client.link.stats)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call something on every rank, between two steps: `describe` or `parameters`, or a function of yours, which
+        gets a RankWorker (engine/worker/ranks/calls.py) and then these arguments. Where ranks are processes of their
+        own, they import it by its name. Returns what each rank gave, the first one's first.
+
+        Raises EngineError where one failed, or all took more seconds than `timeout`; InvalidRequest for what cannot be
+        called."""
+
+        async def called() -> list[bytes] | None:
+            async with asyncio.timeout(timeout):
+                return await self._client.link.call(call_of(method, args, kwargs))
+
+        try:
+            found = self._run(called())
+        except TimeoutError:
+            raise EngineError(f"not all ranks answered in {timeout:g} s") from None
+        self._running.check_awake()
+        if found is None:
+            raise EngineError("the engine ended before it answered")
+        return results_of(found)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
@@ -253,6 +283,8 @@ class LLM:
         if "classify" in self.info.tasks:
             prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
             return self._pooled([Encoded(None, ids) for ids in prompts], params, use_tqdm, lora_request)
+        if self._model.pooling.kind == "none":
+            raise InvalidRequest("score needs one vector of each text, not of each token (pooling_type)", param="model")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
         found = dict(zip(texts, vectors, strict=True))
@@ -276,7 +308,8 @@ class LLM:
         check_params(each, self.info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
         with _progress("reading", len(prompts), show_progress) as done:
-            return self._run(pool_all(self._client, [prompt[:2] for prompt in prompts], each, adapters, done))
+            asked = [prompt[:2] for prompt in prompts]
+            return self._run(pool_all(self._client, asked, each, adapters, done, self._model.pooling))
 
     def _answer(
         self,
@@ -284,6 +317,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
         lora_request: AskedAdapters,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             many = [params or self.get_default_sampling_params()] * len(prompts)
@@ -293,12 +327,18 @@ class LLM:
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
         if len(many) != len(prompts):
             raise InvalidRequest(f"sampling_params: {len(many)} for {len(prompts)} prompts", param="sampling_params")
+        urgency = [0] * len(prompts) if priority is None else list(priority)
+        if len(urgency) != len(prompts) or not all(isinstance(each, int) for each in urgency):
+            raise InvalidRequest(f"priority: {len(prompts)} prompts need a list of as many integers", param="priority")
         tasks = [
             self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
             for prompt, one in zip(prompts, many, strict=True)
         ]
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        tasks = [replace(task, adapter=adapter) for task, adapter in zip(tasks, adapters, strict=True)]
+        tasks = [
+            replace(task, adapter=adapter, priority=first)
+            for task, adapter, first in zip(tasks, adapters, urgency, strict=True)
+        ]
         self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
         return self._each(tasks, self._generate, "generating", show_progress)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.link.client import EngineClient
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
 from quire.engine.offline.model import Encoded, Prompt
@@ -128,7 +127,7 @@ class LLMEngine:
             encoded = model.cut(encoded, None, info)
             model.check(encoded.ids, info, room=0)
             check_params([params], info, model.pooling)
-            work = _pool(self._running.client, request_id, encoded, params, adapter)
+            work = _pool(self._running, request_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         request = _Request(request_id, deltas)
         self._open[request_id] = request, self._running.begin(_tell(self._news, request, work))
@@ -183,7 +182,8 @@ async def _tell(news: _News, request: _Request, work: AsyncIterator[Output]) -> 
 
 
 async def _pool(
-    client: EngineClient, request_id: str, prompt: Encoded, params: PoolingParams, adapter: Adapter | None
+    running: RunningEngine, request_id: str, prompt: Encoded, params: PoolingParams, adapter: Adapter | None
 ) -> AsyncIterator[Pooled]:
-    (found,) = await pool_all(client, [prompt[:2]], [params], [adapter], lambda: None)
+    asked = [prompt[:2]], [params], [adapter]
+    (found,) = await pool_all(running.client, *asked, lambda: None, running.model.pooling)
     yield replace(found, request_id=request_id)

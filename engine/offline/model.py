@@ -201,7 +201,7 @@ class Model:
         if len(ids) + room > info.max_model_len:
             wrong = f"has {len(ids)} tokens, the context is {info.max_model_len}"
         elif outside := [token for token in ids if not 0 <= token < self.vocab_size]:
-            wrong = f"has token id {outside[0]}, which is outside the vocabulary"
+            wrong = f"has token id {outside[0]}, which is out of vocabulary"
         if wrong:
             raise InvalidRequest(f"{name} {wrong}", param="prompts")
 

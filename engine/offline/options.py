@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.advice import needless_option, needless_value, other_names, summed_up
-from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
+from quire.engine.config import AtLoad, Dtype, EngineConfig, SpeculativeConfig, Stored
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import load
 
 logger = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -28,7 +29,7 @@ class EngineOptions(TypedDict, total=False):
     model_impl: Literal["auto", "quire", "transformers"]
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
-    quantization: Literal["int8", "int4", "fp8"] | None
+    quantization: Literal[AtLoad, Stored] | None
     quantize_embedding: bool | None
     device: Literal["auto", "cpu", "cuda"]
     attention_backend: str
@@ -52,7 +53,7 @@ class EngineOptions(TypedDict, total=False):
     kv_offload_disk: float | None
     kv_offload_tier: str | None
     runner: Literal["auto", "generate", "pooling"]
-    pooling_type: Literal["auto", "last", "mean", "cls"]
+    pooling_type: Literal["auto", "last", "mean", "cls", "none"]
     classifier_from_token: Sequence[str]
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
     enable_lora: bool
@@ -72,6 +73,9 @@ class EngineOptions(TypedDict, total=False):
     engine_heartbeat_timeout: float
     engine_step_timeout: float
     max_engine_starts: int
+    scheduling_policy: Literal["priority", "fcfs"]
+    scheduler_cls: str | None
+    disable_sliding_window: bool
     seed: int
 
 

@@ -182,7 +182,7 @@ class SamplingParams:
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < vocab_size:
-                    message = f"sampling_params: {name} has token id {token}, which is outside the vocabulary"
+                    message = f"sampling_params: {name} has token id {token}, which is out of vocabulary"
                     raise InvalidRequest(message, param=name)
         return params
 

@@ -21,7 +21,7 @@ class Vector:
     """What the model makes of a prompt."""
 
     data: np.ndarray
-    """[size] float32."""
+    """[size] float32, or where each token has a vector [tokens, size]."""
 
     @property
     def embedding(self) -> list[float]:
@@ -93,6 +93,7 @@ async def pool_all(
     params: Sequence[PoolingParams],
     adapters: Sequence[Adapter | None],
     done: Callable[[], None],
+    pooling: Pooling,
 ) -> list[Pooled]:
     """The vectors of prompts, each a text or None and its token ids; `done` is called after each. Raises EngineError
     when the engine failed one of them."""
@@ -111,7 +112,9 @@ async def pool_all(
             for output in outputs:
                 if output.vector is None:
                     raise EngineError(output.error or "the request was ended")
-                vector = Vector(np.frombuffer(output.vector, dtype="<f4"))
+                data = np.frombuffer(output.vector, dtype="<f4")
+                tokens = len(given[output.id][1])
+                vector = Vector(data.reshape(tokens, -1) if pooling.kind == "none" else data)
                 found[output.id] = Pooled(*given[output.id], vector, output.cached_tokens)
                 done()
     finally:

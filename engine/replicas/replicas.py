@@ -156,6 +156,11 @@ class Replicas(EngineLink):
         there = [each for each in found if each is not None]
         return together(there) if there else None
 
+    async def call(self, content: bytes) -> list[bytes] | None:
+        found = await asyncio.gather(*(each.call(content) for each in self._replicas))
+        there = [each for each in found if each is not None]
+        return [result for each in there for result in each] if len(there) == len(found) else None
+
     def _place(self) -> None:
         """Give the requests that nobody computes to replicas that can, if one can."""
         computing = [each for each in self._replicas if each.ready]

@@ -66,9 +66,13 @@ class Shows:
 class ChatRenderer:
     """Compiles a model's chat templates once and renders conversations with them."""
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelError for a template that is not valid Jinja, or that loops for ever."""
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, any_role: bool = False
+    ) -> None:
+        """`any_role`: messages may have roles that nobody knows. Raises ModelError for a template that is not valid
+        Jinja, or that loops for ever."""
         self._environment = _environment()
+        self._any_role = any_role
         compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
         self._templates = {name: template for name, (template, _) in compiled.items()}
         self._roles = frozenset(role for _, roles in compiled.values() for role in roles)
@@ -106,7 +110,8 @@ class ChatRenderer:
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
                     param="chat_template_kwargs",
                 )
-        check_roles(messages, self._roles)
+        if not self._any_role:
+            check_roles(messages, self._roles)
         turns, tools = self._with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
@@ -119,7 +124,7 @@ class ChatRenderer:
     def with_template(self, source: str) -> ChatRenderer:
         """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
         try:
-            renderer = ChatRenderer({"default": source}, self._special_tokens)
+            renderer = ChatRenderer({"default": source}, self._special_tokens, any_role=self._any_role)
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
         renderer._call = self._call

@@ -22,7 +22,9 @@ def check_roles(messages: Sequence[Mapping[str, Any]], named: Set[str]) -> None:
         role = message["role"]
         if role not in ROLES and role not in named:
             hint = (
-                nearest(role.lower(), ROLES) or f"it must be one of {', '.join(ROLES)}, or named by the chat template"
+                nearest(role.lower(), ROLES)
+                or f"it must be one of {', '.join(ROLES)}, or named by the chat template, unless the server has "
+                "--allow-unknown-roles"
             )
             raise InvalidRequest(f"messages[{number}].role: unknown role {role!r}; {hint}", param="messages")
 

@@ -33,7 +33,7 @@ Stamp = tuple[str, int, int, int, int, int]
 def identity_of(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
     """`weights`: their hash; `layout`: see PageMover. The code that computes keys and values counts too."""
     asked = (
-        config.quantization,
+        config.at_load,
         config.quantize_embedding,
         config.dtype,
         config.kv_cache_dtype,

@@ -89,6 +89,7 @@ def start_encoder(
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
         no_images=TEXT_ALONE,
+        everywhere=None,
     )
 
 

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader, Executor
+from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import Modules
 from quire.engine.models.decoder import Decoder, DecoderSpec
@@ -89,6 +89,8 @@ class Worker:
     """What other weights must hold to take the place of these."""
     no_images: str
     """Why requests may not bring images; "" where they may."""
+    everywhere: Everywhere | None
+    """Calls something on every rank; None: what computes takes no calls."""
 
 
 def start_worker(
@@ -170,6 +172,7 @@ def _start(
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
         no_images=tower.why_not,
+        everywhere=ranks.everywhere(model),
     )
 
 

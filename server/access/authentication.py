@@ -22,7 +22,8 @@ ADMIN_PATHS = frozenset(
     {
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"),
         *("/sleep", "/wake_up", "/is_sleeping"),
-        *("/update_weights", "/init_weights_group", "/close_weights_group"),
+        *("/update_weights", "/init_weights_group", "/close_weights_group", "/api/pull"),
+        "/collective_rpc",
     }
 )
 """More of these."""

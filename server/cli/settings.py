@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quire.engine.checkpoint.names import ANY_GGUF
-from quire.engine.config import Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import Settings, is_list, load, presets, split
 from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
@@ -65,14 +65,14 @@ def add_fields(
     """Add one flag per field of `model`, under the title of the first class in `titles` that has it. Returns these by
     the fields' names.
 
-    Fields of none of these classes get no flag.
+    Fields of none of these classes get no flag, nor those whose flag the parser has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
     for name, field in model.model_fields.items():
         section = next((group for base, group in sections.items() if name in base.model_fields), None)
-        if section is not None:
-            flag = "--" + name.replace("_", "-")
+        flag = "--" + name.replace("_", "-")
+        if section is not None and flag not in parser._option_string_actions:
             actions[name] = section.add_argument(flag, **_form(field), help=_help(field))
     return actions
 

@@ -34,10 +34,20 @@ from quire.server.routes.ollama.endpoints import held, named, tagged
 from quire.server.runtime import BODIES_BYTES, Models, Runtime
 
 router = APIRouter(include_in_schema=False)
-_ASLEEP = frozenset({"/tokenize", "/detokenize", "/sleep", "/wake_up", "/update_weights", "/v1/messages/count_tokens"})
+_ASLEEP = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/sleep",
+        "/wake_up",
+        "/update_weights",
+        "/v1/messages/count_tokens",
+    }
+)
 """What is posted here needs no engine, or wakes it itself."""
-_OF_ALL = frozenset({"/v1/models", "/api/tags", "/api/ps", "/metrics", "/health", "/live", "/ready", "/ping"})
-_CHANGES = "/v1/models/load", "/v1/models/unload"
+_OF_ALL = frozenset({"/v1/models", "/api/tags", "/api/ps", "/metrics", "/load", "/health", "/live", "/ready", "/ping"})
+_CHANGES = "/v1/models/load", "/v1/models/unload", "/api/pull"
 _FILES = "/v1/files"
 """Bodies that are sent here are forms."""
 _STORED = ("/v1/streams/", "/v1/responses/", "/v1/conversations", "/v1/requests/", "/v1/batches", _FILES)

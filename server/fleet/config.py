@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.config import EngineConfig, load
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.folder import explained
+from quire.engine.settings.reader import load
 from quire.server.adapters import named_adapters
 from quire.server.config import ServerConfig
 
@@ -23,10 +24,11 @@ that a model alone would get depends on what else runs."""
 _OF_A_MODEL = {
     *EngineConfig.model_fields,
     *("served_model_name", "lora_modules", "max_logprobs", "max_queued_requests", "max_queued_tokens"),
-    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser", "allow_unknown_roles"),
+    *("return_tokens_as_token_ids", "enable_per_request_metrics"),
 }
 """The settings that a model may have for itself; the others are the server's."""
-_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier"}
+_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls"}
 """Settings that write to the disk or run somebody's code: not over HTTP."""
 _MAX_NAME = 256
 _Seconds = Annotated[float, Meta(ge=0)]

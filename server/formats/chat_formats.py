@@ -38,7 +38,7 @@ class ChatFormats:
 
     @classmethod
     def chosen(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
-        renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
+        renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, any_role=config.allow_unknown_roles)
         template = "\n".join(tokenizer.chat_templates.values())
         prober = Prober(renderer)
         turn = _turn(prober)

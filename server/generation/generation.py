@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.engine.core.history import Timeline
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.fold import Answer
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
 from quire.server.store.calls import Progress
+
+TIMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int | None = None
     """None where no reasoning is looked for."""
+    metrics: Mapping[str, float | None] | None = None
+    """When what came; None where nobody asks."""
 
     @property
     def total_tokens(self) -> int:
@@ -40,6 +45,22 @@ class Usage:
         if self.reasoning_tokens is not None:
             counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return counts
+
+
+def times(timeline: Timeline) -> dict[str, float | None]:
+    """Of one answer, by vLLM's names: by the clock of the engine, from its first step on; None before there is one."""
+    began = next((at for at, phase in timeline.marks if phase != "queued"), None)
+    first, last, count = timeline.first_token, timeline.last_token, timeline.output_tokens
+    if began is None or first is None:
+        return dict.fromkeys(TIMES)
+    values = (
+        (first - began) * 1e3,
+        (last - first) * 1e3,
+        (began - timeline.submitted) * 1e3,
+        (last - first) * 1e3 / (count - 1) if count > 1 else None,
+        count / (last - began) if last > began else None,
+    )
+    return dict(zip(TIMES, values, strict=True))
 
 
 class Sink(Protocol):
@@ -99,7 +120,13 @@ class Generation(ABC):
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             cached_tokens=sum(choice.cached_tokens for choice in first_of_prompts),
             reasoning_tokens=self.reasoning_tokens,
+            metrics=None if not self._spec.timed or self.timeline is None else times(self.timeline),
         )
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What happened to the only choice; None where there are several, or it is not told."""
+        return None
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Questions that a call of /v1/decisions asks, one of each of its prompts."""
+"""Questions that one token answers: those of /v1/decisions, one of each of its prompts, and the labels of a score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    type: Literal["predicate", "choice", "score"]
+    type: Literal["predicate", "choice", "score", "labels", "shares"]
+    """labels: how likely each token is among all; shares: among these."""
     name: str | None
     options: Sequence[str | bool]
     """What may be answered: yes and no of a predicate, values of a choice, the levels' labels of a score."""

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from quire.engine.core.history import Timeline
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class Sampling(Generation):
             for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True)
         ]
         self._stream = client.submit(requests, spec.answer_id)
+        self._timeline = client.history.find(requests[0].id) if spec.timed else None
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
@@ -156,8 +158,6 @@ class Sampling(Generation):
                 choice.first_at = now
                 self._deadlines.first_token()
                 self._metrics.first_token(now - self._began)
-            else:
-                self._metrics.next_token(now - choice.last_at)
             choice.last_at = now
         if delta is not None:
             self._end_with(output.id, delta)
@@ -168,6 +168,10 @@ class Sampling(Generation):
         if delta.finish_reason is not None:
             self._stream.abort(request_id, delta.finish_reason)  # Does nothing when the engine has ended it.
             self._end(self._by_id[request_id], delta.finish_reason)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return self._timeline
 
     @property
     def weights_version(self) -> str:

@@ -93,6 +93,8 @@ class GenerationSpec:
     token_ids: bool = False
     """Answers give the token ids of prompt and answer."""
     tokens_as_token_ids: bool = False
+    timed: bool = False
+    """Whether its usage tells when what came: of one answer."""
     """Log probabilities name tokens `token_id:123`."""
     response: ResponseFields | None = None
     """Of a call of the Responses API."""

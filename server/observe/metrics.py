@@ -106,13 +106,11 @@ class Metrics:
         self._engines.register(EngineCollector(client, model_name))
         self._registry = CollectorRegistry()  # what this process counts
         self._registry.register(RefusalCollector(client, model_name, rejections))
-        self._between = SpanCollector(
-            "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", model_name, TOKEN_SECONDS
-        )
+        told = "Seconds between the steps that gave a request tokens."
+        self._between = SpanCollector("vllm:inter_token_latency_seconds", told, model_name, TOKEN_SECONDS)
         self._registry.register(self._between)
         self.rolling = RollingStats(client, self._between.add)
-        self.next_token = self.rolling.next_token
-        """Count a token that came so many seconds after the last one of its stream."""
+        client.history.gap_listeners.append(self.rolling.next_token)
         labels = ("model_name", "engine")
         lengths = length_buckets(max_model_len)
 
@@ -136,7 +134,7 @@ class Metrics:
         )
         self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
-        self._step_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+        self._step_tokens = histogram("vllm:iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKENS)
         self._phases = [(histogram(name, text, REQUEST_SECONDS), phases) for name, text, phases in PHASES]
         self._computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths
@@ -217,7 +215,8 @@ class Metrics:
 
     def _stepped(self, step: Step) -> None:
         if step.counts:
-            self._step_tokens.observe(step.record.tokens)
+            prompts = sum(count for _, _, count in step.record.chunks)
+            self._step_tokens.observe(prompts + step.record.generated)
         self.rolling.count()  # of the step before
 
     def _ended(self, timeline: Timeline) -> None:

@@ -91,7 +91,7 @@ class RollingStats:
         return [each for each in self._bins if second <= each.second < now]
 
     def next_token(self, seconds: float) -> None:
-        """A token came so long after the last one of its stream."""
+        """A step gave a request tokens so long after the last one that did."""
         if not self._gaps:
             self._gaps_bin = self.now()
         self._gaps.append(seconds)

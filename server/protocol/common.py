@@ -15,6 +15,7 @@ from quire.engine.types import MAX_STOP_STRINGS
 from quire.server.protocol.bounds import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_ENTRIES,
     MAX_FIELDS,
     MAX_IDS,
     MAX_LISTED,
@@ -32,7 +33,6 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "mcp_servers": ([],),
-    "kv_transfer_params": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
@@ -137,6 +137,20 @@ class StreamOptions(RequestBody):
     """With include_usage: every chunk gives the usage so far."""
 
 
+class KvTransferParams(RequestBody):
+    """What vLLM's prefill servers hand to those that decode. Keys and values are not transferred, ids are used."""
+
+    prompt_token_ids: Annotated[list[StrictInt], AtMost(MAX_ENTRIES)] = Field(default_factory=list)
+    """Of the whole prompt, which is not tokenized again."""
+
+    @model_validator(mode="after")
+    def ids_alone(self) -> KvTransferParams:
+        if asked := [name for name, value in (self.model_extra or {}).items() if value]:
+            message = f"kv_transfer_params.{asked[0]} is not supported: prompt_token_ids alone is read"
+            raise InvalidRequest(message, param="kv_transfer_params")
+        return self
+
+
 class GenerationBody(RequestBody):
     """The fields that completions and chat have in common."""
 
@@ -170,6 +184,7 @@ class GenerationBody(RequestBody):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
+    kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -192,6 +207,11 @@ class GenerationBody(RequestBody):
     """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
     cache_salt: str = Field("", max_length=MAX_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Token ids of the prompt where another server has made them; empty: nobody has."""
+        return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def include_usage(self) -> bool:

@@ -20,14 +20,14 @@ def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate(value)
     except ValidationError:
         raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+            "prompt must be a string, a list of token ids, or a list of strings and lists of token ids",
             param="prompt",
         ) from None
 
 
 Texts = Annotated[list[str], AtMost(MAX_ENTRIES)]
 Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
-Prompts = Annotated[str | Texts | Ids | Annotated[list[Ids], AtMost(MAX_ENTRIES)], WrapValidator(_one_complaint)]
+Prompts = Annotated[str | Texts | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)], WrapValidator(_one_complaint)]
 
 
 class CompletionRequest(GenerationBody):

@@ -111,3 +111,10 @@ class OllamaShowRequest(RequestBody):
     name: str | None = None
     """The older name of model."""
     verbose: bool = False
+
+
+class OllamaPullRequest(RequestBody):
+    model: str | None = None
+    name: str | None = None
+    """The older name of model."""
+    stream: bool = True

@@ -22,7 +22,7 @@ def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate(value)
     except ValidationError:
         raise InvalidRequest(
-            "input must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+            "input must be a string, a list of token ids, or a list of strings and lists of token ids",
             param="input",
         ) from None
 
@@ -30,7 +30,7 @@ def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
 Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
 Inputs = Annotated[
-    str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[Ids], AtMost(MAX_ENTRIES)],
+    str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)],
     WrapValidator(_one_complaint),
 ]
 
@@ -71,6 +71,27 @@ class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     """Keep only so many of the first numbers."""
+
+
+class CohereEmbedRequest(PoolingBody):
+    """Cohere's second version of it, for texts."""
+
+    texts: Texts
+    input_type: str | None = Field(None, max_length=MAX_NAME)
+    """search_query, search_document and so on: the model's own text of that name, or of its last word, is put before
+    each, where it has one."""
+    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], AtMost(4)] = Field(["float"])
+    """binary and ubinary: a bit for each number, which says whether it is above 0, eight in an int8 or uint8."""
+    output_dimension: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    truncate: Literal["NONE", "START", "END"] = "END"
+    """Which end of a text is cut off that is too long for the model, or for max_tokens."""
+
+    @model_validator(mode="after")
+    def texts_alone(self) -> CohereEmbedRequest:
+        if asked := next((name for name in ("images", "inputs") if (self.model_extra or {}).get(name)), None):
+            raise InvalidRequest(f"{asked}: vectors are made of texts alone", param=asked)
+        return self
 
 
 class PoolingRequest(EmbeddingRequest):

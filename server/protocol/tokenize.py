@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, in the shapes of vLLM and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    """llama.cpp's name of a prompt, for which special tokens are not added unless add_special says so."""
+    add_special: bool = False
+    with_pieces: bool = False
+    """Tokens are objects with an id and the piece of text that it is, or its bytes where they are none."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
@@ -32,8 +37,8 @@ class TokenizeRequest(RequestBody):
 
     @model_validator(mode="after")
     def one_of_two(self) -> TokenizeRequest:
-        if (self.prompt is None) is (self.messages is None):
-            raise InvalidRequest(f"give either prompt or messages{self.misspelt()}", param="prompt")
+        if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
+            raise InvalidRequest(f"give either prompt, content or messages{self.misspelt()}", param="prompt")
         if self.continue_final_message:
             both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
             check_continuation(self.messages or (), both)

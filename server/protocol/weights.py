@@ -1,11 +1,12 @@
-"""POST /update_weights and /init_weights_group."""
+"""POST /update_weights, /init_weights_group and /collective_rpc."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quire.engine.errors import InvalidRequest
 from quire.server.protocol.common import RequestBody
 
 
@@ -38,3 +39,18 @@ class WeightsGroupRequest(RequestBody):
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """Seconds to wait for the other members: at the start, and in each broadcast."""
+
+
+class CallRequest(RequestBody):
+    method: Annotated[str, Field(max_length=200)]
+    """A name; functions come from programs alone."""
+    args: list[Any] = Field(default_factory=list)
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The body's kwargs. Raises InvalidRequest."""
+        given = (self.model_extra or {}).get("kwargs", {})  # no field can have this name
+        if not isinstance(given, dict):
+            raise InvalidRequest("kwargs: must be an object", param="kwargs")
+        return given

@@ -45,8 +45,8 @@ def chat_call(
     tools = tool_use(body, model.formats.tools)
     ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats.template)]
     headers = ignored_header(ignored, config.strict)
-    check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs)
-    check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
+    check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     params = sampling_params(
         body,
         model,
@@ -68,6 +68,7 @@ def chat_call(
         params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
         headers=headers,
+        config=config,
         message=message,
         grammars=grammars,
         parts=tools.schemas if grammars else (),

@@ -18,9 +18,11 @@ class NeedsWorker(Exception):
     """What a body asks for may only be done in a worker process, which can be killed."""
 
 
-def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
-    if value is not None and value > max_logprobs:
-        raise InvalidRequest(f"{name} must be at most {max_logprobs}, got {value}", param=name)
+def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
+    """`max_logprobs`: the operator's bound; -1: the vocabulary."""
+    most = vocab_size if max_logprobs == -1 else max_logprobs
+    if value is not None and value > most:
+        raise InvalidRequest(f"{name} must be at most {most}, got {value}", param=name)
 
 
 def check_prompt_logprobs(alternatives: int | None, tokens: int) -> None:
@@ -57,7 +59,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     for token_id in (min(ids), max(ids)) if ids else ():
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
+                f"{param}: token id {token_id} is out of vocabulary (0 to {vocab_size - 1})",
                 param=param,
             )
 
@@ -80,7 +82,7 @@ def check_texts(value: Any, param: str) -> None:
 def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
     """A prompt must have a token to continue, and leave room for one more."""
     if not ids:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
+        raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) >= max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens, but {param} came to {len(ids)} tokens, "

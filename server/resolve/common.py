@@ -64,6 +64,7 @@ def resolved(
     params: SamplingParams,
     logprobs: bool,
     headers: Mapping[str, str],
+    config: ServerConfig,
     message: MessageFormat | None = None,
     echo: bool = False,
     echo_only: bool = False,
@@ -83,9 +84,7 @@ def resolved(
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
     check_carried(params, len(prompts) * params.n)
-    if body.use_beam_search and params.grammar is not None:
-        message_text = "use_beam_search is not available together with structured outputs"
-        raise InvalidRequest(message_text, param="use_beam_search")
+    _check_beam_search(body, params)
     spec = GenerationSpec(
         id=f"{id_prefix}{secrets.token_hex(16)}",
         id_prefix=id_prefix,
@@ -110,10 +109,17 @@ def resolved(
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
-        tokens_as_token_ids=body.return_tokens_as_token_ids,
+        tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
+        timed=config.enable_per_request_metrics and len(prompts) * params.n == 1,
         headers=headers,
     )
     return Resolved(spec, grammars, parts)
+
+
+def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:
+    if body.use_beam_search and params.grammar is not None:
+        message = "use_beam_search is not available together with structured outputs"
+        raise InvalidRequest(message, param="use_beam_search")
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

@@ -31,8 +31,8 @@ def completion_call(
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
     headers = ignored_header([*ignored, *body.ignored_params()], config.strict)
-    check_logprobs("logprobs", body.logprobs, config.max_logprobs)
-    check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
+    check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_only = body.echo and max_tokens == 0
     if echo_only and body.logprob_token_ids:
@@ -58,6 +58,7 @@ def completion_call(
         params=params,
         logprobs=body.logprobs is not None,
         headers=headers,
+        config=config,
         echo=body.echo,
         echo_only=echo_only,
         grammars=() if asked is None else [asked],

@@ -17,6 +17,7 @@ from quire.server.resolve.pooling import (
     check_asked,
     check_count,
     check_vector_length,
+    check_whole,
     cut_limit,
     named_prompt,
     text_ids,
@@ -116,6 +117,7 @@ def _by_cosine(
 ) -> Inputs:
     """Each text once, however often it is compared. Rankings put the model's own prompts for queries and documents
     before the texts, if it has them."""
+    check_whole(model)
     before = {"query": "", "document": ""}
     known = {} if model.pooling is None else model.pooling.prompts
     for role in before:

@@ -25,11 +25,14 @@ from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import check_fits
 from quire.server.served_model import ServedModel
 
+MAX_NUMBERS = 2**24
+"""Of one answer, where each token has a vector."""
+
 
 def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse(given, EmbeddingRequest)
-    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format), model, config)
+    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format, size=token_size(body, model)), model, config)
 
 
 def embedding_spec(
@@ -37,8 +40,24 @@ def embedding_spec(
 ) -> VectorSpec:
     """Raises as above."""
     check_asked(body, "embed", model)
+    if not isinstance(answer, EmbeddingsAnswer):
+        check_whole(model)
     params = embedding_params(body, model)
     return vector_spec(body, "embd", input_ids(body, model), params, answer, model, config)
+
+
+def token_size(body: EmbeddingRequest, model: ServedModel) -> int | None:
+    """Numbers of each token's vector, where tokens have some."""
+    if model.pooling is None or model.pooling.kind != "none":
+        return None
+    return body.dimensions or model.pooling.size
+
+
+def check_whole(model: ServedModel) -> None:
+    """Raises InvalidRequest where a text has no vector of its own."""
+    if model.pooling is not None and model.pooling.kind == "none":
+        message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
+        raise InvalidRequest(message, param="model")
 
 
 def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
@@ -51,7 +70,7 @@ def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> V
         if body.dimensions is not None:
             raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
         params = PoolingParams(task=task, activation=body.activation)
-    answer = EmbeddingsAnswer(body.encoding_format, "pooling")
+    answer = EmbeddingsAnswer(body.encoding_format, "pooling", None if task == "classify" else token_size(body, model))
     return vector_spec(body, "pool", input_ids(body, model), params, answer, model, config)
 
 
@@ -89,6 +108,11 @@ def vector_spec(
 ) -> VectorSpec:
     """`params`: of all prompts, or of each."""
     each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+    pooling = model.pooling
+    if pooling is not None and pooling.kind == "none" and sum(map(len, prompts)) * pooling.size > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"input: vectors of all tokens are more than {MAX_NUMBERS} numbers: send less", param="input"
+        )
     return VectorSpec(
         id=f"{prefix}-{secrets.token_hex(16)}",
         name="" if body.request_id is None else f"{prefix}-{body.request_id}",
@@ -106,28 +130,32 @@ def vector_spec(
 def input_ids(body: InputBody, model: ServedModel) -> list[list[int]]:
     """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
     given = body.input
+    inputs: Sequence[str | list[int]]
     if isinstance(given, str):
-        return text_ids(body, [named_prompt(body.prompt_name, model) + given], model)
-    if not given:
-        raise InvalidRequest("input must not be empty", param="input")
-    texts = [one for one in given if isinstance(one, str)]
-    rows = [one for one in given if isinstance(one, list)]
-    if texts:
-        before = named_prompt(body.prompt_name, model)
-        return text_ids(body, [before + text for text in texts], model)
-    if body.prompt_name is not None:
+        inputs = [given]
+    elif given and isinstance(given[0], int):
+        inputs = [[one for one in given if isinstance(one, int)]]
+    else:
+        inputs = [one for one in given if not isinstance(one, int)]
+    if not inputs:
+        raise InvalidRequest("input cannot be empty", param="input")
+    check_count(len(inputs), "input")
+    texts = [one for one in inputs if isinstance(one, str)]
+    if body.prompt_name is not None and len(texts) < len(inputs):
         raise InvalidRequest("prompt_name needs an input of texts, not of token ids", param="prompt_name")
-    rows = rows or [[one for one in given if isinstance(one, int)]]
-    check_count(len(rows), "input")
+    before = named_prompt(body.prompt_name, model) if texts else ""
+    encoded = iter(text_ids(body, [before + text for text in texts], model))
+    return [next(encoded) if isinstance(one, str) else checked_ids(body, one, model) for one in inputs]
+
+
+def checked_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
+    """An input that is given as token ids, cut where that is asked for. Raises InvalidRequest."""
+    check_token_ids(ids, model.vocab_size, "input")
     limit = cut_limit(body, model)
-    found = []
-    for ids in rows:
-        check_token_ids(ids, model.vocab_size, "input")
-        if limit is not None and len(ids) > limit:
-            ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
-        check_vector_length(ids, model, "input")
-        found.append(ids)
-    return found
+    if limit is not None and len(ids) > limit:
+        ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
+    check_vector_length(ids, model, "input")
+    return ids
 
 
 def text_ids(
@@ -185,7 +213,7 @@ def check_count(count: int, param: str) -> None:
 def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
     """A prompt must have a token; unlike one that is answered, it may fill the context."""
     if not ids:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
+        raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) > model.context_length:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {model.context_length} tokens, but {param} came to {len(ids)} "

@@ -37,14 +37,19 @@ def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prom
     """The prompts, at least one. Raises InvalidRequest naming the parameter."""
     prompt = body.prompt
     given: Sequence[str | list[int]]
-    if isinstance(prompt, str):
+    if body.known_ids:
+        if body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)):
+            message = "kv_transfer_params: prompt_token_ids are those of one prompt, without a suffix"
+            raise InvalidRequest(message, param="kv_transfer_params")
+        given = [body.known_ids]
+    elif isinstance(prompt, str):
         given = [prompt]
     elif prompt and isinstance(prompt[0], int):
         given = [[token_id for token_id in prompt if isinstance(token_id, int)]]
     else:
         given = [one for one in prompt if not isinstance(one, int)]
     if not given:
-        raise InvalidRequest("prompt must not be empty", param="prompt")
+        raise InvalidRequest("prompt cannot be empty", param="prompt")
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
     texts = [one for one in given if isinstance(one, str)]
@@ -55,7 +60,7 @@ def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prom
         if isinstance(one, str):
             prompts.append(Prompt(next(encoded), one))
         else:
-            check_token_ids(one, model.vocab_size, "prompt")
+            check_token_ids(one, model.vocab_size, "kv_transfer_params" if body.known_ids else "prompt")
             prompts.append(Prompt(one))
     if body.suffix:
         # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
@@ -120,14 +125,31 @@ def chat_prompt(
             param="messages",
         )
     asked = asked_images(body.messages, model)
+    if body.known_ids:
+        return known_prompt(body, model, asked)
     text = rendered(body, model, tools, trusted=trusted)
     if asked:
         return image_prompt(body, model, text, asked)
     cut = body.truncate_prompt_tokens is not None
     (ids,) = encode(model, [text], body.add_special_tokens, "messages", cut=cut)
+    prompt = chat_cut(ids, body, model)
+    return Prompt(prompt.ids, continued(body, text)) if body.echo else prompt
+
+
+def known_prompt(body: ChatRequest, model: ServedModel, asked: Sequence[Asked]) -> Prompt:
+    """The ids that another server has made of the conversation. Raises InvalidRequest."""
+    if asked or body.echo:
+        message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
+        raise InvalidRequest(message, param="kv_transfer_params")
+    check_token_ids(body.known_ids, model.vocab_size, "kv_transfer_params")
+    return chat_cut(body.known_ids, body, model)
+
+
+def chat_cut(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
+    """A conversation's ids, cut where that is asked for. Raises InvalidRequest for too many."""
     prompt = truncated(Prompt(ids), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
     check_length(prompt.ids, model.context_length, "messages")
-    return Prompt(prompt.ids, continued(body, text)) if body.echo else prompt
+    return prompt
 
 
 def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequence[Asked]) -> Prompt:

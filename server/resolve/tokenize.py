@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.protocol.common import ignored_header
@@ -26,24 +27,50 @@ def tokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     body = parse(given, TokenizeRequest)
     model.answer_name(body.model)
     headers = ignored_header(body.ignored_params(), config.strict)
-    if body.messages is None:
-        text, param, special = body.prompt or "", "prompt", True
-    else:
-        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
-            [message.as_dict() for message in body.messages],
-            tools=[spec.as_dict() for spec in body.tools],
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-        )
-        text = with_images(text, body.messages, model)
-        param, special = "messages", False
+    text, param, special = _text(body, model, config)
     check_text(text, param)
     special = special if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(text, add_special_tokens=special)
     strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
     told = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
+    if body.with_pieces:
+        told["tokens"] = [{"id": each, "piece": _piece(model.tokenizer.token_bytes(each))} for each in ids]
     return Reply(encode_json(told), headers)
+
+
+def templated(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
+    """The text of a conversation. Raises as above."""
+    body = parse(given, TokenizeRequest)
+    model.answer_name(body.model)
+    if body.messages is None:
+        raise InvalidRequest(f"messages: field required{body.misspelt()}", param="messages")
+    headers = ignored_header(body.ignored_params(), config.strict)
+    text, param, _ = _text(body, model, config)
+    check_text(text, param)
+    return Reply(encode_json({"prompt": text}), headers)
+
+
+def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tuple[str, str, bool]:
+    """What is to be tokenized, the field that it comes from, and whether special tokens are added by default."""
+    if body.content is not None:
+        return body.content, "content", body.add_special
+    if body.messages is None:
+        return body.prompt or "", "prompt", True
+    text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
+        [message.as_dict() for message in body.messages],
+        tools=[spec.as_dict() for spec in body.tools],
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    return with_images(text, body.messages, model), "messages", False
+
+
+def _piece(text: bytes) -> str | list[int]:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return list(text)
 
 
 def detokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
@@ -53,4 +80,4 @@ def detokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply
     headers = ignored_header(body.ignored_params(), config.strict)
     check_token_ids(body.tokens, model.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return Reply(encode_json({"prompt": text}), headers)
+    return Reply(encode_json({"prompt": text, "content": text}), headers)

@@ -4,6 +4,8 @@ others in place."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -14,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
+from quire.engine.core.executor import call_of, results_of
+from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, Timeout
 from quire.engine.link.broadcast import Group, Tensor
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.recent import adapters, merged, recent_answers
-from quire.server.protocol.weights import BroadcastTensor, UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.protocol.weights import BroadcastTensor, CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import documented, worked_on
 from quire.server.runtime import Runtime, runtime_of, tell_version
@@ -151,6 +154,28 @@ async def close_weights_group(request: Request) -> Response:
     """Leave the group. The weights that came over it are served on."""
     await runtime_of(request).weights_group.leave()
     return _state(request)
+
+
+@router.post("/collective_rpc", response_model=None, openapi_extra=documented(CallRequest))
+async def collective_rpc(request: Request) -> Response:
+    """Call a method of the ranks by its name, between two steps, where --dev-endpoints lets it."""
+    runtime = runtime_of(request)
+    if not runtime.config.dev_endpoints:
+        raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
+    body = await worked_on(request, _call)
+    try:
+        async with asyncio.timeout(body.timeout):
+            found = await runtime.client.link.call(call_of(body.method, body.args, body.named))
+    except TimeoutError:
+        raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
+    if found is None:
+        raise Overloaded("the engine sleeps, or is being replaced")
+    results = json.dumps({"results": results_of(found)}, default=repr)
+    return Response(results, media_type="application/json")
+
+
+def _call(body: bytes, model: ServedModel, config: ServerConfig) -> CallRequest:
+    return parse(body, CallRequest)
 
 
 def _update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /live, /ping, /version and /metrics."""
+"""GET /health, /ready, /live, /ping, /version, /load and /metrics."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ async def live(request: Request) -> Response:
 @router.get("/version")
 async def version() -> dict[str, str]:
     return {"version": VERSION}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """How many requests are open, as vLLM tells load balancers; of this process, where several speak HTTP."""
+    return {"server_load": sum(runtime.client.num_open for runtime in server_of(request).models.loaded)}
 
 
 @router.get("/metrics", response_model=None)

@@ -1,4 +1,4 @@
-"""Cohere's SDK: /v2/rerank."""
+"""Cohere's SDK: /v2/rerank and /v2/embed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def test_documents_are_ranked(server: Any) -> None:
     assert ranked.meta.api_version.version == "2"
     best = client.rerank(model=MODEL, query=TEXTS[1], documents=TEXTS, top_n=2)
     assert best.results == ranked.results[:2]
+
+
+def test_texts_become_vectors_of_each_type(server: Any) -> None:
+    client = cohere.ClientV2(api_key="none", base_url=server.url)
+    kinds = ["float", "ubinary"]
+    told = client.embed(model=MODEL, texts=TEXTS, input_type="search_document", embedding_types=kinds)
+    own = httpx.post(f"{server.url}/v1/embeddings", json={"input": TEXTS}).json()["data"]
+    assert told.embeddings.float_ is not None
+    assert told.embeddings.ubinary is not None
+    assert told.texts == TEXTS
+    for found, bits, each in zip(told.embeddings.float_, told.embeddings.ubinary, own, strict=True):
+        assert found == pytest.approx(each["embedding"], abs=1e-6)
+        assert len(bits) == -(-len(found) // 8)
 
 
 def test_errors_are_the_sdk_s(server: Any) -> None:

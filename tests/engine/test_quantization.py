@@ -178,5 +178,16 @@ def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    with pytest.raises(ConfigError, match="quantization: the checkpoint's weights are quantized already"):
-        engine(path, quantization="int8")
+    for asked in ("int8", "awq"):
+        with pytest.raises(ConfigError, match=f"quantization: {asked} is asked for, but .* are gptq"):
+            engine(path, quantization=asked)
+
+
+def test_a_name_of_vllm_s_is_checked_against_the_checkpoint_s_own(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"quantization: gptq_marlin is asked for, but .* are not quantized"):
+        engine(path, quantization="gptq_marlin")
+    assert EngineConfig(quantization="fp8").of_checkpoint("fp8").quantization is None
+    assert EngineConfig(quantization="fp8").of_checkpoint("gptq").quantization == "fp8"
+    assert EngineConfig(quantization="gptq_marlin").stored_as == "gptq"
+    assert EngineConfig(quantization="int4").stored_as is None

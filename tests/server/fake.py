@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from itertools import count
+from time import monotonic
 
 import msgspec
 
-from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
 from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
@@ -125,6 +127,11 @@ class FakeEngine(EngineLink):
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
 
+    async def call(self, content: bytes) -> list[bytes]:
+        """On a rank that is its own argument."""
+        method, args, kwargs = pickle.loads(content)
+        return [pickle.dumps(([method, *args, kwargs], None))]
+
     async def snapshot(self) -> EngineSnapshot:
         self.looks += 1
         if self.silent:
@@ -159,6 +166,7 @@ class FakeEngine(EngineLink):
             if not self.running:
                 self._work.clear()
                 continue
+            began = monotonic()
             outputs = [self._step(request) for request in list(self.running.values())]
             for output in outputs:
                 if output.finish_reason is not None:
@@ -166,7 +174,8 @@ class FakeEngine(EngineLink):
             self.generated += sum(len(output.new_ids) for output in outputs)
             stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
             self.stats = msgspec.structs.replace(stats, generation_tokens=self.generated)
-            self.owner.deliver(outputs)
+            times, new = (began, began, monotonic(), monotonic()), sum(len(output.new_ids) for output in outputs)
+            self.owner.deliver(outputs, StepRecord(step, *times, len(outputs), len(outputs), [], [], generated=new))
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

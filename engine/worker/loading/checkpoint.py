@@ -55,13 +55,13 @@ def open_weights(
     stored = _stored(path, model_config) if tensors is None else iter(tensors)
     stream = as_linears(model_config, stored, gguf=not path.is_dir())
     dummy = config.load_format == "dummy"
-    if config.quantization is not None and not dummy and given:
-        raise ConfigError("quantization: the checkpoint's weights are quantized already", param="quantization")
+    if not dummy:
+        _check_quantization(config, given.get("quant_method"))
     if config.quantize_embedding is not None and not dummy and given and not path.is_dir():
         raise ConfigError("quantize_embedding: a GGUF file's embedding is held as stored", param="quantize_embedding")
-    if config.quantization is not None:
-        scheme: Scheme = AtLoad(backend, dtype, config.quantization)
-        weights = Weights(scheme, stream, f"{config.quantization} at load")
+    if config.at_load is not None:
+        scheme: Scheme = AtLoad(backend, dtype, config.at_load)
+        weights = Weights(scheme, stream, f"{config.at_load} at load")
     elif dummy or not given:
         weights = Weights(Unquantized(backend, dtype), stream)
     elif path.is_dir():
@@ -77,6 +77,17 @@ def open_weights(
     weights = _with_table(config, weights, backend, dtype)
     held = "" if backend.keeps_bits else f", held in {str(dtype).removeprefix('torch.')} by this backend"
     return replace(weights, quantization=weights.quantization and weights.quantization + held)
+
+
+def _check_quantization(config: EngineConfig, method: str | None) -> None:
+    """Raise ConfigError where another one is asked for than the checkpoint's. method: config.json's quant_method."""
+    if config.at_load is not None and method is not None:
+        message = f"quantization: {config.at_load} is asked for, but the checkpoint's weights are {method} already"
+        raise ConfigError(message, param="quantization")
+    if config.stored_as not in (None, method):
+        has = "not quantized" if method is None else method
+        message = f"quantization: {config.quantization} is asked for, but the checkpoint's weights are {has}"
+        raise ConfigError(message, param="quantization")
 
 
 def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
@@ -97,8 +108,8 @@ def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = 
 
 def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype: torch.dtype) -> Weights:
     """The weights, embedding and head in 8 bits where they are to be."""
-    said, in_8_bits = weights.quantization, int8_embedding(config.quantization, config.quantize_embedding)
-    if in_8_bits != int8_embedding(config.quantization, None):
+    said, in_8_bits = weights.quantization, int8_embedding(config.at_load, config.quantize_embedding)
+    if in_8_bits != int8_embedding(config.at_load, None):
         said += f"{', ' if said else ''}embedding and head {'int8' if in_8_bits else 'whole'}"
     scheme = Int8Table(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
     return replace(weights, scheme=scheme, quantization=said)
@@ -116,18 +127,18 @@ def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.
 
 def held_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, loaded: int) -> int:
     """Bytes of weights as they are held, where `loaded` were read."""
-    quantizes = config.quantization is not None or config.quantize_embedding
+    quantizes = config.at_load is not None or config.quantize_embedding
     return quantized_bytes(table, config) if backend.keeps_bits and quantizes else loaded
 
 
 def quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
     """Of all weights, as they are held after what is quantized at load."""
-    bits, in_8_bits = 0.0, int8_embedding(config.quantization, config.quantize_embedding)
+    bits, in_8_bits = 0.0, int8_embedding(config.at_load, config.quantize_embedding)
     for name, each in table.items():
         held = 8.0 * each.dtype.itemsize
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             held = TABLE_BITS if in_8_bits else held
-        elif config.quantization is not None and len(each.shape) > 1:
-            held = QUANTIZED_BITS[config.quantization]
+        elif config.at_load is not None and len(each.shape) > 1:
+            held = QUANTIZED_BITS[config.at_load]
         bits += math.prod(each.shape) * held
     return round(bits / 8)

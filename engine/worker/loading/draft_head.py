@@ -67,8 +67,8 @@ def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) ->
     assert speculative is not None
     assert speculative.model is not None
     scheme: Scheme = Unquantized(backend, decoder.dtype)
-    if config.quantization is not None:
-        scheme = AtLoad(backend, decoder.dtype, config.quantization)
+    if config.at_load is not None:
+        scheme = AtLoad(backend, decoder.dtype, config.at_load)
     try:
         path = resolve_model(speculative.model, patterns=HEAD_FILES)
         if not path.is_dir():

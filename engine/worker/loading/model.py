@@ -131,7 +131,7 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
 def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None) -> None:
     """Raise ConfigError where a CPU's memory has no room for the weights in the files at `path`."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        check_room(read_stored_weights(path), str(dtype).removeprefix("torch."), config.quantization)
+        check_room(read_stored_weights(path), str(dtype).removeprefix("torch."), config.at_load)
 
 
 def page_numbers(
@@ -164,7 +164,7 @@ def fill(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, str
         if device.type == "cpu":
             embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
             sizes = StoredWeights(sum(math.prod(each.shape) for each in table.values()), 0)
-            check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.quantization)
+            check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.at_load)
         whole = chain(dummy_stream(table, config.seed, device))
     given = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong
     with torch.inference_mode():

@@ -107,7 +107,13 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
     failed: bool
 
 
-ToRank = Start | Measure | Allocate | Step | Prepare | Draft | TryGuess | LoadAdapter | UseAdapter
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Call something, as engine.executor.call_of writes it. Answered by Called."""
+
+    content: bytes
+
+
+ToRank = Start | Measure | Allocate | Step | Prepare | Draft | TryGuess | LoadAdapter | UseAdapter | Call
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +148,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-FromRank = Loaded | Measured | Failed | Progress | Ended
+class Called(msgspec.Struct, frozen=True, tag=True):
+    content: bytes
+    """What the call gave."""
+
+
+FromRank = Loaded | Measured | Failed | Progress | Ended | Called
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True):

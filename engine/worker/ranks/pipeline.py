@@ -15,6 +15,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.models.decoder import Decoder
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.pending import PendingStep
 from quire.engine.worker.ranks.messages import Loaded, Picked, Step
@@ -61,6 +62,9 @@ class Stages(Ranks):
 
     def runner(self, *parts: Any) -> Runner:
         return PipelineRunner(self, *parts)
+
+    def everywhere(self, model: Decoder) -> None:
+        """Stages answer nothing once they have loaded."""
 
 
 def _hear(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:

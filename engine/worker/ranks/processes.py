@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader
+from quire.engine.core.executor import AdapterLoader, Everywhere
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.lora.files import CONFIG, WEIGHTS
+from quire.engine.models.decoder import Decoder
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped
@@ -27,7 +28,10 @@ from quire.engine.types import Adapter
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.ranks.adapters import LeadingAdapters
+from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.messages import (
+    Call,
+    Called,
     Failed,
     LoadAdapter,
     Loaded,
@@ -47,7 +51,7 @@ _STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 PROGRAM = module("quire.engine.worker.ranks.follower")
 
-Answer = TypeVar("Answer", Loaded, Measured)
+Answer = TypeVar("Answer", Loaded, Measured, Called)
 
 
 class RankProcess(Protocol):
@@ -189,6 +193,18 @@ class Ranks(ABC):
     def adapters(self, own: AdapterLoader) -> AdapterLoader:
         """What loads adapters on all of them; `own`: on this one."""
         return LeadingAdapters(own, self)
+
+    def everywhere(self, model: Decoder) -> Everywhere | None:
+        """What calls something on all of them; None: they take no calls. `model`: this one's part."""
+        worker = RankWorker(0, self.count, model)
+
+        def call(content: bytes) -> list[bytes]:
+            self.send(Call(content))
+            with self.watched():
+                own = called(worker, content)
+            return [own, *(each.content for each in self.read(Called))]
+
+        return call
 
     def environment(self, rank: int) -> dict[str, str] | None:
         """The variables of a process; None: this one's."""

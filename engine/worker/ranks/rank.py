@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
+from quire.engine.checkpoint.page_groups import without_windows
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch
 from quire.engine.layers.shard import Shard
@@ -31,9 +32,12 @@ from quire.engine.worker.loading.room import make_room
 from quire.engine.worker.loading.samples import sampled
 from quire.engine.worker.memory import available_bytes, explained_weights
 from quire.engine.worker.ranks.adapters import RankAdapters
+from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.meeting import check_connection, meet
 from quire.engine.worker.ranks.messages import (
     Allocate,
+    Call,
+    Called,
     Draft,
     FromRank,
     LoadAdapter,
@@ -81,9 +85,9 @@ class Rank(ABC):
         stay_on(set(start.cores) if here is None else here.cores)
         if here is not None:
             config = config.model_copy(update=here.settings)
-        self._config, self._here = config, here
+        self._config, self._here, self._number = config, here, start.rank
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = read_model_config(self._path, config.model_impl)
+        self._model_config = without_windows(read_model_config(self._path, config.model_impl), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
@@ -125,6 +129,8 @@ class Rank(ABC):
                 self._heads.try_guess(count)
             case Measure():
                 return self._measure()
+            case Call(content):
+                return Called(called(RankWorker(self._number, self._config.ranks, self._part.model), content))
             case Allocate(pages, max_model_len, sequences, snapshots):
                 self._runner = self._make_runner(pages, max_model_len, StateShares(sequences, snapshots))
             case LoadAdapter(slot, adapter, files):

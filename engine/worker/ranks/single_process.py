@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.core.executor import AdapterLoader
+from quire.engine.core.executor import AdapterLoader, Everywhere
+from quire.engine.models.decoder import Decoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
+from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.messages import ToRank
 from quire.engine.worker.runner import Runner
 
@@ -32,6 +34,10 @@ class SingleProcess:
 
     def adapters(self, own: AdapterLoader) -> AdapterLoader:
         return own
+
+    def everywhere(self, model: Decoder) -> Everywhere:
+        worker = RankWorker(0, 1, model)
+        return lambda content: [called(worker, content)]
 
     def close(self) -> None:
         pass

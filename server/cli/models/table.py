@@ -6,11 +6,8 @@ The figures are `quire plan`'s arithmetic, and limits: a token takes at least as
 from __future__ import annotations
 
 import argparse
-import os
-import time
 import tomllib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.server.cli.plan.estimate import Wishes, estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, this_machine
+from quire.server.cli.plan.rates import with_rates
 from quire.server.cli.plan.report import unserved
 from quire.server.cli.settings import number
 from quire.server.cli.unknown_flags import parse_known
@@ -34,8 +32,6 @@ _TABLE_BITS = 6.5625
 """Of an embedding that is the head too, in files of four bits: Q6_K."""
 _LAPTOPS = Path(__file__).with_name("laptops.toml")
 _HEAD = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
-_COPIED = 2**25
-"""Bytes of the array that each thread copies to measure the memory's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +60,16 @@ def main(argv: Sequence[str], started: float) -> int:
         print(as_markdown())
         return 0
     machine = this_machine()
-    if args.bandwidth is not None or machine.bandwidth is None:
-        given = measured_bandwidth() if args.bandwidth is None else args.bandwidth * 1e9
-        machine = replace(machine, bandwidth=given, flops=machine.flops or _FLOPS)
+    if args.bandwidth is not None:
+        machine = replace(machine, bandwidth=args.bandwidth * 1e9, flops=machine.flops or _FLOPS)
+    elif machine.bandwidth is None:
+        machine = with_rates(machine)
     rows = [_HEAD, *(_shown(row_of(model, machine)) for model in known_models().values())]
     wide = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
-    assert machine.bandwidth is not None
-    print(f"\n{machine.name}: {machine.memory / GIB:.1f} GiB, {machine.bandwidth / 1e9:.0f} GB/s.")
+    speed = "" if machine.bandwidth is None else f", {machine.bandwidth / 1e9:.0f} GB/s"
+    print(f"\n{machine.name}: {machine.memory / GIB:.1f} GiB{speed}.")
     print(f"MEMORY: with {CONTEXT:,} tokens; CONTEXT: what fits; TOKENS/S: of one stream, at most")
     return 0
 
@@ -149,18 +146,3 @@ def as_markdown() -> str:
         cells = [f"`{model.name}`", _count(rows[0].parameters), _gib(rows[0].memory), *fast, *_source(model)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def measured_bandwidth() -> float:
-    """Bytes per second that all cores together read and write when they copy, the best of some tries."""
-    import numpy as np
-
-    threads = min(os.cpu_count() or 1, 8)
-    pairs = [(np.ones(_COPIED // 8), np.ones(_COPIED // 8)) for _ in range(threads)]
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            started = time.perf_counter()
-            list(pool.map(lambda pair: np.copyto(*pair), pairs))
-            best = max(best, 2 * _COPIED * threads / (time.perf_counter() - started))
-    return best

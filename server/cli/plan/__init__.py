@@ -7,25 +7,28 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.kv_plan import KV_CODE_SCALE_BYTES, QUANTIZED_BITS
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import DISK_GIB, load
+from quire.engine.config import DISK_GIB, Stored
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import planned_modules
+from quire.engine.settings.reader import load
 from quire.server.cli.plan.configured import wishes_of
 from quire.server.cli.plan.drafts import planned_draft, speculative_config
 from quire.server.cli.plan.estimate import UTILIZATION, Wishes, estimate
 from quire.server.cli.plan.machine import Machine, divided, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
+from quire.server.cli.plan.rates import with_rates
 from quire.server.cli.plan.report import as_dict, as_table, as_text
-from quire.server.cli.plan.tiers import Offload
 from quire.server.cli.plan.ways_out import cheapest, lighter
-from quire.server.cli.settings import number
+from quire.server.cli.settings import add_fields, number
 from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str], started: float) -> int:
     args = parse_known(parser, argv)
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
-    config = ServerConfig() if args.config is None else load(ServerConfig, {}, args.config)
+    config = _config(args)
     model = args.model or config.model
     args.tp = args.tp or config.tensor_parallel_size
     args.dp = args.dp or config.data_parallel_size
@@ -68,40 +71,32 @@ def main(argv: Sequence[str], started: float) -> int:
     return 0 if made.fits else 1
 
 
+def _config(args: argparse.Namespace) -> ServerConfig:
+    """The settings as `quire serve` would have them; how many processes there are is the machine's to say."""
+    known = ServerConfig.model_fields.keys() - {"model", "nnodes"}
+    given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    config = load(ServerConfig, given, args.config)
+    if config.num_kv_blocks is not None:
+        raise ConfigError("num_kv_blocks: a plan says how many fit: leave it out, or give --kv-cache-memory")
+    return config
+
+
 def _wishes(args: argparse.Namespace, config: ServerConfig, raw: dict[str, Any]) -> Wishes:
     """What the flags ask for, and else the settings of --config."""
-    flags = {
-        "dtype": args.dtype,
-        "context": args.context,
-        "concurrency": args.concurrency,
-        "utilization": args.gpu_memory_utilization,
-        "quantization": args.quantization,
-        "quantize_embedding": args.quantize_embedding,
-        "kv_cache_dtype": args.kv_cache_dtype,
-    }
-    wishes = replace(wishes_of(config), **{name: value for name, value in flags.items() if value is not None})
-    wishes = replace(wishes, offload=_offload(args, wishes.offload))
-    max_loras = args.max_loras or (config.max_loras if config.enable_lora else 0)
-    wishes = replace(wishes, draft=planned_draft(args.speculative_config or config.speculative_config))
+    if config.kv_offload_disk is not None and config.kv_offload_dir is None:
+        raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
+    asked = {"context": args.context, "concurrency": args.concurrency}
+    wishes = replace(wishes_of(config), **{name: value for name, value in asked.items() if value is not None})
+    max_loras = config.max_loras if args.max_loras or config.enable_lora else 0
+    wishes = replace(wishes, draft=planned_draft(config.speculative_config))
     if not max_loras:
         return wishes
     return replace(
         wishes,
         modules=planned_modules(raw),
         max_loras=max_loras,
-        max_cpu_loras=args.max_cpu_loras or config.max_cpu_loras,
-        max_lora_rank=args.max_lora_rank or config.max_lora_rank,
-    )
-
-
-def _offload(args: argparse.Namespace, told: Offload) -> Offload:
-    """What the flags ask for below the KV cache, and else what --config does. Raises ConfigError."""
-    if args.kv_offload_disk is not None and (args.kv_offload_dir or told.folder) is None:
-        raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
-    return Offload(
-        told.memory if args.kv_offload_memory is None else args.kv_offload_memory,
-        args.kv_offload_dir or told.folder,
-        told.disk if args.kv_offload_disk is None else args.kv_offload_disk,
+        max_cpu_loras=config.max_cpu_loras,
+        max_lora_rank=config.max_lora_rank,
     )
 
 
@@ -122,15 +117,20 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--gpu", metavar="NAME", help="a GPU of the table, or all of them; default: this machine")
     where.add_argument("--memory", type=positive, metavar="GiB", help="a GPU of so much memory")
     parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="the device's, if the table lacks it")
+    parser.add_argument("--measure", action="store_true", help="measure this machine's CPU again")
     parser.add_argument("--tflops", type=positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
     _add_processes(parser)
-    parser.add_argument("--context", type=number(int, 1), metavar="N", help="tokens of a request; default: what fits")
+    length = ("--max-model-len", "--context")
+    parser.add_argument(
+        *length, dest="context", type=_length, metavar="N", help="tokens of a request; default: what fits"
+    )
     parser.add_argument("--concurrency", type=number(int, 1), metavar="N", help="requests at once; default: what fits")
     parser.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="weights and KV cache; default: auto"
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", *KV_CODE_SCALE_BYTES), help="the KV cache, in 8 bits")
-    parser.add_argument("--quantization", choices=tuple(QUANTIZED_BITS), help="of the weights at load")
+    kinds, named = (*QUANTIZED_BITS, *get_args(Stored)), f"{{{','.join(QUANTIZED_BITS)}}}"
+    parser.add_argument("--quantization", choices=kinds, metavar=named, help="of the weights at load")
     parser.add_argument(
         "--quantize-embedding",
         action=argparse.BooleanOptionalAction,
@@ -155,7 +155,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw memory and what fits")
+    parser.epilog = "All other flags of quire serve mean here what they mean there."
+    for action in add_fields(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).values():
+        action.help = argparse.SUPPRESS
     return parser
+
+
+def _length(text: str) -> int:
+    """As --max-model-len reads it: 32k, 32K."""
+    try:
+        return ServerConfig(max_model_len=text).max_model_len or 0
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(error.errors()[0]["msg"].lower()) from None
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +192,8 @@ def _machine(args: argparse.Namespace) -> Machine:
         machine = this_machine() if args.memory is None else with_memory(args.memory)
     if (args.bandwidth is None) != (args.tflops is None) and machine.bandwidth is None:
         raise ConfigError("--bandwidth and --tflops go together: a limit needs both")
+    if not machine.gpu and args.bandwidth is None and args.tflops is None:
+        machine = with_rates(machine, again=args.measure)
     machine = replace(
         machine,
         bandwidth=machine.bandwidth if args.bandwidth is None else args.bandwidth * 1e9,

@@ -29,7 +29,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         kv_cache_memory=config.kv_cache_memory,
         offload=offload_of(config),
         backend=config.attention_backend,
-        quantization=config.quantization,
+        quantization=config.at_load,
         kv_cache_dtype=config.kv_cache_dtype,
         quantize_embedding=config.quantize_embedding,
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
@@ -37,6 +37,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         drafts=most_drafts(config),
         state_memory=config.state_memory,
         prefix_caching=config.enable_prefix_caching,
+        within_windows=config.disable_sliding_window,
     )
 
 

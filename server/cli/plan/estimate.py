@@ -71,6 +71,8 @@ class Wishes:
     state_memory: float | None = None
     """GiB for states that are too large for pages; None: the server's own rule."""
     prefix_caching: bool = True
+    within_windows: bool = False
+    """The context ends where the narrowest sliding window does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,9 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
+    if wishes.within_windows:
+        windows = [each.window for each in sizes.states if each.window]
+        sizes = replace(sizes, max_position=min([sizes.max_position, *windows]))
     width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
     quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)

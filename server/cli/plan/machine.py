@@ -41,6 +41,8 @@ class Machine:
     """Bytes per second; None if unknown."""
     flops: float | None = None
     """16-bit operations per second; None if unknown."""
+    measured: bool = False
+    """Whether these two are what this machine did once, rather than what it can do at most."""
     bf16: bool = True
     """Whether it can compute bfloat16."""
     compresses: bool = False

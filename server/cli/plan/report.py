@@ -252,14 +252,16 @@ def _speed(made: Estimate) -> list[tuple[str, str]]:
     alone, full = made.decode_limit(1, short), made.decode_limit(made.concurrency, made.context)
     first = made.prefill_seconds(made.context)
     if alone is None or full is None or first is None:
-        return [("speed", "unknown here: --bandwidth and --tflops give its limits")]
+        return [("speed", "unknown: --bandwidth and --tflops give its limits")]
+    most = "about" if made.machine.measured else "at most"
+    least = "or so" if made.machine.measured else "or more"
     return [
         (
             "decode",
-            f"at most {alone:,.0f} tokens/s alone after {short:,} tokens, {full:,.0f} with "
+            f"{most} {alone:,.0f} tokens/s alone after {short:,} tokens, {full:,.0f} with "
             f"{made.concurrency:,} x {made.context:,}",
         ),
-        ("prefill", f"at most {made.context / first:,.0f} tokens/s; {made.context:,} take {first:.2f} s or more"),
+        ("prefill", f"{most} {made.context / first:,.0f} tokens/s; {made.context:,} take {first:.2f} s {least}"),
     ]
 
 

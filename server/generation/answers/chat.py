@@ -56,7 +56,7 @@ class ChatWriter(ChunkWriter):
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
         fields = self._fields("chat.completion")
-        return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
+        return encode_json({**fields, "choices": choices, **self._counts(usage), **self._prompt(answers[0])})
 
     def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -27,7 +27,7 @@ class CompletionWriter(ChunkWriter):
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"text": answer.text}) | self._prompt(answer) for answer in answers]
-        return encode_json({**self._fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
+        return encode_json({**self._fields(self.CHUNK), "choices": choices, **self._counts(usage)})
 
     def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -1,4 +1,4 @@
-"""Answers of /v1/decisions: the options' probabilities, as the model's next token has them."""
+"""Answers of /v1/decisions, and scores of labels: probabilities, as the model's next token has them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,30 @@ from quire.server.generation.questions import Question
 from quire.server.generation.spec import GenerationSpec
 
 
-class DecisionsWriter(AnswerWriter):
+class WholeWriter(AnswerWriter):
     """Whole answers only."""
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._spec = spec
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        raise NotImplementedError("decisions are not streamed")
+        raise NotImplementedError("probabilities are not streamed")
 
     def last(self, usage: Usage) -> bytes:
-        raise NotImplementedError("decisions are not streamed")
+        raise NotImplementedError("probabilities are not streamed")
 
+
+class LabelScoresWriter(WholeWriter):
+    """SGLang's /v1/score."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        (question,) = self._spec.questions
+        about = {"object": "scoring", "model": self._spec.model, "weights_version": self.weights_version}
+        found = [shares_of(question, answer) for answer in answers]
+        return encode_json({"scores": found, **about, "usage": usage.as_dict()})
+
+
+class DecisionsWriter(WholeWriter):
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         told = [decided(question, answer) for question, answer in zip(self._spec.questions, answers, strict=True)]
         about = {"model": self._spec.model, "weights_version": self.weights_version}
@@ -51,11 +63,14 @@ def decided(question: Question, answer: Answer) -> dict[str, Any]:
 
 
 def shares_of(question: Question, answer: Answer) -> list[float]:
-    """The probability of each option, given that one of them is answered: a softmax over their tokens."""
+    """The probability of each option, given that one of them is answered: a softmax over their tokens; of labels the
+    probability among all tokens."""
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     found = dict(logprob.top)
     values = [found[token] for token in question.tokens]
+    if question.type == "labels":
+        return [math.exp(value) for value in values]
     most = max(values)
     weights = [math.exp(value - most) if most > -math.inf else 1.0 for value in values]
     return [weight / sum(weights) for weight in weights]

@@ -26,6 +26,8 @@ class EmbeddingsAnswer:
 
     encoding: Literal["float", "base64"]
     kind: Literal["embedding", "pooling"] = "embedding"
+    size: int | None = None
+    """Numbers of a vector, where each token of an input has one."""
 
     def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
         key = "embedding" if self.kind == "embedding" else "data"
@@ -36,7 +38,34 @@ class EmbeddingsAnswer:
         )
 
     def _shown(self, vector: np.ndarray) -> object:
-        return base64.b64encode(vector.tobytes()).decode() if self.encoding == "base64" else vector.tolist()
+        if self.encoding == "base64":
+            return base64.b64encode(vector.tobytes()).decode()
+        return vector.tolist() if self.size is None else vector.reshape(-1, self.size).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class CohereEmbeddingsAnswer:
+    """/v2/embed."""
+
+    types: tuple[str, ...]
+    texts: tuple[str, ...]
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        found = {kind: [_as_type(each, kind) for each in vectors] for kind in self.types}
+        about = {"id": head.id, "model": head.model, "response_type": "embeddings_by_type", "texts": self.texts}
+        about["weights_version"] = head.weights_version
+        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": prompt_tokens}}
+        return encode_json({**about, "embeddings": found, "meta": meta})
+
+
+def _as_type(vector: np.ndarray, kind: str) -> object:
+    """A vector of float32 as Cohere's embedding_types have it."""
+    if kind == "float":
+        return vector.tolist()
+    if kind == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    bits = np.packbits(vector > 0)
+    return (bits if kind == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)).tolist()
 
 
 @dataclass(frozen=True, slots=True)

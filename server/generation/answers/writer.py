@@ -92,7 +92,8 @@ class ChunkWriter(AnswerWriter):
     def last(self, usage: Usage) -> bytes:
         if not self._spec.include_usage:
             return DONE
-        end = self._with_version(b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END)
+        metrics = b"" if usage.metrics is None else b',"metrics":' + encode_json(usage.metrics)
+        end = self._with_version(b'[],"usage":' + encode_json(usage.as_dict()) + metrics + b"}" + END)
         return self._opening + end + DONE
 
     @abstractmethod
@@ -141,6 +142,11 @@ class ChunkWriter(AnswerWriter):
     def _fields(self, kind: str) -> dict[str, object]:
         """Those of a whole answer that are not about its choices."""
         return {**self._head.fields(kind), "weights_version": self.weights_version}
+
+    def _counts(self, usage: Usage) -> dict[str, object]:
+        """Those about what a whole answer took."""
+        counts: dict[str, object] = {"usage": usage.as_dict()}
+        return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
 
     def _prompt(self, answer: Answer) -> dict[str, object]:
         """The fields about the prompt; null where they were not asked for, because vLLM's clients read them anyway."""

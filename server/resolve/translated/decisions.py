@@ -50,7 +50,14 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
             max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
         )
         call = resolved(
-            chats[0], id_prefix="decision_", model=name, prompts=prompts, params=params, logprobs=True, headers=headers
+            chats[0],
+            id_prefix="decision_",
+            model=name,
+            prompts=prompts,
+            params=params,
+            logprobs=True,
+            headers=headers,
+            config=config,
         )
     return replace(call, spec=replace(call.spec, questions=questions))
 

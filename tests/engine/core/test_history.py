@@ -7,8 +7,21 @@ from quire.engine.core.stats import StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 
 
-def record(number: int) -> StepRecord:
-    return StepRecord(number, 1.0, 1.0, 2.0, 3.0, 1, 1, [], [])
+def record(number: int, ended: float = 3.0) -> StepRecord:
+    return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, [], [])
+
+
+def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() -> None:
+    """However late they are told, and however many tokens a step gave."""
+    history, gaps = History(), list[float]()
+    history.gap_listeners.append(gaps.append)
+    for name in ("a", "b"):
+        history.submitted(Request(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
+    history.stepped([RequestOutput("a", [7])], record(1, 3.0))
+    history.stepped([RequestOutput("a", [8, 9]), RequestOutput("b", [8])], record(2, 3.5))
+    history.stepped([RequestOutput("b", [])], record(3, 4.0))
+    history.stepped([RequestOutput("a", [7]), RequestOutput("b", [9])], record(4, 5.5))
+    assert gaps == [0.5, 2.0, 2.0]
 
 
 def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:

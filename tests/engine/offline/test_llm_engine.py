@@ -82,7 +82,7 @@ def test_what_cannot_be_served_is_said_at_once(llm: LLM) -> None:
     engine = llm.llm_engine
     for prompt, params, said in (
         ([], SamplingParams(), "prompt is empty"),
-        ([5000], SamplingParams(), "outside the vocabulary"),
+        ([5000], SamplingParams(), "out of vocabulary"),
         ("a", PoolingParams(task="classify"), "serves .*, not classify"),
         ("a", {}, "params must be SamplingParams or PoolingParams"),
     ):

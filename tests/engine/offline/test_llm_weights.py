@@ -173,7 +173,7 @@ def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None
     only = SamplingParams(allowed_token_ids=(size - 1,), max_tokens=2, temperature=0, ignore_eos=True)
     (generation,) = llm.generate([[size - 1]], only, use_tqdm=False)
     assert generation.outputs[0].token_ids == [size - 1] * 2
-    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+    with pytest.raises(InvalidRequest, match="out of vocabulary"):
         llm.generate([[1]], SamplingParams(allowed_token_ids=(size,)), use_tqdm=False)
     llm.close()
 

@@ -86,7 +86,7 @@ def test_words_and_structures_become_what_the_engine_knows(tokenizer: Tokenizer)
     assert same == sent.grammar
     with pytest.raises(InvalidRequest, match="bad_words must not contain an empty word"):
         SamplingParams(bad_words=[" "]).for_model(tokenizer, 4096)
-    with pytest.raises(InvalidRequest, match="stop_token_ids has token id 4096, which is outside the vocabulary"):
+    with pytest.raises(InvalidRequest, match="stop_token_ids has token id 4096, which is out of vocabulary"):
         SamplingParams(stop_token_ids=[4096]).for_model(tokenizer, 4096)
 
 

@@ -152,7 +152,7 @@ def test_what_the_api_would_refuse_cannot_be_set(server: ScriptedServer) -> None
     first, *rest = out.splitlines()
     assert first == "all defaults"
     assert [line.partition(": ")[2] for line in err.splitlines()] == [
-        "temperature must be at least 0.0 and at most 2.0, got 9.0",
+        "temperature must be in [0, 2], got 9.0",
         "temperature: Input should be a valid number, unable to parse string as a number",
         "max_tokens must be at least 1 and at most 2147483647, got 0",
     ]

@@ -35,10 +35,12 @@ from quire.kernels.gpu.libraries.flash4 import Flash4
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.server.cli import main as cli
+from quire.server.cli.plan import rates
 from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Wishes, estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
+from quire.server.cli.plan.rates import machine_key
 from quire.server.cli.plan.report import unserved
 from quire.server.cli.plan.tiers import Offload
 from tests import tiny_models
@@ -65,6 +67,58 @@ LLAMA_70B = DEEPSEEK_CODER | {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
+
+
+@pytest.fixture(autouse=True)
+def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A plan measures this machine once, which takes seconds: here it has been."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))
+    (cache / "quire").mkdir()
+    (cache / "quire" / "rates.json").write_text(json.dumps({machine_key(): {"bandwidth": 20e9, "flops": 1e11}}))
+
+
+def test_a_plan_for_this_machine_says_how_fast_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = plan(capsys, "--max-model-len", "1k")["limits"]
+    slower = plan(capsys, "--max-model-len", "1k", "--bandwidth", "1", "--tflops", "0.1")["limits"]
+    assert told["decode_tokens_per_second_alone"] == pytest.approx(20 * slower["decode_tokens_per_second_alone"])
+    assert cli.main(["plan", "--max-model-len", "1k"]) == 0
+    assert re.search(r"decode +about [\d,]+ tokens/s alone", capsys.readouterr().out)
+
+    def fails(command: list[str], **options: object) -> None:
+        (tmp_path / "asked").write_text(str(command))
+        raise OSError("no such processor")
+
+    monkeypatch.setattr(rates.subprocess, "run", fails)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert plan(capsys, "--max-model-len", "1k")["limits"] is None, "what cannot be measured is not known"
+    assert "quire.kernels.rates" in (tmp_path / "asked").read_text()
+
+
+@pytest.mark.slow
+def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = rates.rates()
+    assert found is not None
+    assert (1e8 < found.bandwidth < 1e13, 1e8 < found.flops < 1e16) == (True, True)
+    monkeypatch.setattr(rates.subprocess, "run", None)
+    assert rates.rates() == found
+    (tmp_path / "quire" / "rates.json").write_text('{"' + machine_key() + '": {}}')
+    with pytest.raises(TypeError):
+        rates.rates()
+
+
+def test_a_plan_takes_the_flags_of_serve_by_their_names(capsys: pytest.CaptureFixture[str], coder: str) -> None:
+    own = plan(capsys, coder, "--gpu", "h100", "--context", "4000", "--concurrency", "1")
+    assert plan(capsys, coder, "--gpu", "h100", "--max_model_len", "4k", "--concurrency", "1") == own
+    few = plan(capsys, coder, "--gpu", "h100", "--max-num-seqs", "7", "--max-model-len", "512", "--port", "1")
+    assert (few["concurrency"], few["flags"][-2:]) == (7, ["--max-num-seqs", "7"])
+    small = plan(capsys, coder, "--gpu", "h100", "--kv-cache-memory", "3", "--max-model-len", "512")
+    assert small["kv"]["budget_bytes"] <= 3 * GIB
+    assert plan(capsys, coder, "--gpu", "h100", "--quantization", "awq")["fits"]
+    assert cli.main(["plan", coder, "--num-gpu-blocks-override", "9"]) == 1
+    assert "num_kv_blocks: a plan says how many fit" in capsys.readouterr().err
 
 
 @pytest.fixture

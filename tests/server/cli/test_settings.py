@@ -12,8 +12,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.engine.advice import foreign_flags, other_names
-from quire.engine.config import PRESETS, EngineConfig, load, presets
+from quire.engine.config import PRESETS, EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.settings.reader import load, presets
 from quire.server.cli import main as cli
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig

@@ -92,7 +92,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
         ["-O3"],
         ["--compilation-config.mode", "3"],
         ["--cudagraph-capture-sizes", "1", "2", "4"],
-        ["--quantization", "awq_marlin"],
+        ["--quantization", "none"],
         ["--load-format=safetensors"],
         ["--max-model-len", "-1"],
     ],
@@ -150,9 +150,10 @@ def test_vllm_s_usual_n_grams_are_understood() -> None:
 
 
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
-    given = {"quantization": "gptq", "load_format": "safetensors", "max_model_len": -1}
+    given = {"quantization": "none", "load_format": "safetensors", "max_model_len": -1}
     assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert "changes nothing: quantization (what a checkpoint says" in caplog.text
+    assert engine_config("m", {"quantization": "gptq_marlin"}).stored_as == "gptq"
     assert engine_config("m", {"quantization": "int4"}).quantization == "int4"
     with pytest.raises(ConfigError, match="quantization: input should be"):
         engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]

@@ -83,6 +83,7 @@ def never(entry: ModelEntry) -> AbstractAsyncContextManager[Runtime]:
         ("new", {"model": DEMO_MODEL, "port": 1}, "settings: port is the whole server's"),
         ("new", {"model": DEMO_MODEL, "dtpye": 1}, "settings: dtpye"),
         ("new", {"model": DEMO_MODEL, "kv_offload_tier": "os:system"}, "settings: kv_offload_tier can be set in the"),
+        ("new", {"model": DEMO_MODEL, "scheduler_cls": "os:system"}, "settings: scheduler_cls can be set in the"),
     ],
 )
 def test_models_that_are_added_later_are_held_to_the_same(

@@ -127,6 +127,48 @@ async def test_long_inputs_are_refused_or_cut(encoder: Api, model: Path) -> None
     assert ids["data"][0]["embedding"] == pytest.approx(wanted[1], abs=1e-4)
 
 
+async def test_texts_and_token_ids_in_one_list_are_as_each_alone(encoder: Api) -> None:
+    async def vectors(given: Any) -> list[list[float]]:
+        told = await encoder.post(EMBEDDINGS, {"input": given, "encoding_format": "float"})
+        return [each["embedding"] for each in told["data"]]
+
+    mixed = await vectors(["some text", [5, 6], "more"])
+    assert mixed == [*await vectors("some text"), *await vectors([5, 6]), *await vectors("more")]
+
+
+async def test_cohere_s_embeddings_are_the_same_ones(encoder: Api) -> None:
+    texts = ["some text", "more of it"]
+    own = await encoder.post(EMBEDDINGS, {"input": texts, "encoding_format": "float"})
+    vectors = np.array([each["embedding"] for each in own["data"]], np.float32)
+    kinds = ["float", "base64", "binary", "ubinary"]
+    told = await encoder.post("/v2/embed", {"texts": texts, "input_type": "search_query", "embedding_types": kinds})
+    found = told["embeddings"]
+    assert (told["texts"], list(found)) == (texts, kinds)
+    assert np.array_equal(np.array(found["float"], np.float32), vectors)
+    assert [base64.b64decode(each) for each in found["base64"]] == [each.tobytes() for each in vectors]
+    bits = np.unpackbits(np.array(found["ubinary"], np.uint8), axis=1)[:, : vectors.shape[1]]
+    assert np.array_equal(bits, vectors > 0)
+    assert np.array_equal(np.array(found["binary"]) + 128, np.array(found["ubinary"]))
+    assert told["meta"]["billed_units"]["input_tokens"] == own["usage"]["prompt_tokens"]
+    cut = await encoder.post("/v2/embed", {"texts": ["a " * 5000], "max_tokens": 9})
+    assert cut["meta"]["billed_units"]["input_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"texts": ["a"], "images": ["data:"]}, "images"),
+        ({"texts": ["a " * 5000], "truncate": "NONE"}, "texts"),
+        ({"texts": ["a"], "output_dimension": 10_000}, "output_dimension"),
+        ({"texts": []}, "texts"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+    ],
+)
+async def test_cohere_s_fields_are_named_as_cohere_names_them(encoder: Api, body: dict[str, Any], param: str) -> None:
+    answer = await encoder.http.post("/v2/embed", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -135,7 +177,8 @@ async def test_long_inputs_are_refused_or_cut(encoder: Api, model: Path) -> None
         ({"input": [[]]}, "input"),
         ({"input": [1, "a"]}, "input"),
         ({"input": {"a": 1}}, "input"),
-        ({"input": [[1], "a"]}, "input"),
+        ({"input": [[1], 2]}, "input"),
+        ({"input": [[5], "a"], "prompt_name": "query"}, "prompt_name"),
         ({"input": [1, -1]}, "input"),
         ({"input": [VOCAB]}, "input"),
         ({"input": "\ud800"}, "input"),
@@ -342,6 +385,42 @@ async def test_classify_gives_the_label_and_all_probabilities(tmp_path: Path) ->
         assert vector["object"] == "pooling"
         assert vector["data"] == found["probs"]
     assert "3 labels" in refused["message"]
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+async def test_each_token_has_a_vector_where_that_is_asked_for(tmp_path: Path, family: str) -> None:
+    """As transformers', whatever chunks a decoder's prompt is computed in, and whoever shares its steps."""
+    encoder = family == "bert"
+    path = save_tiny_encoder(tmp_path, "bert") if encoder else save_tiny_model(tmp_path, family)
+    tokenizer = (pair_tokenizer() if encoder else byte_level_tokenizer()).tokenizer
+    options = {"pooling_type": "none", "max_num_batched_tokens": 16}
+    async with serving(path, tokenizer, **options) as api:
+        ids = [tokenizer.encode(text) for text in TEXTS]
+        told = await api.post(EMBEDDINGS, {"input": TEXTS, "encoding_format": "float"})
+        plain = (await api.post("/pooling", {"input": TEXTS[1], "normalize": False}))["data"][0]["data"]
+        short = (await api.post(EMBEDDINGS, {"input": TEXTS[1], "dimensions": 5}))["data"][0]["embedding"]
+        coded = (await api.post(EMBEDDINGS, {"input": TEXTS[1], "encoding_format": "base64"}))["data"][0]["embedding"]
+        one = told["data"][1]["embedding"]
+        assert base64.b64decode(coded) == np.array(one, np.float32).tobytes(), "the same bits alone and beside others"
+        if not encoder:  # which answers prompts too, none of them from vectors' caches
+            assert (await api.post("/v1/completions", {"prompt": TEXTS[1], "max_tokens": 2}))["choices"]
+        for route, body in (
+            (SCORE, {"text_1": "a", "text_2": "b"}),
+            ("/v2/embed", {"texts": ["a"]}),
+            ("/api/embed", {"input": "a"}),
+        ):
+            refused = await api.http.post(route, json=body)
+            assert (refused.status_code, "--pooling-type none" in refused.text) == (400, True), route
+    model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    for each, own in zip(told["data"], ids, strict=True):
+        with torch.inference_mode():
+            hidden = model(torch.tensor([own])).last_hidden_state[0].numpy()
+        unit = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+        assert np.array(each["embedding"]) == pytest.approx(unit, abs=2e-4)
+        if each["index"] == 1:
+            assert np.array(plain) == pytest.approx(hidden, abs=2e-3)
+            cut = hidden[:, :5] / np.linalg.norm(hidden[:, :5], axis=1, keepdims=True)
+            assert np.array(short) == pytest.approx(cut, abs=2e-4)
 
 
 async def test_a_decoder_answers_and_embeds_at_once(tmp_path: Path) -> None:

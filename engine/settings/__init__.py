@@ -1,0 +1,1 @@
+"""Reads settings: from flags or arguments, variables, TOML files."""

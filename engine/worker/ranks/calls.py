@@ -1,0 +1,44 @@
+"""What programs and operators call on every rank, between two steps: a function of theirs, or a method by its name."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch
+
+from quire.engine.models.decoder import Decoder
+from quire.engine.processes.procfs import resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankWorker:
+    """A rank, as such a function sees it. Its methods are what may be called by name: METHODS of
+    engine/core/executor.py."""
+
+    rank: int
+    world_size: int
+    """How many ranks compute the model together."""
+    model: Decoder
+    """This rank's part of it. Who changes its weights should have prefixes forgotten (`reset_prefix_cache`)."""
+
+    def describe(self) -> dict[str, object]:
+        """Which rank it is, on what, and the memory of its process."""
+        told = {"rank": self.rank, "world_size": self.world_size, "device": str(self.model.device)}
+        return {**told, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
+
+    def parameters(self) -> dict[str, list[object]]:
+        """Shape and type of each weight, by its name in the checkpoint."""
+        table = self.model.parameters()
+        return {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in table.items()}
+
+
+def called(worker: RankWorker, content: bytes) -> bytes:
+    """What a call, as `engine.executor.call_of` writes it, gives on this rank, or why it failed."""
+    try:
+        method, args, kwargs = pickle.loads(content)
+        call = getattr(RankWorker, method) if isinstance(method, str) else method
+        found = call(worker, *args, **kwargs)
+        return pickle.dumps((found, None))
+    except Exception as error:  # whatever a user's function raises
+        return pickle.dumps((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))

@@ -1,0 +1,95 @@
+"""POST /api/pull, where --allow-pull lets it: a model is downloaded into the hub's cache by `quire pull`, in a process
+of its own, which ends when its caller leaves; what has come by then stays there."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from quire.engine.errors import InvalidRequest, Overloaded
+from quire.server.encoding import encode_json
+from quire.server.protocol.ollama import OllamaPullRequest
+from quire.server.resolve.parse import parse
+from quire.server.routes.bodies import documented
+from quire.server.runtime import server_of
+
+_PULSE = 5.0
+"""Seconds after which a caller hears that the download goes on."""
+_LARGEST = 2**16
+"""Bytes of a body."""
+_LINE = encode_json({"status": "pulling manifest"}) + b"\n"
+
+
+def pull_router() -> APIRouter:
+    """One application's, which downloads one model at a time."""
+    router, alone = APIRouter(), asyncio.Lock()
+
+    @router.post("/api/pull", response_model=None, openapi_extra=documented(OllamaPullRequest))
+    async def pull(request: Request) -> Response:
+        """Download a model. Needs an admin's API key where there are keys, and else comes from this machine."""
+        if not server_of(request).config.allow_pull:
+            raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
+        body = parse(await _read(request), OllamaPullRequest)
+        if not (name := body.model or body.name or "").strip(" -"):
+            raise InvalidRequest("give model, the name of one", param="model")
+        if alone.locked():
+            raise Overloaded("Another model is being downloaded. Please try again later")
+        if body.stream:
+            return StreamingResponse(_told(alone, name), media_type="application/x-ndjson")
+        async with alone:
+            if (wrong := await _pulled(await _begin(name))) is not None:
+                raise InvalidRequest(wrong, param="model")
+        return Response(encode_json({"status": "success"}), media_type="application/json")
+
+    return router
+
+
+async def _told(alone: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
+    """A line at the beginning, one now and then, and one at the end."""
+    async with alone:
+        yield _LINE
+        done = asyncio.ensure_future(_pulled(await _begin(name)))
+        try:
+            while not (await asyncio.wait([done], timeout=_PULSE))[0]:
+                yield encode_json({"status": f"pulling {name}"}) + b"\n"
+            wrong = done.result()
+            yield encode_json({"status": "success"} if wrong is None else {"error": wrong}) + b"\n"
+        finally:
+            done.cancel()
+            await asyncio.gather(done, return_exceptions=True)
+
+
+async def _begin(name: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "quire", "pull", "--", name), stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+
+
+async def _pulled(process: Process) -> str | None:
+    """Why it failed; None: it did not. A download that is given up ends."""
+    try:
+        _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == 0:
+        return None
+    last = said.decode(errors="replace").strip().rpartition("\n")[2]
+    return last.removeprefix("quire pull: ") or f"the download ended with code {process.returncode}"
+
+
+async def _read(request: Request) -> bytes:
+    """Raises InvalidRequest for more than a name takes."""
+    read = b""
+    async for piece in request.stream():
+        read += piece
+        if len(read) > _LARGEST:
+            raise InvalidRequest(f"The body has more than {_LARGEST} bytes")
+    return read

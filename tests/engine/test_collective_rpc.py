@@ -1,0 +1,88 @@
+"""Calls on every rank: by a method's name, and of a function, in this process and in others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.core.executor import METHODS
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.worker.ranks.calls import RankWorker
+from tests.server.api import open_api
+from tests.server.fake import FakeEngine, hashed
+
+
+def width(worker: RankWorker, more: int, *, times: int = 1) -> tuple[int, int]:
+    return worker.rank, (worker.model.spec.hidden_size + more) * times
+
+
+def fails(worker: RankWorker) -> None:
+    raise ValueError(f"on {worker.rank}")
+
+
+def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
+    llm = LLM(num_kv_blocks=40)
+    ((rank, found),) = llm.collective_rpc(width, args=(1,), kwargs={"times": 2})
+    assert (rank, found % 2) == (0, 0)
+    (told,) = llm.collective_rpc("describe")
+    assert (told["rank"], told["world_size"], told["device"]) == (0, 1, "cpu")
+    (table,) = llm.collective_rpc("parameters")
+    assert table["model.embed_tokens.weight"][1] == "bfloat16"
+    with pytest.raises(EngineError, match="rank 0: ValueError: on 0"):
+        llm.collective_rpc(fails)
+    with pytest.raises(InvalidRequest, match=r"method: there is no 'model', but describe and parameters"):
+        llm.collective_rpc("model")
+    assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(METHODS)
+    with pytest.raises(InvalidRequest, match="a function must be one of a module's"):
+        llm.collective_rpc(lambda worker: None)
+    llm.sleep()
+    with pytest.raises(EngineError, match="sleeps"):
+        llm.collective_rpc("describe")
+
+
+@pytest.mark.slow
+def test_every_rank_and_every_engine_answers_while_tokens_go_on() -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    alone = LLM(num_kv_blocks=40).generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
+    ranks = LLM(num_kv_blocks=40, tensor_parallel_size=2)
+    assert [each[0] for each in ranks.collective_rpc(width, args=(0,))] == [0, 1]
+    assert [each["rank"] for each in ranks.collective_rpc("describe")] == [0, 1]
+    with pytest.raises(EngineError, match="rank 0: ValueError: on 0; rank 1: ValueError: on 1"):
+        ranks.collective_rpc(fails)
+    again = ranks.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
+    assert len(again) == len(alone)
+    ranks.close()
+    replicas = LLM(num_kv_blocks=40, data_parallel_size=2)
+    assert [each["world_size"] for each in replicas.collective_rpc("describe")] == [1, 1]
+    replicas.close()
+    with pytest.raises(InvalidRequest, match=r"stages .* take no calls"):
+        LLM(num_kv_blocks=40, pipeline_parallel_size=2).collective_rpc("describe")
+
+
+def test_priorities_are_one_for_each_prompt() -> None:
+    llm = LLM(num_kv_blocks=40, max_num_seqs=1, threads=1)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    plain = [each.outputs[0].token_ids for each in llm.generate(["a", "b"], params, use_tqdm=False)]
+    urgent = llm.generate(["a", "b"], params, use_tqdm=False, priority=[1, 0])
+    assert [each.outputs[0].token_ids for each in urgent] == plain
+    for wrong in ([1], ["a", "b"]):
+        with pytest.raises(InvalidRequest, match="priority: 2 prompts need a list of as many integers"):
+            llm.generate(["a", "b"], params, priority=wrong)  # type: ignore[arg-type]
+
+
+async def test_over_http_names_alone_are_called_where_the_operator_lets_them() -> None:
+    body: dict[str, Any] = {"method": "describe", "args": [1], "kwargs": {"a": 2}}
+    async with open_api(FakeEngine(hashed(b"a"))) as api:
+        refused = await api.http.post("/collective_rpc", json=body)
+        assert (refused.status_code, "--dev-endpoints" in refused.text) == (400, True)
+    async with open_api(FakeEngine(hashed(b"a")), dev_endpoints=True) as api:
+        assert await api.post("/collective_rpc", body) == {"results": [["describe", 1, {"a": 2}]]}
+        wrong = await api.http.post("/collective_rpc", json={"method": 5})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "method")
+    keys = {"api_key": ["sk-user"], "admin_api_key": ["sk-admin"]}
+    async with open_api(FakeEngine(hashed(b"a")), dev_endpoints=True, **keys) as api:
+        for key, status in (("sk-user", 403), ("sk-admin", 200)):
+            answer = await api.http.post("/collective_rpc", json=body, headers={"x-api-key": key})
+            assert answer.status_code == status

@@ -1,0 +1,70 @@
+"""Who goes first, by flags: as they came whatever their priorities, and by a class of a user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.types import Request, RequestOutput, SamplingParams
+from tests.tiny_models import save_tiny_model
+
+ROOT = Path(__file__).parent.parent.parent
+PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
+
+
+def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[int]]]:
+    """The ids of three requests in the order in which they ended, one running at a time, and their tokens."""
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=40, max_num_seqs=1, **options))  # type: ignore[arg-type]
+    first = Request(id="first", prompt_ids=[9] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
+    outputs: list[RequestOutput] = []
+    engine.add(first)
+    outputs += engine.step()
+    for priority, (name, ids) in enumerate(PROMPTS.items()):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0)
+        engine.add(Request(id=name, prompt_ids=ids, params=params, seed=7, priority=-priority))
+    while engine.busy:
+        outputs += engine.step()
+    tokens: dict[str, list[int]] = {}
+    for each in outputs:
+        tokens.setdefault(each.id, []).extend(each.new_ids)
+    return [each.id for each in outputs if each.finish_reason], tokens
+
+
+def test_the_order_is_chosen_and_no_token_depends_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    monkeypatch.syspath_prepend(ROOT / "examples/scheduling")
+    by_priority, tokens = answered(path)
+    assert by_priority == ["middle", "short", "first", "long"], "what runs gives way to what is more urgent"
+    as_they_came, same = answered(path, scheduling_policy="fcfs")
+    assert (as_they_came, same) == (["first", "long", "short", "middle"], tokens)
+    own = "shortest_first:ShortestFirst"
+    shortest, again = answered(path, scheduling_policy="fcfs", scheduler_cls=own)
+    assert (shortest, again) == (["first", "short", "middle", "long"], tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("no_such_module:Own", "ModuleNotFoundError"),
+        ("shortest_first:Nobody", "AttributeError"),
+        ("pathlib:Path", "no subclass of"),
+    ],
+)
+def test_what_is_no_scheduler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples/scheduling")
+    with pytest.raises(ConfigError, match=f"scheduler_cls: .*{wrong}"):
+        answered(save_tiny_model(tmp_path, "llama"), scheduler_cls=name)
+
+
+def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "mistral-window", sliding_window=48, max_position_embeddings=256)
+    config = EngineConfig(model=str(path), num_kv_blocks=60)
+    whole = Engine(config)
+    within = Engine(config.model_copy(update={"disable_sliding_window": True}))
+    assert (whole.info.max_model_len, within.info.max_model_len) == (256, 48)
+    with pytest.raises(ConfigError, match="max_model_len: 64 exceeds the model's 48 positions"):
+        Engine(config.model_copy(update={"disable_sliding_window": True, "max_model_len": 64}))
