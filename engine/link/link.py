@@ -136,8 +136,8 @@ class Link(ABC):
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
-        """Run something on every rank of every engine, as engine/core/executor.py writes it; None where an engine sleeps, or
-        ends before it answers. Raises InvalidRequest where none takes calls."""
+        """Run something on every rank of every engine, as engine/core/executor.py writes it; None where an engine
+        sleeps, or ends before it answers. Raises InvalidRequest where none takes calls."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
