@@ -61,6 +61,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """How long sequences waited for pages of tiers."""
     pages_lost: int = 0
     """Pages that no tier kept, for they came faster than they could be written."""
+    prefix_unit: int = 0
+    """Tokens in multiples of which a cached prefix is found; 0 where none is. It does not change."""
+    cache_tokens: int = 0
+    """Tokens for which there are pages. It does not change."""
 
     def without_gauges(self) -> EngineStats:
         """The counters of an engine that is no more."""

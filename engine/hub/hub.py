@@ -159,7 +159,7 @@ class Hub:
             case SnapshotRequest():
                 self._tasks.begin(self._snapshot(channel))
             case ResetPrefixCache():
-                self._client.link.reset_prefix_cache()
+                self._client.reset_prefix_cache()
             case Change():
                 self._tasks.begin(self._change(channel, message))
             case Ask():

@@ -21,6 +21,8 @@ class PrefixCache:
         assert block_size % piece == 0
         self.enabled = enabled
         self.snapshots = snapshots or NoSnapshots()
+        self.queries = self.hits = 0
+        """Prompt tokens that were looked up, and that were found."""
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -28,6 +30,11 @@ class PrefixCache:
         self._pieces = block_size // piece
         self._written: dict[int, int] = {}
         """For each page that the step being decided will write to, the first of its tokens that is written."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens in multiples of which a prefix is found; 0 where none is."""
+        return max(self._piece, self.snapshots.every) if self.enabled else 0
 
     def begin_step(self) -> None:
         self._written.clear()
@@ -53,6 +60,13 @@ class PrefixCache:
         self._tables.begin(seq, cached)
         seq.known_pieces = len(cached) // self._groups * self._pieces
         self.snapshots.begin(seq)
+
+    def count(self, seq: Sequence) -> None:
+        """Count what was found for a sequence that begins, when it does so for the first time."""
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.computed, seq.num_prompt)
+            self.queries += seq.num_prompt
+            self.hits += seq.cached_tokens
 
     def forget(self) -> None:
         """Let nothing be found that was computed before."""
