@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.prefixes.rewrites import WIDTH, Piece, equal_pieces
+from quire.engine.prefixes.rewrites import WIDTH, equal_pieces
 from quire.engine.prefixes.tree import PIECE, TREE_BYTES, Conversation, Neighbour, Origin, PrefixTree, Visit, Walk
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import MissReason, Nearest, PrefixReport, Request
@@ -22,8 +22,8 @@ TENANT_BYTES = 16 << 20
 """What is remembered of one tenant: some 900,000 tokens."""
 ALL_BYTES = 64 << 20
 """Of all together: those that came longest ago are forgotten first."""
-_TURN = 32
-"""Tokens before an earlier prompt's end, of which some stand in a later prompt if both are of one conversation."""
+_TURN = 8
+"""Tokens at an earlier prompt's end that a later turn of its conversation may lack: what begins an answer."""
 _SHOWN = 24
 """Tokens that are shown on each side of a difference."""
 
@@ -257,17 +257,9 @@ class _Look:
     def moved(self) -> tuple[Nearest, int, Conversation | None]:
         """Where the prompt differs from the nearest earlier sequence; how many of its tokens behind that stand in that
         sequence, too; and its conversation, if that is the same one."""
-        best: tuple[int, Neighbour, list[Piece]] | None = None
-        for each in self.walk.neighbours:
-            pieces = equal_pieces(each.rest, self.tokens[each.common * WIDTH :])
-            count = sum(piece.count for piece in pieces)
-            if best is None or count > best[0]:
-                best = count, each, pieces
-        assert best is not None
-        count, other, pieces = best
+        looks = [self._beside(each) for each in self.walk.neighbours]
+        same, count, other = max(looks, key=lambda look: look[:2])  # of equals the first, which is the nearest
         common, visit = other.common, other.visit
-        end = min(visit.prompt_tokens - common, len(other.rest) // WIDTH)
-        same = common >= visit.prompt_tokens or any(each.old + each.count > end - _TURN for each in pieces)
         nearest = Nearest(
             common,
             "answer" if common >= visit.prompt_tokens else "prompt",
@@ -276,6 +268,14 @@ class _Look:
             _ids(self.tokens[common * WIDTH : (common + _SHOWN) * WIDTH]),
         )
         return nearest, max(min(count, self._most - common), 0), visit.conversation if same else None
+
+    def _beside(self, other: Neighbour) -> tuple[bool, int, Neighbour]:
+        """Whether the prompt goes on with an earlier sequence's conversation, and how many tokens behind the first
+        difference both have."""
+        pieces = equal_pieces(other.rest, self.tokens[other.common * WIDTH :])
+        end = min(other.visit.prompt_tokens - other.common, len(other.rest) // WIDTH)
+        same = end <= 0 or any(each.old + each.count > end - _TURN for each in pieces)
+        return same, sum(each.count for each in pieces), other
 
 
 def _tokens(request: Request) -> bytes:

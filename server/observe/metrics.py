@@ -19,6 +19,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.stats import TierStats
 from quire.engine.types import EngineInfo
 from quire.server.observe.gen_ai import GenAiHistograms
+from quire.server.observe.prefix_use import MissCounters
 from quire.server.observe.rolling_stats import RollingStats
 from quire.server.observe.summed import Count, Summed, Together, counts
 
@@ -150,6 +151,7 @@ class Metrics:
         self._cached_total = cached_total.labels(model_name, ENGINE)
         client.history.listeners.append(self._stepped)
         client.history.end_listeners.append(self._ended)
+        client.history.end_listeners.append(MissCounters(self._registry, model_name).ended)
         client.history.end_listeners.append(GenAiHistograms(self._registry, model_name).ended)
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
