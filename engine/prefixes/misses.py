@@ -274,8 +274,8 @@ class _Look:
         difference both have."""
         pieces = equal_pieces(other.rest, self.tokens[other.common * WIDTH :])
         end = min(other.visit.prompt_tokens - other.common, len(other.rest) // WIDTH)
-        same = end <= 0 or any(each.old + each.count > end - _TURN for each in pieces)
-        return same, sum(each.count for each in pieces), other
+        same = end <= 0 or any(each.old + each.length > end - _TURN for each in pieces)
+        return same, sum(each.length for each in pieces), other
 
 
 def _tokens(request: Request) -> bytes:

@@ -12,11 +12,11 @@ LEAST = 16
 
 
 class Piece(NamedTuple):
-    """Equal tokens: `count` of them from `old` on in the one sequence, from `new` on in the other."""
+    """Equal tokens: `length` of them from `old` on in the one sequence, from `new` on in the other."""
 
     old: int
     new: int
-    count: int
+    length: int
 
 
 def common_prefix(one: bytes, other: bytes) -> int:
@@ -34,12 +34,12 @@ def common_prefix(one: bytes, other: bytes) -> int:
 
 
 def equal_pieces(old: bytes, new: bytes) -> list[Piece]:
-    """Pieces of `new` that stand somewhere in `old`, in the order of `new`, none within another. All that have twice
-    LEAST tokens are found, and those of LEAST that begin at a multiple of LEAST in `old`."""
-    size = LEAST * WIDTH
+    """Pieces of `new` that stand somewhere in `old`, in the order of `new`, none within another; all that have LEAST
+    tokens, but where `old` repeats itself."""
+    size = LEAST // 2 * WIDTH  # of LEAST tokens wherever they begin, so many lie at a multiple of it
     places: dict[bytes, int] = {}
-    for place in range(0, len(old) - size + 1, size):
-        places.setdefault(old[place : place + size], place)
+    for start in range(0, len(old) - size + 1, size):
+        places.setdefault(old[start : start + size], start)
     found: list[Piece] = []
     at = floor = 0
     while at + size <= len(new):
@@ -52,6 +52,9 @@ def equal_pieces(old: bytes, new: bytes) -> list[Piece]:
             back += 1
         back -= back % WIDTH
         end = at + _equal(old, place, new, at)
+        if end - at + back < LEAST * WIDTH:
+            at += WIDTH
+            continue
         found.append(Piece((place - back) // WIDTH, (at - back) // WIDTH, (end - at + back) // WIDTH))
         at = floor = end
     return found

@@ -150,9 +150,8 @@ class Metrics:
         cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
         self._cached_total = cached_total.labels(model_name, ENGINE)
         client.history.listeners.append(self._stepped)
-        client.history.end_listeners.append(self._ended)
-        client.history.end_listeners.append(MissCounters(self._registry, model_name).ended)
-        client.history.end_listeners.append(GenAiHistograms(self._registry, model_name).ended)
+        others = (MissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
+        client.history.end_listeners += [self._ended, *(each.ended for each in others)]
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
         success = Counter(

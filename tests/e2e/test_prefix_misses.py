@@ -15,7 +15,9 @@ from tests.e2e.server import Server
 
 pytestmark = pytest.mark.slow
 RULES = " ".join(f"Rule {number}: tell the truth about the number {number * 7 % 31}." for number in range(40))
-KEYS = ("--api-key", "one", "--api-key", "two", "--admin-api-key", "chief")
+OTHERS = {"/v1/chat/completions": "two", "/v1/responses": "three", "/v1/messages": "four"}
+"""Another key for each API."""
+KEYS = ("--api-key", "one", *(f"--api-key={key}" for key in OTHERS.values()), "--admin-api-key", "chief")
 
 
 @pytest.fixture(scope="module", params=[(), ("--api-server-count", "2"), ("--data-parallel-size", "2")], ids=str)
@@ -70,7 +72,7 @@ async def streamed(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     return name, details(path, usage)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("path", OTHERS)
 async def test_a_date_before_a_conversation_is_found_out(server: Server, path: str) -> None:
     day = len(path)
     async with client(server, "one") as http:
@@ -92,7 +94,7 @@ async def test_a_date_before_a_conversation_is_found_out(server: Server, path: s
         assert [(each["turn"], each["id"]) for each in turns] == [*enumerate(names, 1)]
         for each in turns:
             assert each["prompt_tokens"] == each["cached_tokens"] + each["missed_tokens"] + each["new_tokens"]
-    async with client(server, "two") as http:
+    async with client(server, OTHERS[path]) as http:
         assert (await http.get(f"/v1/requests/{names[1]}/conversation")).status_code == 404
         _, usage = await whole(http, path, asked(path, day + 2, 1))
         assert "missed_tokens" not in usage, "another key's prompts are nobody's business"

@@ -260,9 +260,9 @@ def test_equal_pieces_are_equal_and_apart(old: list[list[int]], new: list[list[i
     found = equal_pieces(array("i", one).tobytes(), array("i", other).tobytes())
     covered: set[int] = set()
     for piece in found:
-        assert one[piece.old : piece.old + piece.count] == other[piece.new : piece.new + piece.count]
-        places = set(range(piece.new, piece.new + piece.count))
-        assert len(places) == piece.count >= 16
+        assert one[piece.old : piece.old + piece.length] == other[piece.new : piece.new + piece.length]
+        places = set(range(piece.new, piece.new + piece.length))
+        assert len(places) == piece.length >= 16
         assert not places & covered
         covered |= places
     if one and one == other:
