@@ -106,8 +106,6 @@ class Scheduler:
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
             preemptions=self._preemptions,
-            prefix_queries=self.prefixes.queries,
-            prefix_hits=self.prefixes.hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generated,
             steps=self._steps,
@@ -117,8 +115,7 @@ class Scheduler:
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,
-            prefix_unit=self.prefixes.unit,
-            cache_tokens=self._tables.holds,
+            **self.prefixes.stats,
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -393,7 +390,7 @@ class Scheduler:
         self._slots.append(seq.slot)
         self._left.append(seq.slot)
         self.tiers.keep(seq)
-        self._tables.release(seq)
+        self.prefixes.leave(seq)
 
     def _refuse(self, request: Request, why: str, cause: Cause = "engine") -> None:
         self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why, cause=cause))

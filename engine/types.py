@@ -207,6 +207,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """64-bit; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
     """Tokens generated before an engine died: they count as output, and generation goes on after them."""
+    session: str = ""
+    """The conversation that it is a turn of, by a name that its caller chose: pages are kept for the next turn."""
+    keep_seconds: float = 0.0
+    """For how long; 0: as long as the engine thinks right."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
