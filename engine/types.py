@@ -17,6 +17,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Cause = Literal["engine", "grammar", "busy"]
 """Of an error: the engine; the request's grammar, which cannot be followed; too much at a time, of which a later try
 may find less."""
+KEEP_SECONDS = 600.0
+"""How long pages are kept for a conversation's next turn where nothing else is said."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """In all stop strings together: text that is held back is compared with each."""

@@ -21,6 +21,7 @@ from quire.engine.client.link import Link
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.prefixes.misses import Misses
+from quire.engine.prefixes.turns import LastTurns
 from quire.engine.stats import EngineSnapshot, StepRecord
 from quire.engine.types import Adapter, Request, RequestOutput
 
@@ -81,6 +82,8 @@ class EngineClient:
         self.history = History(replicas=len(link.engines))
         self.recorder: Recorder = self.history
         """Is told what happens to requests."""
+        self.turns: LastTurns | None = LastTurns()
+        """The last ones of conversations with names; None where another process remembers them."""
         self._misses = None if link.explains_prefixes else Misses(len(link.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
@@ -367,6 +370,8 @@ class EngineClient:
             return False
         if self._misses is not None:
             self._misses.ended(request_id, entry.emitted)
+        if self.turns is not None:
+            self.turns.ended(entry.request, entry.emitted)
         if entry.cached_tokens is None:
             self._queued_tokens -= len(entry.request.prompt_ids)
         tenant = entry.reader.tenant

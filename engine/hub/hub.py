@@ -72,6 +72,7 @@ class Hub:
         self._client = client
         self._weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
+        client.turns = None  # so are turns
         self._wire = Wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}

@@ -22,11 +22,10 @@ from typing import TypedDict
 
 from quire.engine.blocks import BlockPool
 from quire.engine.sequence import Sequence
+from quire.engine.types import KEEP_SECONDS
 
 SHARE = 0.5
 """Of the pool's pages, the most that are kept."""
-KEEP_SECONDS = 600.0
-"""How long a conversation is kept that says nothing of it."""
 PAUSE_SECONDS = 60.0
 """What a first pause is taken to last."""
 _LISTED = 4
@@ -157,9 +156,17 @@ class Sessions:
 
     def _find(self, seq: Sequence, digests: SequenceOf[bytes]) -> Session | None:
         """Whose next turn a sequence is: of the one that has its name, or at whose end it goes on."""
-        if (name := _name(seq)) is not None:
-            return self._named.get(name)
-        return next((found for digest in reversed(digests) if (found := self._by_tail.get(digest))), None)
+        name = _name(seq)
+        if name is not None and (found := self._named.get(name)) is not None:
+            return found
+        before = next((found for digest in reversed(digests) if (found := self._by_tail.get(digest))), None)
+        if before is None or name is None or before.name == name:
+            return before
+        if before.name is not None:
+            return None  # another conversation, which begins with the same
+        before.name = name
+        self._named[name] = before
+        return before
 
     def _hold(self, session: Session, pages: SequenceOf[int]) -> None:
         """Keep these pages for a conversation, and no others."""

@@ -11,6 +11,7 @@ import msgspec
 from quire.engine.client.client import EngineClient
 from quire.engine.hub.messages import LASTING
 from quire.engine.hub.remote import HubLink
+from quire.engine.prefixes.turns import Turn
 from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
@@ -23,7 +24,7 @@ from quire.server.observe.recent import MOST_ANSWERS, recent_answers
 from quire.server.observe.request_log import RequestLog
 from quire.server.observe.summed import Count
 
-_EXPLAIN, _RECENT, _CANCEL, _TURNS = "explain", "recent", "cancel", "turns"
+_EXPLAIN, _RECENT, _CANCEL, _TURNS, _LAST = "explain", "recent", "cancel", "turns", "last turn"
 
 
 class Others:
@@ -43,6 +44,7 @@ class Others:
                 _RECENT: self._say_recent,
                 _CANCEL: self._say_cancelled,
                 _TURNS: self._say_turns,
+                _LAST: self._say_last_turn,
             }
 
     async def counts(self) -> list[Count]:
@@ -71,6 +73,14 @@ class Others:
 
     def _turns(self, conversation: str, caller: Mapping[str, Any]) -> list[dict[str, Any]]:
         return turns(self._log, self._client.history, conversation, lambda each: self._log.may_name(each, dict(caller)))
+
+    async def last_turn(self, salt: str, session: str) -> Turn | None:
+        """The last turn of a conversation with a name, whoever answered it."""
+        own = self._client.turns
+        assert own is not None
+        said = await self._ask(_LAST, _encode((salt, session)))
+        found = [own.find(salt, session), *(msgspec.msgpack.decode(each, type=Turn) for each in said)]
+        return max((each for each in found if each is not None), key=lambda each: each.ended, default=None)
 
     async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
         """What one of them says of a request that the tenant may see; None: they know none."""
@@ -101,6 +111,12 @@ class Others:
 
     async def _say_turns(self, body: bytes) -> bytes:
         return encode_json(self._turns(*_asked(body)))
+
+    async def _say_last_turn(self, body: bytes) -> bytes | None:
+        own = self._client.turns
+        assert own is not None
+        found = own.find(*msgspec.msgpack.decode(body, type=tuple[str, str]))
+        return None if found is None else _encode(found)
 
     async def _say_recent(self, body: bytes) -> bytes:
         limit = min(msgspec.msgpack.decode(body, type=int), MOST_ANSWERS)
