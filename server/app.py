@@ -176,19 +176,8 @@ def application(
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (
-        *generating,
-        batch_routes,
-        files,
-        streams,
-        models,
-        tokenize,
-        requests,
-        engine,
-        status,
-        page,
-        sessions,
-    ):
+    others = (batch_routes, files, streams, models, tokenize, sessions, requests, engine, status, page)
+    for module in (*generating, *others):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)

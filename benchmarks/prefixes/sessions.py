@@ -1,9 +1,9 @@
 """The first token of a conversation's next turn, after other load has filled the KV cache.
 
-`python -m benchmarks.prefixes.sessions [--tokens 2048] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache of
-three such conversations. Each round computes a conversation and, after other prompts of three times the cache's size,
-its next turn, 32 tokens longer: with the conversation kept or not, with host memory as a tier or without, and with the
-hint that it is about to go on. The tokens are compared.
+`python -m benchmarks.prefixes.sessions [--tokens 2048] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache
+of three such conversations. Each round computes a conversation and, after other prompts of three times the cache's
+size, its next turn, 32 tokens longer: with the conversation kept or not, with host memory as a tier or without, and
+with the hint that it is about to go on. The tokens are compared.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(engine: Engine, way: Way, tokens: int, rounds: int) -> Found:
     for number in range(rounds):
         chance = random.Random(number)
         some = lambda count: [chance.randrange(1, SHAPE["vocab_size"]) for _ in range(count)]  # noqa: E731, B023
-        prompt = some(tokens)
+        prompt, more = some(tokens), some(MORE)
         name = way.session and f"{way.session}{number}"
         _, _, answer = asker.ask(prompt, session=name)
         if way.load:
@@ -83,7 +83,7 @@ def measure(engine: Engine, way: Way, tokens: int, rounds: int) -> Found:
                 asker.ask(some(tokens), answer=1)
         if way.warmed:
             found.warming.append(asker.ask(prompt + answer, answer=1, keep_seconds=60.0)[0])
-        seconds, cached, ids = asker.ask(prompt + answer + some(MORE), session=name)
+        seconds, cached, ids = asker.ask(prompt + answer + more, session=name)
         found.seconds.append(seconds)
         found.cached.append(cached)
         found.ids.append(ids)

@@ -29,7 +29,8 @@ router = APIRouter(route_class=GenerationRoute)
     responses={404: {"description": "No conversation with that session_id has ended here lately."}},
 )
 async def warm(session_id: str, request: Request) -> Response:
-    """Bring what a conversation had into the KV cache: from a tier, or computed anew. Its next turn begins at once then.
+    """Bring what a conversation had into the KV cache, from a tier or computed anew, so that its next turn begins at
+    once.
 
     The conversation is the one whose requests have this `session_id`, of the same key and cache_salt. Answers when it
     is there; a caller need not wait for that. It is charged as a prompt of that length with an answer of one token.
