@@ -48,6 +48,7 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
 )
 from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.sessions import WarmRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -63,6 +64,7 @@ from quire.server.routes import (
     page,
     requests,
     responses,
+    sessions,
     status,
     tokenize,
 )
@@ -174,13 +176,14 @@ def application(
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
+    others = (batch_routes, files, streams, models, tokenize, sessions, requests, engine, status, page)
+    for module in (*generating, *others):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
+    with_bodies(app, WarmRequest, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 

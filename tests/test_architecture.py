@@ -116,6 +116,7 @@ ROOMS = {
             "text",
             "images",
             "checkpoint",
+            "prefixes",
             "client",
         ),
         *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),

@@ -85,7 +85,7 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._left, self._outputs, self._preempted = list[int](), list[RequestOutput](), list[str]()
         self._arrivals = 0
-        self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
+        self._preemptions = self._prompt_tokens = self._generated = self._steps = 0
 
     @property
     def busy(self) -> bool:
@@ -106,8 +106,6 @@ class Scheduler:
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
             preemptions=self._preemptions,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generated,
             steps=self._steps,
@@ -117,6 +115,7 @@ class Scheduler:
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,
+            **self.prefixes.stats,
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -279,10 +278,7 @@ class Scheduler:
         self._running.append(seq)
         copies = self.prefixes.fork(seq)
         self._tables.trim(seq)
-        if seq.cached_tokens is None:
-            seq.cached_tokens = min(seq.computed, seq.num_prompt)
-            self._queries += seq.num_prompt
-            self._hits += seq.cached_tokens
+        self.prefixes.count(seq)
         return copies
 
     def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
@@ -394,7 +390,7 @@ class Scheduler:
         self._slots.append(seq.slot)
         self._left.append(seq.slot)
         self.tiers.keep(seq)
-        self._tables.release(seq)
+        self.prefixes.leave(seq)
 
     def _refuse(self, request: Request, why: str, cause: Cause = "engine") -> None:
         self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why, cause=cause))

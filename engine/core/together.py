@@ -12,7 +12,7 @@ import numpy as np
 from quire.engine.core.snapshot import CACHED, UNLISTED
 from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 
-_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks")
+_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
 
 
 def total(stats: Sequence[EngineStats]) -> EngineStats:
