@@ -17,6 +17,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Cause = Literal["engine", "grammar", "busy"]
 """Of an error: the engine; the request's grammar, which cannot be followed; too much at a time, of which a later try
 may find less."""
+KEEP_SECONDS = 600.0
+"""How long pages are kept for a conversation's next turn where nothing else is said."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """In all stop strings together: text that is held back is compared with each."""
@@ -221,6 +223,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """64-bit; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
     """Tokens generated before an engine died: they count as output, and generation goes on after them."""
+    session: str = ""
+    """The conversation that it is a turn of, by a name that its caller chose: pages are kept for the next turn."""
+    keep_seconds: float = 0.0
+    """For how long; 0: as long as the engine thinks right."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
@@ -270,6 +276,48 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob_token_ids those and the picked one, in the same order."""
 
 
+MissReason = (
+    Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
+    | Literal["diverged", "rewritten"]
+)
+"""Why tokens that were computed before were not found in the prefix cache: engine/prefixes/misses.py."""
+
+
+class Nearest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a prompt goes on otherwise than the nearest earlier sequence of its tenant."""
+
+    common: int
+    """Tokens that both begin with."""
+    within: Literal["prompt", "answer"]
+    """In what of the earlier request they differ."""
+    before: list[int]
+    """The last tokens that both have."""
+    was: list[int]
+    """The earlier sequence's tokens from there."""
+    now: list[int]
+    """The prompt's."""
+
+
+class PrefixReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a prompt could have found in the prefix cache, and did not."""
+
+    missed: list[tuple[MissReason, int]]
+    """Tokens by reason, the most first."""
+    seconds: float
+    """What computing these took, as their share of the steps that computed the prompt."""
+    conversation: str
+    """The id of the request with which its conversation began."""
+    turn: int
+    """Its number in that, from 1."""
+    own_load: bool = False
+    """Whether what its tenant had computed since would have filled the cache alone, where something was evicted."""
+    nearest: Nearest | None = None
+
+    @property
+    def missed_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.missed)
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step added to a request. Exactly one with a finish_reason ends every request."""
 
@@ -289,6 +337,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
     cause: Cause = "engine"
     """Of the error."""
+    prefix: PrefixReport | None = None
+    """With the first output, where the prefix cache was asked."""
 
 
 TEXT_ALONE = "this model reads no images"

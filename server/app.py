@@ -51,6 +51,7 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
 )
 from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.sessions import WarmRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -67,6 +68,7 @@ from quire.server.routes import (
     page,
     requests,
     responses,
+    sessions,
     status,
     tokenize,
 )
@@ -179,19 +181,8 @@ def application(
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (
-        *generating,
-        batch_routes,
-        files,
-        streams,
-        models,
-        tokenize,
-        llama_cpp,
-        requests,
-        engine,
-        status,
-        page,
-    ):
+    others = (batch_routes, files, streams, models, tokenize, llama_cpp, sessions, requests, engine, status, page)
+    for module in (*generating, *others):
         app.include_router(module.router)
     app.include_router(pull_router())
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
@@ -199,7 +190,7 @@ def _add_routes(app: FastAPI) -> None:
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
+    with_bodies(app, WarmRequest, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 

@@ -195,7 +195,7 @@ def _runtime(
         metrics=metrics,
         live_view=LiveView(client, metrics.rolling),
         request_log=log,
-        others=OtherProcesses(client, metrics, log),
+        others=OtherProcesses(client, metrics, log, model.tokenizer.decode),
         bodies=Bodies(int(config.max_body_size * 2**20), BODIES_BYTES),
         workers=workers,
         grammars=GrammarChecker(workers),

@@ -113,7 +113,7 @@ ROOMS = {
     ),
     "engine": (
         *("errors", "types", "advice", "config", "settings", "folder", "gguf", "text", "images", "checkpoint"),
-        *("processes", "core", "lora", "drafting", "tiers", "link", "replicas"),
+        *("processes", "core", "prefixes", "lora", "drafting", "tiers", "link", "replicas"),
         *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),
 }

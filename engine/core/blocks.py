@@ -2,7 +2,8 @@
 
 A page is found by a hash of the tokens before and in it, so equal prefixes share pages (automatic prefix caching); a
 large page also by a hash for each of its pieces, of the tokens up to that piece's end. A page that nobody holds keeps
-its content and its hashes until it is allocated again: pages without hashes first, then the least recently freed.
+its content and its hashes until it is allocated again: pages without hashes first, then the least recently freed, and
+last those that are kept for somebody (engine/core/sessions.py), as that one gives them up.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ class BlockPool:
         self.references = array("i", [0]) * num_blocks
         """How many sequences hold each page; an array of C ints, which NumPy can read (engine/core/snapshot.py)."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._kept: dict[int, int] = {}
+        """For each page that is kept, by how many."""
+        self._waiting: set[int] = set()
+        """Those of them that nobody holds."""
+        self.give_up: Callable[[int], None] | None = None
+        """Called where so many pages of `_waiting` are needed: unkeeps them, and more at will."""
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
@@ -58,11 +65,22 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that nobody holds, kept or not."""
+        return len(self._free) + len(self._waiting)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_unkept(self) -> int:
+        """Those of the free pages that are handed out first."""
+        return len(self._free)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that are handed out last."""
+        return len(self._kept)
 
     @property
     def cached(self) -> Collection[int]:
@@ -71,7 +89,10 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of undefined content, one reference each. The caller has checked num_free."""
-        assert count <= len(self._free), "allocation beyond the pool"
+        assert count <= self.num_free, "allocation beyond the pool"
+        if count > len(self._free):
+            assert self.give_up is not None
+            self.give_up(count - len(self._free))
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -108,8 +129,31 @@ class BlockPool:
         """Take one more reference of each."""
         for block in blocks:
             if self.references[block] == 0:
-                del self._free[block]
+                if block in self._kept:
+                    self._waiting.remove(block)
+                else:
+                    del self._free[block]
             self.references[block] += 1
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Hand these pages, which somebody holds or which can be found, out after all that are not kept."""
+        for block in blocks:
+            if block not in self._kept and self.references[block] == 0:
+                del self._free[block]
+                self._waiting.add(block)
+            self._kept[block] = self._kept.get(block, 0) + 1
+
+    def unkeep(self, blocks: Iterable[int]) -> None:
+        """Take back one `keep` of each. A page that was kept by nobody else is the next to be handed out; of several,
+        the last."""
+        for block in blocks:
+            self._kept[block] -= 1
+            if not self._kept[block]:
+                del self._kept[block]
+                if self.references[block] == 0:
+                    self._waiting.remove(block)
+                    self._free[block] = None
+                    self._free.move_to_end(block, last=False)
 
     def register(self, block: int, digest: bytes) -> None:
         """Let a page's content up to some token be found by its hash. Where another page has that hash already, lookups
@@ -124,14 +168,17 @@ class BlockPool:
         for block in reversed(blocks):
             self.references[block] -= 1
             assert self.references[block] >= 0, f"page {block} was released twice"
-            if self.references[block] == 0:
+            if self.references[block] == 0 and block in self._kept:
+                self._waiting.add(block)
+            elif self.references[block] == 0:
                 self._free[block] = None
                 if block not in self._hashes_of:
                     self._free.move_to_end(block, last=False)
 
     def drop(self, block: int) -> None:
-        """Let a page that nobody holds be found by no hash, and be handed out first."""
+        """Let a page that nobody holds or keeps be found by no hash, and be handed out first."""
         assert self.references[block] == 0
+        assert block not in self._kept
         self._forget(block)
         self._free.move_to_end(block, last=False)
 
@@ -142,7 +189,11 @@ class BlockPool:
 
     def audit(self) -> None:
         """Assert the invariants that hold between any two calls."""
-        assert all((count == 0) == (block in self._free) for block, count in enumerate(self.references))
+        for block, count in enumerate(self.references):
+            assert (count == 0) == (block in self._free or block in self._waiting)
+            assert (block in self._waiting) == (count == 0 and block in self._kept)
+            assert not (block in self._free and block in self._waiting)
+        assert all(count > 0 for count in self._kept.values())
         known = {digest: block for block, digests in self._hashes_of.items() for digest in digests}
         assert known == self._block_of
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from quire.engine.core.batch import Batch
 from quire.engine.core.stats import Phase, StepRecord
-from quire.engine.types import Request, RequestOutput
+from quire.engine.types import PrefixReport, Request, RequestOutput
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
@@ -74,6 +74,8 @@ class Timeline:
     fetched: list[tuple[str, int, float, float]] = field(default_factory=list)
     """(tier, tokens, began, ended) of what came back from tiers of KV pages."""
     cached_tokens: int | None = None
+    prefix: PrefixReport | None = None
+    """What else of its prompt could have been cached; None where nothing is known."""
     output_tokens: int = 0
     draft_tokens: int = 0
     """Guessed tokens that were computed for it."""
@@ -221,7 +223,7 @@ class History:
                     timeline.draft_tokens += drafted
                     timeline.accepted_tokens += len(output.new_ids) - 1
                 if timeline.cached_tokens is None:
-                    timeline.cached_tokens = output.cached_tokens
+                    timeline.cached_tokens, timeline.prefix = output.cached_tokens, output.prefix
                     timeline.first_token = record.ended
                 if timeline.last_token:
                     for told in self.gap_listeners:

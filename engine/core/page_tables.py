@@ -26,6 +26,11 @@ class PageTables:
         self.windowed = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
         """Groups with a window, and it: none where `trim` has nothing to do."""
 
+    @property
+    def holds(self) -> int:
+        """Tokens for which the pool has pages, were they one sequence's and no group had a window."""
+        return self.pool.num_blocks // self.groups * self._block_size
+
     def missing(self, seq: Sequence, tokens: int) -> int:
         """Pages that a sequence lacks for its first `tokens` tokens; negative where it has more."""
         return self.groups * -(-tokens // self._block_size) - len(seq.blocks)

@@ -6,9 +6,19 @@ from collections.abc import Sequence as SequenceOf
 
 from quire.engine.core.batch import PageCopy
 from quire.engine.core.blocks import GONE, group_key
-from quire.engine.core.page_tables import PageTables
+from quire.engine.core.page_tables import PageTables, held
 from quire.engine.core.sequence import Sequence
+from quire.engine.core.sessions import Sessions, SessionStats
 from quire.engine.core.state_snapshots import NoSnapshots
+
+
+class PrefixStats(SessionStats):
+    """Fields of EngineStats."""
+
+    prefix_queries: int
+    prefix_hits: int
+    prefix_unit: int
+    cache_tokens: int
 
 
 class PrefixCache:
@@ -21,6 +31,9 @@ class PrefixCache:
         assert block_size % piece == 0
         self.enabled = enabled
         self.snapshots = snapshots or NoSnapshots()
+        self._sessions = Sessions(tables.pool)
+        self._queries = self._hits = 0
+        """Prompt tokens that were looked up, and that were found."""
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -29,8 +42,19 @@ class PrefixCache:
         self._written: dict[int, int] = {}
         """For each page that the step being decided will write to, the first of its tokens that is written."""
 
+    @property
+    def stats(self) -> PrefixStats:
+        return PrefixStats(
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            prefix_unit=max(self._piece, self.snapshots.every) if self.enabled else 0,
+            cache_tokens=self._tables.holds,
+            **self._sessions.stats,
+        )
+
     def begin_step(self) -> None:
         self._written.clear()
+        self._sessions.begin_step()
         self.snapshots.begin_step()
 
     def piece_digests(self, seq: Sequence) -> list[SequenceOf[bytes]]:
@@ -54,8 +78,26 @@ class PrefixCache:
         seq.known_pieces = len(cached) // self._groups * self._pieces
         self.snapshots.begin(seq)
 
+    def count(self, seq: Sequence) -> None:
+        """Count what was found for a sequence that begins, when it does so for the first time."""
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.computed, seq.num_prompt)
+            self._queries += seq.num_prompt
+            self._hits += seq.cached_tokens
+            if self.enabled and seq.request.sampling is not None:
+                self._sessions.began(seq, seq.digests(len(seq.tokens) // self._piece, self._piece))
+
+    def leave(self, seq: Sequence) -> None:
+        """Take back all pages of a sequence; some are kept for the next turn of its conversation."""
+        if self.enabled and seq.request.sampling is not None:
+            pages = held(seq.blocks[: seq.known_pieces // self._pieces * self._groups])
+            digests = seq.digests(seq.known_pieces, self._piece)
+            self._sessions.left(seq, [page for page in pages if page in self._pool.cached], digests)
+        self._tables.release(seq)
+
     def forget(self) -> None:
         """Let nothing be found that was computed before."""
+        self._sessions.forget()
         self._pool.forget()
         self.snapshots.forget()
 

@@ -111,6 +111,7 @@ class Scheduler:
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,
+            **self.prefixes.stats,
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -279,10 +280,7 @@ class Scheduler:
         self._running.append(seq)
         copies = self.prefixes.fork(seq)
         self._tables.trim(seq)
-        if seq.cached_tokens is None:
-            seq.cached_tokens = min(seq.computed, seq.num_prompt)
-            self._counts.prefix_queries += seq.num_prompt
-            self._counts.prefix_hits += seq.cached_tokens
+        self.prefixes.count(seq)
         return copies
 
     def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
@@ -394,7 +392,7 @@ class Scheduler:
         self._slots.append(seq.slot)
         self._left.append(seq.slot)
         self.tiers.keep(seq)
-        self._tables.release(seq)
+        self.prefixes.leave(seq)
 
     def _refuse(self, request: Request, why: str, cause: Cause = "engine") -> None:
         self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why, cause=cause))

@@ -19,7 +19,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 MOST_SEQUENCES = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
-_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks")
+_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
 EMPTY, CACHED, FIRST_OWNER, UNLISTED, SHARED = 0, 1, 2, 0x7FFF, 0x8000
 
 

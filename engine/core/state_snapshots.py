@@ -33,6 +33,9 @@ class _Kept(NamedTuple):
 class NoSnapshots:
     """For models whose pages hold all that a sequence needs."""
 
+    every = 0
+    """Tokens in multiples of which snapshots are kept, beside those at prompts' ends."""
+
     def usable(self, digests: SequenceOf[bytes]) -> int:
         """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
         return len(digests)
@@ -70,7 +73,7 @@ class Snapshots(NoSnapshots):
     def __init__(self, pages: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
         """The snapshots are the slots from `first_slot` on."""
         assert plan.every % block_size == 0
-        self._pages, self._block_size, self._every, self._first_slot = pages, block_size, plan.every, first_slot
+        self._pages, self._block_size, self.every, self._first_slot = pages, block_size, plan.every, first_slot
         self._pool = BlockPool(plan.slots)
         self._digests: dict[int, bytes] = {}
         self._copies: list[SlotCopy] = []
@@ -106,7 +109,7 @@ class Snapshots(NoSnapshots):
             self._copies.append(SlotCopy(self._first_slot + found, seq.slot))
 
     def keep(self, seq: Sequence, known: int) -> None:
-        place = known % self._every == 0 or known == self._prompt_end(seq)
+        place = known % self.every == 0 or known == self._prompt_end(seq)
         if not place or known > len(seq.tokens):
             return
         assert seq.slot is not None
@@ -135,7 +138,7 @@ class Snapshots(NoSnapshots):
         return end if end is not None and seq.computed < end < regular else regular
 
     def _regular(self, tokens: int) -> int:
-        return (tokens // self._every + 1) * self._every
+        return (tokens // self.every + 1) * self.every
 
     def _prompt_end(self, seq: Sequence) -> int | None:
         """The last page's end within the prompt, whose last token must be computed in any case; None where too little

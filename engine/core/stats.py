@@ -62,6 +62,20 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """How long sequences waited for pages of tiers."""
     pages_lost: int = 0
     """Pages that no tier kept, for they came faster than they could be written."""
+    prefix_unit: int = 0
+    """Tokens in multiples of which a cached prefix is found; 0 where none is. It does not change."""
+    kept_blocks: int = 0
+    """Pages that are kept for the next turns of conversations, held or free: engine/core/sessions.py."""
+    kept_sessions: int = 0
+    """Conversations for which they are."""
+    session_returns: int = 0
+    """Prompts that go on with a conversation."""
+    session_return_tokens: int = 0
+    """Tokens of them that were cached."""
+    sessions_given_up: int = 0
+    """Times that room was needed, and a conversation lost kept pages."""
+    cache_tokens: int = 0
+    """Tokens for which there are pages. It does not change."""
 
     def without_gauges(self) -> EngineStats:
         """The counters of an engine that is no more."""
@@ -77,10 +91,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
 
 
-_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks")
+_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
 _COUNTERS = (
     *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
     *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
+    *("session_returns", "session_return_tokens", "sessions_given_up"),
 )
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
@@ -90,8 +105,6 @@ class Counts:
     """What a scheduler counts from its start on, under the names of EngineStats."""
 
     preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0

@@ -21,6 +21,8 @@ from quire.engine.core.stats import EngineSnapshot, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream
+from quire.engine.prefixes.misses import Misses
+from quire.engine.prefixes.turns import LastTurns
 from quire.engine.types import Adapter, Request, RequestOutput
 
 log = logging.getLogger("quire.client")
@@ -80,6 +82,9 @@ class EngineClient:
         self.history = History(replicas=len(link.engines))
         self.recorder: Recorder = self.history
         """Is told what happens to requests."""
+        self.turns: LastTurns | None = LastTurns()
+        """The last ones of conversations with names; None where another process remembers them."""
+        self._misses = None if link.explains_prefixes else Misses(len(link.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
@@ -163,6 +168,8 @@ class EngineClient:
             self._open[request.id] = _Entry(request, reader)
             self._queued_tokens += len(request.prompt_ids)
             self.recorder.submitted(request)
+        if self._misses is not None:
+            self._misses.submitted(requests)
         self._open_by_tenant[reader.tenant] += len(requests)
         if self._held is None:
             self.link.send(requests)
@@ -188,6 +195,13 @@ class EngineClient:
         """Seconds since an open request was submitted; 0 when it is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else monotonic() - entry.reader.submitted_at
+
+    def reset_prefix_cache(self) -> None:
+        """See Link.reset_prefix_cache."""
+        self.link.reset_prefix_cache()
+        if self._misses is not None:
+            for engine in range(len(self.link.engines)):
+                self._misses.emptied(engine)
 
     def snapshot(self) -> asyncio.Task[EngineSnapshot | None]:
         """See Link.snapshot. Those who ask before it is there share it."""
@@ -256,6 +270,8 @@ class EngineClient:
         return msgspec.structs.replace(entry.request, emitted_ids=entry.request.emitted_ids + entry.emitted)
 
     def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+        if self._misses is not None and step is not None and step.chunks:
+            self._misses.stepped(step, engine, self.link.engines[engine].stats, self.link.weights_version)
         outputs = [self._noted(output) for output in outputs]
         self.recorder.stepped(outputs, step, engine)
         version = self.link.weights_version
@@ -281,11 +297,12 @@ class EngineClient:
         entry = self._open.get(output.id)
         if entry is None:
             return output
-        if output.finish_reason is None:
-            entry.emitted += output.new_ids
+        entry.emitted += output.new_ids
         if entry.cached_tokens is None:
             entry.cached_tokens = output.cached_tokens
             self._queued_tokens -= len(entry.request.prompt_ids)
+            if self._misses is not None and (report := self._misses.take(output.id)) is not None:
+                return msgspec.structs.replace(output, prefix=report)
         elif entry.cached_tokens != output.cached_tokens:
             return msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)
         return output
@@ -301,6 +318,9 @@ class EngineClient:
 
     def lost(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
         """ids: the requests that the engine had; None: all."""
+        ids = None if ids is None else list(ids)
+        if self._misses is not None:
+            self._misses.lost(engine, ids)
         self.recorder.engine_died(engine, ids)
 
     def changed(self, engine: int = 0) -> None:
@@ -348,6 +368,10 @@ class EngineClient:
         entry = self._open.pop(request_id, None)
         if entry is None:
             return False
+        if self._misses is not None:
+            self._misses.ended(request_id, entry.emitted)
+        if self.turns is not None:
+            self.turns.ended(entry.request, entry.emitted)
         if entry.cached_tokens is None:
             self._queued_tokens -= len(entry.request.prompt_ids)
         tenant = entry.reader.tenant

@@ -72,6 +72,7 @@ class Hub:
         self._client = client
         self._weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
+        client.turns = None  # so are turns
         self._wire = Wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}
@@ -159,7 +160,7 @@ class Hub:
             case SnapshotRequest():
                 self._tasks.begin(self._snapshot(channel))
             case ResetPrefixCache():
-                self._client.link.reset_prefix_cache()
+                self._client.reset_prefix_cache()
             case Change():
                 self._tasks.begin(self._change(channel, message))
             case Ask():

@@ -63,6 +63,7 @@ class HubLink(Link):
     """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
 
     owner: EngineClient
+    explains_prefixes = True  # the hub does, which sees all requests
 
     def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
         """address, identity: where the hub listens, and how it knows this process."""

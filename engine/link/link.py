@@ -85,6 +85,8 @@ class Link(ABC):
     """Set by the owner itself."""
     number = 0
     """Of the engine among those of its model."""
+    explains_prefixes = False
+    """Whether outputs come with a PrefixReport already."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()

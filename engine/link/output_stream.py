@@ -164,4 +164,5 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
+        prefix=first.prefix or second.prefix,
     )

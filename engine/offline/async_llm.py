@@ -136,7 +136,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
         await self.start()
-        self._client.link.reset_prefix_cache()
+        self._client.reset_prefix_cache()
         return True
 
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:

@@ -52,6 +52,9 @@ async def generate(client: EngineClient, tokenizer: Tokenizer, task: Task) -> As
                         None if each is None else as_dict(each, tokenizer) for each in output.prompt_logprobs
                     ]
                 found.num_cached_tokens = max(found.num_cached_tokens, output.cached_tokens)
+                if output.prefix is not None and output.prefix.missed and not found.num_missed_tokens:
+                    found.num_missed_tokens = output.prefix.missed_tokens
+                    found.miss_reason = output.prefix.missed[0][0]
                 news.append(answers[output.id].add(output))
                 if news[-1].finished():
                     stream.abort(output.id)  # which a stop string has ended, while the engine goes on

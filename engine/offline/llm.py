@@ -177,7 +177,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
-        self._run(_called(self._client.link.reset_prefix_cache))
+        self._run(_called(self._client.reset_prefix_cache))
         return True
 
     @property

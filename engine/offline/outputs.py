@@ -77,6 +77,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
     weights_version: str = ""
     """Of the weights that computed the last token so far."""
+    num_missed_tokens: int = 0
+    """Prompt tokens that were computed again, though they had been before."""
+    miss_reason: types.MissReason | None = None
+    """Mostly why: docs/prefixes.md."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,7 @@ class BeamSearch(Generation):
         if step == 0:
             first = self._choices[index * spec.params.n]
             first.cached_tokens = max((output.cached_tokens for output in outputs.values()), default=0)
+            first.prefix = next((output.prefix for output in outputs.values()), None)
         return [outputs[request.id] for request in requests if request.id in outputs]
 
     def _answer(self, choice: Choice, beam: Beam) -> ChoiceDelta:

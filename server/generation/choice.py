@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import FinishReason, RequestOutput, TokenLogprob
+from quire.engine.types import FinishReason, PrefixReport, RequestOutput, TokenLogprob
 from quire.server.formats.message import MessageDelta, MessageParser
 from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.repetition import STOP_REASON, RepetitionDetector
@@ -54,6 +54,8 @@ class Choice:
         self.prompt = prompt
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.prefix: PrefixReport | None = None
+        """What else of the prompt could have been cached; None where nothing is known."""
         self.logprob_sum = 0.0
         self.finished = False
         """Set by the generation, which also sets the two times below."""
@@ -103,6 +105,7 @@ class Choice:
             reason, stop_reason = "stop", delta.stop_string
         if output.cached_tokens > self.cached_tokens:
             self.cached_tokens = output.cached_tokens
+        self.prefix = output.prefix or self.prefix
         if self._plain and reason is None:
             return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
         text, tokens = delta.text, []

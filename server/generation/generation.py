@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.engine.core.history import Timeline
 from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import PrefixReport
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.fold import Answer
 from quire.server.generation.spec import GenerationSpec
@@ -30,17 +32,32 @@ class Usage:
     """None where no reasoning is looked for."""
     metrics: Mapping[str, float | None] | None = None
     """When what came; None where nobody asks."""
+    missed: Sequence[PrefixReport] = ()
+    """What the prompts could have found cached, as far as it is known."""
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def misses(self) -> dict[str, object]:
+        """How many prompt tokens were computed again that had been computed before, mostly for which reason, and what
+        this took in seconds; nothing where there were none."""
+        reasons = Counter[str]()
+        for report in self.missed:
+            reasons.update(dict(report.missed))
+        if not reasons:
+            return {}
+        seconds = round(sum(report.seconds for report in self.missed), 6)
+        (reason, _), *_ = reasons.most_common(1)
+        return {"missed_tokens": reasons.total(), "miss_reason": reason, "missed_seconds": seconds}
 
     def as_dict(self) -> dict[str, object]:
         counts: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens} | self.misses,
         }
         if self.reasoning_tokens is not None:
             counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
@@ -121,6 +138,7 @@ class Generation(ABC):
             cached_tokens=sum(choice.cached_tokens for choice in first_of_prompts),
             reasoning_tokens=self.reasoning_tokens,
             metrics=None if not self._spec.timed or self.timeline is None else times(self.timeline),
+            missed=[choice.prefix for choice in first_of_prompts if choice.prefix is not None],
         )
 
     @property

@@ -136,7 +136,10 @@ class Sampling(Generation):
             for at, id in enumerate(output.new_ids[:-1])
         ]
         first = msgspec.structs.replace(
-            singles[0], prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
+            singles[0],
+            prompt_logprobs=output.prompt_logprobs,
+            cached_tokens=output.cached_tokens,
+            prefix=output.prefix,
         )
         last = msgspec.structs.replace(
             output, new_ids=output.new_ids[-1:], logprobs=logprobs and logprobs[-1:], prompt_logprobs=None

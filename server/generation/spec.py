@@ -60,6 +60,10 @@ class GenerationSpec:
     """The tenant's share."""
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""
+    """The conversation that it is a turn of, by its caller's name for it."""
+    keep_seconds: float = 0.0
+    """For how long it asks to be kept; 0: not."""
     adapter: Adapter | None = None
     """What its model's name stands for, where that is an adapter's."""
     grammar_field: str | None = None
@@ -148,6 +152,8 @@ class GenerationSpec:
             params=params,
             seed=seed,
             cache_salt=self.cache_salt,
+            session=self.session,
+            keep_seconds=self.keep_seconds,
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from quire.engine.core.history import History, Step, Timeline
+from quire.server.observe.prefix_use import Decode, prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
@@ -31,8 +32,11 @@ class _Mates:
         return [each for each in seen if each != sequence and self.is_mine(each)]
 
 
-def explanation(record: RequestRecord, history: History, is_mine: Callable[[str], bool]) -> dict[str, Any]:
-    """`is_mine` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
+def explanation(
+    record: RequestRecord, history: History, is_mine: Callable[[str], bool], decode: Decode | None = None
+) -> dict[str, Any]:
+    """`is_mine` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted. `decode`:
+    see prefix_use.
 
     What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
     """
@@ -50,7 +54,9 @@ def explanation(record: RequestRecord, history: History, is_mine: Callable[[str]
         "state": "open" if record.ended is None else "ended",
         "wall_ms": ms(now - record.arrived),
         "phases_ms": {name: ms(seconds) for name, seconds in phases(record, timelines, now).items()},
-        "sequences": [_sequence(each, record, now, mates, steps) for each in timelines],
+        "sequences": [
+            _sequence(each, record, now, mates, steps) | {"prefix": prefix_use(each, decode)} for each in timelines
+        ],
     }
 
 

@@ -19,6 +19,7 @@ from quire.engine.core.stats import TierStats
 from quire.engine.link.client import EngineClient
 from quire.engine.types import EngineInfo
 from quire.server.observe.gen_ai import GenAiHistograms
+from quire.server.observe.prefix_use import MissCounters
 from quire.server.observe.rolling_stats import RollingStats
 from quire.server.observe.summed import Count, Summed, Together, counts
 
@@ -56,6 +57,8 @@ GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
     ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
+    ("quire:kv_pages_kept", "Pages kept for conversations that pause, handed out last.", "kept_blocks"),
+    ("quire:sessions_kept", "Conversations for which pages are kept.", "kept_sessions"),
     ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
 )
 COUNTERS = (
@@ -65,6 +68,9 @@ COUNTERS = (
     ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
     ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
+    ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
+    ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
+    ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
     ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
     ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
 )
@@ -147,8 +153,8 @@ class Metrics:
         cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
         self._cached_total = cached_total.labels(model_name, ENGINE)
         client.history.listeners.append(self._stepped)
-        client.history.end_listeners.append(self._ended)
-        client.history.end_listeners.append(GenAiHistograms(self._registry, model_name).ended)
+        others = (MissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
+        client.history.end_listeners += [self._ended, *(each.ended for each in others)]
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
         success = Counter(

@@ -8,28 +8,32 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.core.history import History
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.hub_messages import LASTING
+from quire.engine.prefixes.turns import Turn
+from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.encoding import encode_json
 from quire.server.observe import summed
 from quire.server.observe.explain import explanation
 from quire.server.observe.metrics import Metrics
+from quire.server.observe.prefix_use import Decode, ordered, turns
 from quire.server.observe.recent import MOST_ANSWERS, recent_answers
 from quire.server.observe.request_log import RequestLog
 from quire.server.observe.summed import Count
 
-_EXPLAIN, _RECENT, _CANCEL = "explain", "recent", "cancel"
+_EXPLAIN, _RECENT, _CANCEL, _TURNS, _LAST = "explain", "recent", "cancel", "turns", "last turn"
 
 
 class OtherProcesses:
     """Asks them, and answers what they ask. A lone process asks nobody."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, log: RequestLog) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, log: RequestLog, decode: Decode) -> None:
+        """`decode`: makes text of tokens."""
         self._client = client
+        self._decode = decode
         self._metrics = metrics
         self._log = log
         self._remote = client.link if isinstance(client.link, HubLink) else None
@@ -39,6 +43,8 @@ class OtherProcesses:
                 _EXPLAIN: self._say_explanation,
                 _RECENT: self._say_recent,
                 _CANCEL: self._say_cancelled,
+                _TURNS: self._say_turns,
+                _LAST: self._say_last_turn,
             }
 
     async def counts(self) -> list[Count]:
@@ -47,6 +53,34 @@ class OtherProcesses:
         for said in await self._ask(LASTING):
             found += summed.decode(said)
         return found
+
+    def explained(self, name: str, caller: Mapping[str, Any]) -> bytes | None:
+        """The explanation of a request, as JSON, if it is known here and the caller, an ASGI scope, may see it. What
+        prompts say is shown to those alone whose prompts they are."""
+        log, scope = self._log, dict(caller)
+        record = log.find(name, scope)
+        if record is None:
+            return None
+        decode = self._decode if record.owner == tenant_of(scope).name else None
+        told = explanation(record, self._client.history, lambda sequence: log.may_name(sequence, scope), decode)
+        return encode_json(told)
+
+    async def turns(self, conversation: str, caller: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The turns of a conversation that the caller may see, wherever they were answered."""
+        tenant = tenant_of(dict(caller))
+        said = await self._ask(_TURNS, _encode((conversation, tenant.name, tenant.admin)))
+        return ordered([*self._turns(conversation, caller), *(turn for part in map(_turns, said) for turn in part)])
+
+    def _turns(self, conversation: str, caller: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return turns(self._log, self._client.history, conversation, lambda each: self._log.may_name(each, dict(caller)))
+
+    async def last_turn(self, salt: str, session: str) -> Turn | None:
+        """The last turn of a conversation with a name, whoever answered it."""
+        own = self._client.turns
+        assert own is not None
+        said = await self._ask(_LAST, _encode((salt, session)))
+        found = [own.find(salt, session), *(msgspec.msgpack.decode(each, type=Turn) for each in said)]
+        return max((each for each in found if each is not None), key=lambda each: each.ended, default=None)
 
     async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
         """What one of them says of a request that the tenant may see; None: they know none."""
@@ -73,9 +107,16 @@ class OtherProcesses:
         return summed.encode([*self._metrics.counts(), *self._inherited()])
 
     async def _say_explanation(self, body: bytes) -> bytes | None:
-        name, owner, admin = msgspec.msgpack.decode(body, type=tuple[str, str, bool])
-        caller = {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}
-        return explained(name, caller, self._log, self._client.history)
+        return self.explained(*_asked(body))
+
+    async def _say_turns(self, body: bytes) -> bytes:
+        return encode_json(self._turns(*_asked(body)))
+
+    async def _say_last_turn(self, body: bytes) -> bytes | None:
+        own = self._client.turns
+        assert own is not None
+        found = own.find(*msgspec.msgpack.decode(body, type=tuple[str, str]))
+        return None if found is None else _encode(found)
 
     async def _say_recent(self, body: bytes) -> bytes:
         limit = min(msgspec.msgpack.decode(body, type=int), MOST_ANSWERS)
@@ -89,9 +130,10 @@ class OtherProcesses:
 _encode = msgspec.msgpack.encode
 
 
-def explained(name: str, caller: Mapping[str, Any], log: RequestLog, history: History) -> bytes | None:
-    """The explanation of a request, as JSON, if it is known here and the caller, an ASGI scope, may see it."""
-    record = log.find(name, dict(caller))
-    if record is None:
-        return None
-    return encode_json(explanation(record, history, lambda sequence: log.may_name(sequence, dict(caller))))
+_turns = msgspec.json.Decoder(list[dict[str, Any]]).decode
+
+
+def _asked(body: bytes) -> tuple[str, dict[str, Any]]:
+    """What another process asks about, and its caller's scope."""
+    name, owner, admin = msgspec.msgpack.decode(body, type=tuple[str, str, bool])
+    return name, {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}

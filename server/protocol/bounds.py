@@ -25,6 +25,7 @@ MAX_CARRIED = 2**20
 """Token ids, and 16 characters of a grammar for one, that all answers of a call carry: each has a copy of the call's
 logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar."""
 MAX_SALT = 1024
+MAX_SESSION = 256
 MAX_PROMPTS = 2048
 MAX_ENTRIES = 2**22
 """Of a prompt, as token ids or as several prompts; the context and MAX_PROMPTS bound them further."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
-from quire.engine.types import MAX_STOP_STRINGS
+from quire.engine.types import KEEP_SECONDS, MAX_STOP_STRINGS
 from quire.server.protocol.bounds import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -20,6 +20,7 @@ from quire.server.protocol.bounds import (
     MAX_IDS,
     MAX_LISTED,
     MAX_SALT,
+    MAX_SESSION,
     MAX_VOCABULARY,
     AtMost,
     Word,
@@ -58,7 +59,7 @@ INSTEAD: Mapping[str, str] = {
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
-    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids"),
+    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids", "session_id"),
 )
 """Parameters that beam search does not support."""
 RESPONSE_FORMAT = ("type", "json_schema", "schema", "value")
@@ -68,6 +69,8 @@ MAX_NAMES = 20
 """Most names that X-Ignored-Params gives."""
 MAX_NAME = 64
 """Most characters it gives of each."""
+MAX_TTL = 86_400.0
+"""Seconds for which a conversation may ask to be kept."""
 SOUND_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """What ids that callers choose may be: safe in logs and headers."""
 
@@ -207,6 +210,21 @@ class GenerationBody(RequestBody):
     """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
     cache_salt: str = Field("", max_length=MAX_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    session_id: str = Field("", max_length=MAX_SESSION)
+    """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
+    session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)
+    """Seconds for which it is; also without an id."""
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION)
+    """OpenAI's: as session_ttl with its default."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """OpenAI's: 24h is a session_ttl."""
+
+    @property
+    def keep_seconds(self) -> float:
+        """For which it asks to be kept; 0 where it does not."""
+        if self.session_ttl is not None:
+            return self.session_ttl
+        return MAX_TTL if self.prompt_cache_retention == "24h" else KEEP_SECONDS * (self.prompt_cache_key is not None)
 
     @property
     def known_ids(self) -> list[int]:

@@ -13,7 +13,22 @@ from quire.server.protocol.tools import Name
 from quire.server.protocol.translated import Given, TranslatedBody
 
 
-class TextBlock(Given):
+class CacheControl(Given):
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Marked(Given):
+    """What may say for how long all up to its end is kept."""
+
+    cache_control: CacheControl | None = None
+
+
+TTL = {"5m": 300.0, "1h": 3600.0}
+"""Seconds."""
+
+
+class TextBlock(Marked):
     type: Literal["text"]
     text: str
 
@@ -29,7 +44,7 @@ class UrlSource(Given):
     url: str
 
 
-class ImageBlock(Given):
+class ImageBlock(Marked):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
@@ -51,7 +66,7 @@ class RedactedThinkingBlock(Given):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Given):
+class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -66,7 +81,7 @@ TextBlocks = Annotated[list[TextBlock], AtMost(MAX_PARTS)]
 Text = Annotated[Annotated[str, Tag("str")] | Annotated[TextBlocks, Tag("[]")], Discriminator(_text_or_blocks)]
 
 
-class ToolResultBlock(Given):
+class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text = ""
@@ -86,7 +101,7 @@ class InputMessage(Given):
     content: Content
 
 
-class InputTool(Given):
+class InputTool(Marked):
     """Only the caller's own tools: there are none that Anthropic's servers would run."""
 
     type: Literal["custom"] = "custom"
@@ -139,8 +154,17 @@ class CountTokensRequest(TranslatedBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of output_config's format."""
-    cache_control: dict[str, Any] | None = None
-    """Without effect: prefixes are cached anyway."""
+    cache_control: CacheControl | None = None
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """The longest time that a mark asks for; None where there is none. What is kept is the whole prompt, whichever
+        part is marked."""
+        texts = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for text in texts if not isinstance(text, str) for block in text]
+        marks = [self, *self.tools, *(block for block in blocks if isinstance(block, Marked))]
+        found = [TTL[each.cache_control.ttl] for each in marks if each.cache_control is not None]
+        return max(found, default=None)
 
     @property
     def format(self) -> OutputFormat | None:

@@ -158,8 +158,8 @@ class ResponsesRequest(TranslatedBody):
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER)] | None = None
+    """Without effect, but for the answer, which repeats it."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER)] | None = None
-    """Both without effect, but for the answer, which repeats them."""
     prompt: Any = None
     """Prompts that OpenAI keeps are not here."""
 
@@ -187,7 +187,6 @@ class ResponsesRequest(TranslatedBody):
             "text.verbosity": self.text.verbosity not in (None, "medium"),
             "reasoning.summary": self.reasoning.summary is not None,
             "safety_identifier": self.safety_identifier is not None,
-            "prompt_cache_key": self.prompt_cache_key is not None,
             "include": any(one not in (LOGPROBS, ENCRYPTED) for one in self.include),
         }
         for index, tool in enumerate(self.tools):

@@ -16,14 +16,14 @@ EXTENSIONS = (
     *("bad_words", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
     *("include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side", "structured_outputs"),
     *("repetition_detection", "timeout", "queue_timeout", "request_id", "cache_salt", "priority"),
+    *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention"),
     *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
 )
 """Fields of a chat that mean the same in every API."""
 
 
 class Given(BaseModel):
-    """A part of such a body. What it does not name is without effect here, such as cache_control: prefixes are cached
-    anyway. A null means unset."""
+    """A part of such a body. What it does not name is without effect here. A null means unset."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -95,6 +95,8 @@ def resolved(
         keep=body.n,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        session=body.session_id,
+        keep_seconds=body.keep_seconds,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
         beam_search=body.use_beam_search,

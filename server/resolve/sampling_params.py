@@ -44,6 +44,7 @@ def sampling_params(
     for text in stop:
         check_text(text, "stop")
     check_text(body.cache_salt, "cache_salt")
+    check_text(body.session_id, "session_id")
     for text in body.bad_words:
         check_text(text, "bad_words")
     return SamplingParams(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
-from quire.server.observe.other_processes import explained
-from quire.server.runtime import server_of
+from quire.server.runtime import Runtime, server_of
 
 router = APIRouter()
 
@@ -38,14 +38,33 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/requests/{name:path}/explain", response_model=None)
 async def explain(name: str, request: Request) -> Response:
-    """Of an open request or one of the last: time per phase, prompt chunks, batches it was in, preemptions, replays.
+    """Of an open request or one of the last: time per phase, prompt chunks, batches it was in, preemptions, replays;
+    what of its prompt the prefix cache had, could have had, and why it had not.
 
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
     """
+    found, _ = await _explained(name, request)
+    return Response(found, media_type="application/json")
+
+
+@router.get("/v1/requests/{name:path}/conversation", response_model=None)
+async def conversation(name: str, request: Request) -> dict[str, Any]:
+    """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): of
+    each prompt the tokens that were cached, that could have been, and that were new. Prompts belong together where one
+    begins with the other, or has most of it."""
+    found, runtime = await _explained(name, request)
+    prefixes = [each["prefix"] for each in msgspec.json.decode(found)["sequences"] if each["prefix"] is not None]
+    names = list(dict.fromkeys(each["conversation"] for each in prefixes))
+    turns = await runtime.others.turns(names[0], request.scope) if names else []
+    return {"object": "list", "conversation": names[0] if names else None, "data": turns}
+
+
+async def _explained(name: str, request: Request) -> tuple[bytes, Runtime]:
+    """The explanation of a request, and what runs beside its model."""
     for runtime in list(server_of(request).models.loaded):
         async with runtime.turns:
-            found = explained(name, request.scope, runtime.request_log, runtime.client.history)
+            found = runtime.others.explained(name, request.scope)
         found = found or await runtime.others.explanation(name, tenant_of(request.scope))
         if found is not None:
-            return Response(found, media_type="application/json")
+            return found, runtime
     raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -87,7 +88,8 @@ class MessagesWriter(AnswerWriter):
 
     def _start(self) -> bytes:
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
-        message["usage"] = usage_fields(self._usage or Usage(self._spec.prompt_tokens, 0, 0))
+        so_far = self._usage or Usage(self._spec.prompt_tokens, 0, 0)
+        message["usage"] = usage_fields(replace(so_far, missed=()))  # told at the end: after a restart it is not known
         return encode_event("message_start", {"type": "message_start", "message": message})
 
     def _opening(self, part: Part) -> bytes:
@@ -150,4 +152,5 @@ def usage_fields(usage: Usage) -> dict[str, object]:
         "server_tool_use": None,
         "service_tier": "standard",
         "inference_geo": None,
+        **usage.misses,
     }

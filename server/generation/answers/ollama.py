@@ -108,6 +108,7 @@ class OllamaWriter(AnswerWriter):
             "prompt_eval_duration": first - self._began,
             "eval_count": usage.completion_tokens,
             "eval_duration": ended - first if self._first else ended - self._began,
+            **usage.misses,
         }
 
 

@@ -108,6 +108,7 @@ def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any]
         "messages": turns,
         "tools": [{"type": "function", "function": function_of(tool)} for tool in body.tools],
         "parallel_tool_calls": body.parallel,
+        "session_ttl": body.keep_seconds,
         **body.extensions(),
         **thinking_fields(body, model),
     }

@@ -159,6 +159,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[Item], model: ServedModel) -
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if effort_works(model) else None,
         "stream": body.stream,
+        "prompt_cache_key": body.prompt_cache_key,
         **body.extensions(),
     }
     form = body.text.format

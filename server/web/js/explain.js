@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { $, el, say } from "./dom.js";
+import { prefixSheet } from "./prefix.js";
 
 const PHASES = {
   prepare: "Prepare (before the engine)",
@@ -18,8 +19,9 @@ const MOST_BARS = 16;
 
 /** Shows the explanation of an answer. `showText(title, text)` shows the whole of it. Throws ApiError. */
 export async function explain(id, showText) {
-  const response = await call(`/v1/requests/${encodeURIComponent(id)}/explain`);
-  const told = await response.json();
+  const address = `/v1/requests/${encodeURIComponent(id)}`;
+  const [told, conversation] = await Promise.all(["explain", "conversation"].map(async (what) =>
+    (await call(`${address}/${what}`)).json()));
   $("explain-json").onclick = () => {
     $("explain-dialog").close();
     showText("Where this request's time went", JSON.stringify(told, null, 2));
@@ -32,6 +34,7 @@ export async function explain(id, showText) {
     more > 0 ? el("p", { class: "note" }, `and ${more} more`) : "",
     table(told),
     ...facts(told).map((text) => el("p", {}, text)),
+    ...prefixSheet(told, conversation),
   );
   $("explain-dialog").showModal();
 }

@@ -313,7 +313,6 @@ async def test_what_has_no_effect_is_told() -> None:
     told = set(answer.headers["x-ignored-params"].split(", "))
     assert told == {
         "user",
-        "prompt_cache_key",
         "truncation",
         "text.verbosity",
         "reasoning.effort",

@@ -1,0 +1,169 @@
+"""One agent's conversation, turn by turn: how much of its prompts the prefix cache had, and why not the rest.
+
+`python -m benchmarks.prefixes.agent_load [--scale 4] [--url http://127.0.0.1:8000 --model NAME] [--fill TOKENS]`
+
+The shape is that of a recorded agent: 43 turns whose prompts have 142,000 tokens in sum, 96 % of which stood in the
+turn before. `--scale` divides the lengths. The tokens are random; a turn adds what a tool returned, and the answer.
+Then the same with what breaks prefixes: a date before all, tools in another order, thoughts that the template drops,
+and others who fill the cache between turns. Without --url it starts `quire serve` with the embedded model. Another
+server, which must take token ids in /v1/completions, tells no reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+TURNS, FIRST, ADDED, ANSWERED = 43, 1100, 86, 24
+"""Tokens of the first prompt, and those that a turn adds before and by its answer: 142,000 in sum."""
+IDS = range(300, 1900)
+TOOLS = 8
+THOUGHT, SAID = 12, 18
+"""Tokens of an answer with thoughts, which the next prompt lacks, and of what it says."""
+PORT = 18_437
+Change = Callable[[int, list[int], list[list[int]], list[int]], list[int]]
+"""(turn, system prompt, tools, the rest) to a prompt."""
+
+
+@dataclass
+class Told:
+    """What a conversation's answers said."""
+
+    prompt: int = 0
+    cached: int = 0
+    possible: int = 0
+    """Tokens that the prompts before had, too, wherever they stood."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+
+
+def as_it_is(turn: int, system: list[int], tools: list[list[int]], rest: list[int]) -> list[int]:
+    return system + [token for tool in tools for token in tool] + rest
+
+
+def another_date(turn: int, system: list[int], tools: list[list[int]], rest: list[int]) -> list[int]:
+    return as_it_is(turn, [*system[:20], IDS[turn // 10], *system[21:]], tools, rest)
+
+
+def other_order(turn: int, system: list[int], tools: list[list[int]], rest: list[int]) -> list[int]:
+    return as_it_is(turn, system, random.Random(turn // 15).sample(tools, len(tools)), rest)
+
+
+CHANGES: dict[str, Change] = {
+    "as it is": as_it_is,
+    "another date every 10 turns": another_date,
+    "tools shuffled every 15 turns": other_order,
+    "thoughts dropped": as_it_is,
+    "others fill the cache": as_it_is,
+}
+
+
+class Client:
+    def __init__(self, url: str, model: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=600)
+        self._model = model
+
+    def ask(self, prompt: list[int], told: Told | None, answer: int) -> list[int]:
+        """Returns the answer's tokens."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        began, first, usage, ids = time.perf_counter(), None, None, list[int]()
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    first = first or time.perf_counter() - began
+                    usage = event.get("usage") or usage
+                    for choice in event["choices"]:
+                        ids += choice.get("token_ids") or []
+        if told is None:
+            return ids
+        assert usage is not None
+        assert first is not None
+        details = usage.get("prompt_tokens_details") or {}
+        told.prompt += usage["prompt_tokens"]
+        told.cached += details.get("cached_tokens") or 0
+        told.reasons[details.get("miss_reason", "")] += details.get("missed_tokens", 0)
+        told.seconds += details.get("missed_seconds", 0.0)
+        told.first.append(first)
+        return ids
+
+
+def converse(client: Client, kind: str, scale: int, fill: int) -> Told:
+    chance, told, change = random.Random(kind), Told(), CHANGES[kind]
+
+    def some(count: int) -> list[int]:
+        return chance.choices(IDS, k=max(count // scale, 2))
+
+    system, tools = some(FIRST // 3), [some(FIRST * 2 // 3 // TOOLS) for _ in range(TOOLS)]
+    rest: list[int] = []
+    for turn in range(TURNS):
+        rest += (said := some(ADDED))
+        prompt = change(turn, system, tools, rest)
+        if kind == "others fill the cache" and turn % 5 == 4:
+            for _ in range(4):
+                client.ask(chance.choices(IDS, k=fill // 4), None, 1)
+        thoughts, said_too = (THOUGHT, SAID) if kind == "thoughts dropped" else (0, max(ANSWERED // scale, 2))
+        answer = client.ask(prompt, told, thoughts + said_too)
+        told.possible += len(prompt) - len(said) if turn else 0
+        rest += answer[thoughts:]
+    return told
+
+
+@contextmanager
+def served(pages: int) -> Iterator[str]:
+    command = [sys.executable, "-P", "-m", "quire", "serve", "--port", str(PORT), "--num-kv-blocks", str(pages)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{PORT}"
+    try:
+        while True:
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=int, default=4)
+    parser.add_argument("--url")
+    parser.add_argument("--model", default="quire-demo")
+    parser.add_argument("--fill", type=int, default=6000, help="tokens that others have computed every five turns")
+    args = parser.parse_args()
+    if args.url is not None:
+        return compare(args.url, args)
+    with served(args.fill // 16) as url:
+        compare(url, args)
+
+
+def compare(url: str, args: argparse.Namespace) -> None:
+    client = Client(url, args.model)
+    print(f"{'':31}{'prompts':>9}{'possible':>10}{'hit':>7}{'first token, ms':>17}{'again, s':>10}  missed by reason")
+    for kind in CHANGES:
+        told = converse(client, kind, args.scale, args.fill)
+        reasons = ", ".join(f"{name} {count:,}" for name, count in told.reasons.most_common() if count) or "none"
+        slow = sorted(told.first)[len(told.first) * 9 // 10]
+        times = f"{statistics.median(told.first) * 1000:.0f}, p90 {slow * 1000:.0f}"
+        shares = f"{told.possible / told.prompt:>9.1%} {told.cached / told.prompt:>7.1%}"
+        print(f"{kind:31}{told.prompt:9,}{shares}{times:>17}{told.seconds:10.2f}  {reasons}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Conversations that pause, while a tool runs or their user reads: which of the pool's pages are kept for their next
+turn, and in which order they are given up when room is needed.
+
+Nothing waits for a kept page: it counts as free, and is handed out after all pages that are not kept. A conversation is
+known by the id that its requests have, or because a prompt goes on from an earlier sequence's end; one without an id
+is kept from its second turn on, for most prompts are never gone on from. All together keep no more than a share of the
+pool; beyond that, whoever keeps most gives up first.
+
+What a page is worth is the time that its return saves, times how likely that is. Pages have equal bytes, and computing
+one costs about the same, so the order is that of likelihoods alone: a conversation that has paused long, against the
+pauses that it made before, goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TypedDict
+
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.sequence import Sequence
+from quire.engine.types import KEEP_SECONDS
+
+SHARE = 0.5
+"""Of the pool's pages, the most that are kept."""
+PAUSE_SECONDS = 60.0
+"""What a first pause is taken to last."""
+_LISTED = 4
+"""Most times the share that pages are listed in all: one that several conversations begin with is kept once, and listed
+for each."""
+_AT_A_TIME = 64
+"""Pages that are given up beside those that are needed now."""
+MOST_SESSIONS = 4096
+"""Conversations that are known, kept or not."""
+
+
+class SessionStats(TypedDict):
+    """Fields of EngineStats."""
+
+    kept_blocks: int
+    kept_sessions: int
+    session_returns: int
+    session_return_tokens: int
+    sessions_given_up: int
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    tenant: str
+    name: str | None
+    """What `_named` has it under; None for those without an id."""
+    seconds: float = KEEP_SECONDS
+    """For which it is kept after its last sequence."""
+    turns: int = 0
+    latest: str = ""
+    """The id of its last request."""
+    pages: list[int] = field(default_factory=list)
+    """Those that are kept, from the beginning of its last sequence on."""
+    tail: bytes = b""
+    """The hash of its last full piece."""
+    left: float = 0.0
+    """When its last sequence gave back its pages."""
+    pause: float = PAUSE_SECONDS
+    """How long it pauses: the mean of its pauses, of which the later ones weigh more."""
+
+    def overdue(self, now: float) -> float:
+        """The larger, the less likely it is that it comes back."""
+        return (now - self.left) / self.pause
+
+
+class Sessions:
+    def __init__(self, pool: BlockPool, share: float = SHARE, clock: Callable[[], float] = monotonic) -> None:
+        """`share`: of the pool's pages, the most that are kept."""
+        self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
+        pool.give_up = self._give_up
+        self._named: dict[str, Session] = {}
+        self._by_tail: dict[bytes, Session] = {}
+        self._all: OrderedDict[Session, None] = OrderedDict()
+        """The one that was used last at the end."""
+        self._going: dict[str, Session] = {}
+        """By id of a request that is running, or will again: what it is the next turn of."""
+        self._held = Counter[str]()
+        """Pages that each tenant's conversations keep; those of several count for each."""
+        self._next_expiry = 0.0
+        self._kept = self._returns = self._return_tokens = self._given_up = 0
+
+    @property
+    def stats(self) -> SessionStats:
+        return SessionStats(
+            kept_blocks=self._pool.num_kept,
+            kept_sessions=self._kept,
+            session_returns=self._returns,
+            session_return_tokens=self._return_tokens,
+            sessions_given_up=self._given_up,
+        )
+
+    @property
+    def known(self) -> SequenceOf[Session]:
+        """All that are remembered, kept or not."""
+        return list(self._all)
+
+    def begin_step(self) -> None:
+        """Give up those whose time is over."""
+        now = self._clock()
+        if now < self._next_expiry:
+            return
+        kept = [each for each in self._all if each.pages]
+        for each in kept:
+            if each.left + each.seconds <= now:
+                self._give_back(each, len(each.pages))
+        self._next_expiry = min((each.left + each.seconds for each in kept if each.pages), default=now + 1.0)
+
+    def began(self, seq: Sequence, digests: SequenceOf[bytes]) -> None:
+        """A sequence begins for the first time; `digests`: the hashes of its pieces."""
+        found = self._find(seq, digests)
+        if found is not None:
+            found.pause = max((found.pause + self._clock() - found.left) / 2, 1.0)
+            self._returns += 1
+            self._return_tokens += seq.cached_tokens or 0
+            self._going[seq.request.id] = found
+            self._all.move_to_end(found)
+
+    def left(self, seq: Sequence, pages: SequenceOf[int], digests: SequenceOf[bytes]) -> None:
+        """A sequence is about to give back its pages; `pages`: those that can be found, `digests`: the hashes of its
+        full pieces."""
+        request = seq.request
+        session = self._going.pop(request.id, None) or self._find(seq, digests)
+        if not pages:
+            return
+        if session is None or session not in self._all:
+            session = Session(request.tenant, _name(seq))
+            self._all[session] = None
+        session.turns += request.id != session.latest  # one that was preempted takes the same turn again
+        session.latest, session.left = request.id, self._clock()
+        session.seconds = request.keep_seconds or KEEP_SECONDS
+        if self._by_tail.get(session.tail) is session:
+            del self._by_tail[session.tail]
+        session.tail = digests[-1]
+        self._by_tail[session.tail] = session
+        if session.name is not None:
+            self._named[session.name] = session
+        if session.turns > 1 or session.name is not None or request.keep_seconds:
+            self._hold(session, pages[: self._most])
+            self._next_expiry = min(self._next_expiry, session.left + session.seconds)
+            self._bound()
+        while len(self._all) > MOST_SESSIONS:
+            self._forget(next(iter(self._all)))
+
+    def forget(self) -> None:
+        """Nothing is found any more."""
+        for each in list(self._all):
+            self._forget(each)
+
+    def _find(self, seq: Sequence, digests: SequenceOf[bytes]) -> Session | None:
+        """Whose next turn a sequence is: of the one that has its name, or at whose end it goes on."""
+        name = _name(seq)
+        if name is not None and (found := self._named.get(name)) is not None:
+            return found
+        before = next((found for digest in reversed(digests) if (found := self._by_tail.get(digest))), None)
+        if before is None or name is None or before.name == name:
+            return before
+        if before.name is not None:
+            return None  # another conversation, which begins with the same
+        before.name = name
+        self._named[name] = before
+        return before
+
+    def _hold(self, session: Session, pages: SequenceOf[int]) -> None:
+        """Keep these pages for a conversation, and no others."""
+        same = next((at for at, pair in enumerate(zip(session.pages, pages, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(session.pages), len(pages)) if same is None else same
+        self._pool.keep(pages[same:])
+        self._give_back(session, len(session.pages) - same)
+        self._kept += not session.pages and bool(pages)
+        self._held[session.tenant] += len(pages) - same
+        session.pages += pages[same:]
+
+    def _give_back(self, session: Session, count: int) -> None:
+        """Keep the last `count` pages of a conversation no more; the last one is the next to be handed out."""
+        if count:
+            first = max(len(session.pages) - count, 0)
+            self._pool.unkeep(session.pages[first:])
+            self._held[session.tenant] -= len(session.pages) - first
+            del session.pages[first:]
+            self._kept -= not session.pages
+            if not self._held[session.tenant]:
+                del self._held[session.tenant]
+
+    def _bound(self) -> None:
+        """Keep to the share: who keeps most gives up first, of that tenant the conversation that is least likely to
+        come back."""
+        while (excess := max(self._pool.num_kept - self._most, self._held.total() - _LISTED * self._most)) > 0:
+            (tenant, _), now = self._held.most_common(1)[0], self._clock()
+            own = (each for each in self._all if each.tenant == tenant and each.pages)
+            self._give_back(max(own, key=lambda each: each.overdue(now)), excess)
+
+    def _give_up(self, count: int) -> None:
+        """See BlockPool: those that are least likely to come back give up pages, the last ones first."""
+        now = self._clock()
+        wanted = self._pool.num_unkept + count
+        enough = wanted + min(_AT_A_TIME, self._pool.num_blocks // 16)
+        kept = sorted((each for each in self._all if each.pages), key=lambda each: each.overdue(now))
+        while kept and self._pool.num_unkept < wanted:
+            session = kept.pop()
+            self._given_up += 1
+            while session.pages and self._pool.num_unkept < enough:  # one that is held, or kept by others, is not free
+                self._give_back(session, enough - self._pool.num_unkept)
+
+    def _forget(self, session: Session) -> None:
+        self._give_back(session, len(session.pages))
+        del self._all[session]
+        if self._by_tail.get(session.tail) is session:
+            del self._by_tail[session.tail]
+        if session.name is not None and self._named.get(session.name) is session:
+            del self._named[session.name]
+
+
+def _name(seq: Sequence) -> str | None:
+    """Of its session, which no other salt's or adapter's has."""
+    request = seq.request
+    if not request.session:
+        return None
+    return repr((request.cache_salt, "" if request.adapter is None else request.adapter.digest, request.session))

@@ -1,0 +1,292 @@
+"""Says of each prompt which of its tokens were computed before, and why the prefix cache did not have them.
+
+Whoever owns the engines' link tells what happens: requests that come, steps, outputs that end requests, caches that are
+lost. Of each tenant the tokens of what it had computed lately are remembered (tree.py), within a bound of bytes, and
+compared with what the engine found. So nothing here is asked while a step is decided, and nothing is learnt of the
+pages of other tenants: a page that is gone was "evicted", whoever needed the room.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.prefixes.rewrites import WIDTH, equal_pieces
+from quire.engine.prefixes.tree import PIECE, TREE_BYTES, Conversation, Neighbour, Origin, PrefixTree, Visit, Walk
+from quire.engine.types import MissReason, Nearest, PrefixReport, Request
+
+TENANT_BYTES = 16 << 20
+"""What is remembered of one tenant: some 900,000 tokens."""
+ALL_BYTES = 64 << 20
+"""Of all together: those that came longest ago are forgotten first."""
+_TURN = 8
+"""Tokens at an earlier prompt's end that a later turn of its conversation may lack: what begins an answer."""
+_SHOWN = 24
+"""Tokens that are shown on each side of a difference."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """An open request that has given no output yet, or whose output is not complete."""
+
+    request: Request
+    turn: _Turn
+    visit: Visit | None = None
+    """None until an engine has begun with it, and again after that engine's end."""
+    report: PrefixReport | None = None
+    computed: int = 0
+    """Prompt tokens that were computed."""
+    seconds: float = 0.0
+    """Their share of the steps' time."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What requests of one call with the same prompt have together: they are one turn of one conversation."""
+
+    prompt: list[int]
+    conversation: Conversation | None = None
+    number: int = 0
+
+
+@dataclass(slots=True)
+class _Engine:
+    life: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+
+class Misses:
+    def __init__(self, engines: int, tenant_bytes: int = TENANT_BYTES, all_bytes: int = ALL_BYTES) -> None:
+        """`engines`: how many compute beside each other, each with a cache of its own."""
+        self._engines = [_Engine() for _ in range(engines)]
+        self._tenant_bytes, self._all_bytes = tenant_bytes, all_bytes
+        self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
+        """By owner, the one that came last at the end."""
+        self._open: dict[str, _Asked] = {}
+        self.bytes = 0
+        """Of all that is remembered."""
+
+    def submitted(self, requests: Sequence[Request]) -> None:
+        """Requests of one call."""
+        turn = None
+        for each in requests:
+            if each.sampling is None:
+                continue  # a vector may need all tokens of its prompt computed
+            if turn is None or (turn.prompt is not each.prompt_ids and turn.prompt != each.prompt_ids):
+                turn = _Turn(each.prompt_ids)
+            self._open[each.id] = _Asked(each, turn)
+
+    def stepped(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
+        """An engine, which now has these stats, computed a step with weights of this version."""
+        self._engines[engine].stats = stats
+        if not stats.prefix_unit:
+            return
+        for request_id, start, count in step.chunks:
+            asked = self._open.get(request_id)
+            if asked is None:
+                continue
+            if asked.visit is None:
+                self._begin(asked, start, engine, weights)
+            assert asked.visit is not None
+            asked.visit.computed = max(asked.visit.computed, start + count)
+            if start < len(asked.request.prompt_ids):
+                asked.computed += count
+                asked.seconds += (step.computed - step.decided) * count / max(step.tokens, 1)
+
+    def take(self, request_id: str) -> PrefixReport | None:
+        """The report of a request whose first output has come."""
+        asked = self._open.get(request_id)
+        if asked is None or (report := asked.report) is None:
+            return None
+        share = min(report.missed_tokens / max(asked.computed, 1), 1.0)
+        return PrefixReport(
+            report.missed,
+            round(asked.seconds * share, 6),
+            report.conversation,
+            report.turn,
+            report.own_load,
+            report.nearest,
+        )
+
+    def ended(self, request_id: str, emitted: Sequence[int]) -> None:
+        """A request has ended; `emitted`: the tokens that it gave, those of its `emitted_ids` not among them."""
+        asked = self._open.pop(request_id, None)
+        if asked is None or (visit := asked.visit) is None:
+            return
+        request, visit.open = asked.request, False
+        tree = self._tree(request)
+        tree.load += asked.computed + len(emitted)
+        visit.load = tree.load
+        if visit.computed >= len(request.prompt_ids):
+            answer = [*request.emitted_ids, *emitted]
+            visit.computed = len(request.prompt_ids) + len(answer) - 1
+            self._add(tree, _tokens(request) + array("i", answer).tobytes(), visit)
+
+    def emptied(self, engine: int) -> None:
+        """An engine's cache is empty now."""
+        self._engines[engine].life += 1
+
+    def lost(self, engine: int, ids: Iterable[str] | None) -> None:
+        """An engine has ended: these requests, or all that it had, will be computed by another one."""
+        self.emptied(engine)
+        for each in [*self._open] if ids is None else ids:
+            asked = self._open.get(each)
+            if asked is not None and asked.visit is not None and asked.visit.engine == engine:
+                asked.visit.open, asked.visit, asked.report = False, None, None
+                asked.computed, asked.seconds = 0, 0.0
+
+    def _begin(self, asked: _Asked, cached: int, engine: int, weights: str) -> None:
+        """An engine begins with a request, of whose tokens it has found `cached` ones."""
+        request = asked.request
+        adapter = "" if request.adapter is None else request.adapter.digest
+        origin = Origin(request.cache_salt, adapter, weights)
+        tree, tokens = self._tree(request), _tokens(request)
+        walk = tree.walk(tokens, origin)
+        look = _Look(walk, tokens, origin, min(cached, len(request.prompt_ids)), self._engines, engine)
+        missed, own_load = look.at_places(tree.load)
+        elsewhere = look.elsewhere()
+        nearest = None
+        same = walk.tail_visit or (walk.own[-1] if walk.own else None)
+        conversation = same.conversation if same is not None and walk.common >= same.prompt_tokens else None
+        if walk.neighbours and not elsewhere and cached <= walk.common:
+            nearest, moved, rewritten = look.moved()
+            conversation = rewritten or conversation
+            elsewhere = Counter({"diverged" if rewritten is None else "rewritten": moved} if moved else {})
+        missed += elsewhere
+        if missed and request.sampling is not None and request.sampling.prompt_logprobs is not None:
+            missed = Counter({"prompt_logprobs": missed.total()})
+        turn = asked.turn
+        if turn.conversation is None:
+            turn.conversation = conversation or Conversation(request.id)
+            turn.conversation.turns += 1
+            turn.number = turn.conversation.turns
+        if asked.report is None:
+            found = sorted(missed.items(), key=lambda each: -each[1])
+            asked.report = PrefixReport(found, 0.0, turn.conversation.id, turn.number, own_load, nearest)
+        life = self._engines[engine].life
+        asked.visit = Visit(origin, engine, life, len(request.prompt_ids), turn.conversation, cached)
+        self._add(tree, tokens, asked.visit)
+
+    def _tree(self, request: Request) -> PrefixTree:
+        """Of the request's tenant. Without keys all callers are one tenant, whom a salt alone keeps apart: then nothing
+        is said across salts."""
+        owner = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
+        tree = self._trees.get(owner)
+        if tree is None:
+            tree = self._trees[owner] = PrefixTree(self._tenant_bytes)
+            self.bytes += tree.bytes
+        self._trees.move_to_end(owner)
+        return tree
+
+    def _add(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
+        """Remember a visit's tokens, and forget other tenants' that came longest ago where all have too much."""
+        self.bytes -= tree.bytes
+        tree.add(tokens, visit)
+        self.bytes += tree.bytes
+        while (excess := self.bytes - self._all_bytes) > 0 and len(self._trees) > 1:
+            owner, oldest = next(iter(self._trees.items()))
+            self.bytes -= oldest.bytes
+            oldest.shrink(oldest.bytes - excess)
+            if oldest.bytes > TREE_BYTES:
+                self.bytes += oldest.bytes
+            else:
+                del self._trees[owner]
+
+
+@dataclass(slots=True)
+class _Look:
+    """One prompt beside what is known of its beginning."""
+
+    walk: Walk
+    tokens: bytes
+    origin: Origin
+    cached: int
+    engines: Sequence[_Engine]
+    engine: int
+
+    @property
+    def _unit(self) -> int:
+        return self.engines[self.engine].stats.prefix_unit
+
+    @property
+    def _most(self) -> int:
+        """Tokens that can be found: the last one is computed in any case."""
+        return (len(self.tokens) // WIDTH - 1) // self._unit * self._unit
+
+    def at_places(self, load: int) -> tuple[Counter[MissReason], bool]:
+        """Of the tokens that were computed before behind the same tokens, and were not found: how many by reason; and
+        whether the tenant's `load` explains evictions."""
+        walk, missed, own_load = self.walk, Counter[MissReason](), False
+        most = min(walk.common // self._unit * self._unit, self._most)
+        for index in range(self.cached // PIECE, -(-most // PIECE)):
+            visit = walk.own[index] if index < len(walk.own) else walk.tail_visit
+            assert visit is not None
+            begin, end = max(index * PIECE, self.cached), min((index + 1) * PIECE, most)
+            reason = self._why(visit, end)
+            if begin < end and reason is not None:
+                missed[reason] += end - begin
+                room = self.engines[self.engine].stats.cache_tokens
+                own_load |= reason == "evicted" and load - visit.load >= room
+        return missed, own_load
+
+    def elsewhere(self) -> Counter[MissReason]:
+        """How many tokens behind those were computed behind the same tokens, but of another origin."""
+        walk, missed = self.walk, Counter[MissReason]()
+        for index, visit in enumerate(walk.beyond, len(walk.own)):
+            begin, end = max(index * PIECE, self.cached, walk.common), min((index + 1) * PIECE, self._most)
+            if begin < end and visit.computed >= end and visit.origin != self.origin:
+                missed[self._other(visit.origin)] += end - begin
+        return missed
+
+    def _why(self, visit: Visit, end: int) -> MissReason | None:
+        """Why tokens of a visit up to `end` were not found; None where they were never computed."""
+        if visit.computed < end:
+            return "computing" if visit.open else None
+        if visit.engine != self.engine:
+            return "replica"
+        return "evicted" if visit.life == self.engines[self.engine].life else "restarted"
+
+    def _other(self, origin: Origin) -> MissReason:
+        if origin.weights != self.origin.weights:
+            return "weights"
+        return "adapter" if origin.adapter != self.origin.adapter else "cache_salt"
+
+    def moved(self) -> tuple[Nearest, int, Conversation | None]:
+        """Where the prompt differs from the nearest earlier sequence; how many of its tokens behind that stand in that
+        sequence, too; and its conversation, if that is the same one."""
+        looks = [self._beside(each) for each in self.walk.neighbours]
+        same, count, other = max(looks, key=lambda look: look[:2])  # of equals the first, which is the nearest
+        common, visit = other.common, other.visit
+        nearest = Nearest(
+            common,
+            "answer" if common >= visit.prompt_tokens else "prompt",
+            _ids(self.tokens[max(common - _SHOWN, 0) * WIDTH : common * WIDTH]),
+            _ids(other.rest[: _SHOWN * WIDTH]),
+            _ids(self.tokens[common * WIDTH : (common + _SHOWN) * WIDTH]),
+        )
+        return nearest, max(min(count, self._most - common), 0), visit.conversation if same else None
+
+    def _beside(self, other: Neighbour) -> tuple[bool, int, Neighbour]:
+        """Whether the prompt goes on with an earlier sequence's conversation, and how many tokens behind the first
+        difference both have."""
+        pieces = equal_pieces(other.rest, self.tokens[other.common * WIDTH :])
+        end = min(other.visit.prompt_tokens - other.common, len(other.rest) // WIDTH)
+        same = end <= 0 or any(each.old + each.length > end - _TURN for each in pieces)
+        return same, sum(each.length for each in pieces), other
+
+
+def _tokens(request: Request) -> bytes:
+    """A prompt's tokens, four bytes each. Those of an image are numbers below 0 that its content makes."""
+    found = array("i", request.prompt_ids)
+    for span in request.spans:
+        place = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
+        found[span.start : span.start + span.count] = array("i", [max(place, -(2**31))] * span.count)
+    return found.tobytes()
+
+
+def _ids(tokens: bytes) -> list[int]:
+    """Without those of images."""
+    return [token for token in array("i", tokens) if token >= 0]

@@ -1,0 +1,78 @@
+"""The last turn of each conversation that has a name, so that it can be computed again before its next turn comes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine.types import Request
+
+TENANT_BYTES = 8 << 20
+"""Of one tenant's conversations: two million tokens."""
+ALL_BYTES = 64 << 20
+_BESIDE = 500
+"""Bytes that one takes beside its tokens."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    ended: float
+    """Seconds of the Unix clock."""
+    tenant: str
+    adapter: str
+    """Its name; "" for none."""
+    keep_seconds: float
+    """As its request had it."""
+    tokens: bytes
+    """Of the prompt and the answer, four bytes each."""
+
+    @property
+    def ids(self) -> list[int]:
+        return array("i", self.tokens).tolist()
+
+
+class LastTurns:
+    def __init__(self, tenant_bytes: int = TENANT_BYTES, all_bytes: int = ALL_BYTES) -> None:
+        self._tenant_bytes, self._all_bytes = tenant_bytes, all_bytes
+        self._turns: OrderedDict[tuple[str, str], Turn] = OrderedDict()
+        """By cache salt, which differs from key to key, and name; the one that ended last at the end."""
+        self._bytes = Counter[str]()
+        """By tenant."""
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes.total()
+
+    def ended(self, request: Request, emitted: Sequence[int]) -> None:
+        """A request has ended, with these tokens beside those of its `emitted_ids`."""
+        if not request.session or request.spans:  # what images show is not remembered
+            return
+        tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *emitted]).tobytes()
+        adapter = "" if request.adapter is None else request.adapter.name
+        turn = Turn(time.time(), request.tenant, adapter, request.keep_seconds, tokens)
+        key = request.cache_salt, request.session
+        self._drop(key)
+        self._turns[key] = turn
+        self._bytes[turn.tenant] += _size(turn)
+        while self._bytes[turn.tenant] > self._tenant_bytes:
+            self._drop(next(each for each, of in self._turns.items() if of.tenant == turn.tenant))
+        while self.bytes > self._all_bytes:  # of who has most
+            (tenant, _) = self._bytes.most_common(1)[0]
+            self._drop(next(each for each, of in self._turns.items() if of.tenant == tenant))
+
+    def find(self, salt: str, session: str) -> Turn | None:
+        return self._turns.get((salt, session))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        turn = self._turns.pop(key, None)
+        if turn is not None:
+            self._bytes[turn.tenant] -= _size(turn)
+            if not self._bytes[turn.tenant]:
+                del self._bytes[turn.tenant]
+
+
+def _size(turn: Turn) -> int:
+    return len(turn.tokens) + _BESIDE

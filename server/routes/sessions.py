@@ -1,0 +1,45 @@
+"""POST /v1/sessions/{id}/warm: a conversation that paused is about to go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.errors import RequestNotFound
+from quire.server.access.admission import GenerationRoute
+from quire.server.access.authentication import tenant_of
+from quire.server.generation.answers.warmed import WarmedWriter
+from quire.server.protocol.sessions import WarmRequest
+from quire.server.resolve.sessions import asked_warm, warm_call
+from quire.server.routes.bodies import checked, documented, worked_on
+from quire.server.routes.reply import reply
+from quire.server.runtime import runtime_of
+from quire.server.served_model import model_of
+
+router = APIRouter(route_class=GenerationRoute)
+
+
+@router.post(
+    "/v1/sessions/{session_id}/warm",
+    response_model=None,
+    openapi_extra=documented(WarmRequest),
+    responses={404: {"description": "No conversation with that session_id has ended here lately."}},
+)
+async def warm(session_id: str, request: Request) -> Response:
+    """Bring what a conversation had into the KV cache, from a tier or computed anew, so that its next turn begins at
+    once.
+
+    The conversation is the one whose requests have this `session_id`, of the same key and cache_salt. Answers when it
+    is there; a caller need not wait for that. It is charged as a prompt of that length with an answer of one token.
+    """
+    body, headers = await worked_on(request, asked_warm)
+    runtime, model = runtime_of(request), model_of(request)
+    turn = await runtime.others.last_turn(tenant_of(request.scope).salt(body.cache_salt), session_id)
+    if turn is None:
+        message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
+        raise RequestNotFound(message, param="session_id")
+    spec = await checked(request, warm_call(turn, body, model, runtime.config))
+    return await reply(request, replace(spec, headers=headers), WarmedWriter(session_id, spec))

@@ -1,0 +1,62 @@
+"""A conversation is kept beside other load, and brought back by a hint: real engines, several API processes, a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.slow
+PAGES = 120
+WAYS = {
+    "one": ("--kv-offload-memory", "1"),
+    "api processes": ("--kv-offload-memory", "1", "--api-server-count", "2"),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    running = Server(log, "--num-kv-blocks", str(PAGES), "--threads", "1", *request.param)
+    yield running
+    assert running.stop() == 0, log.read_text()
+
+
+async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
+    """The answer's tokens, and how many of the prompt's were cached."""
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    return told["choices"][0]["token_ids"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def others(http: httpx.AsyncClient, first: int) -> None:
+    for number in range(6):
+        await complete(http, [(first + number) * 7 % 1000 + 300 + place % 300 for place in range(480)])
+
+
+async def test_it_is_kept_and_brought_back_to_the_same_tokens(server: Server) -> None:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as http:
+        talk = [400 + place * 13 % 900 for place in range(300)]
+        answer, _ = await complete(http, talk, session_id="talk")
+        await others(http, 1)
+        talk += [*answer, 350, 351, 352]
+        again, cached = await complete(http, talk, session_id="talk")
+        assert cached == 304, "six others of four times the cache's size came between"
+        assert server.metric("quire:sessions_kept") == 1
+        assert server.metric("quire:session_returns_total") >= 1
+        wanted, _ = await complete(http, [*talk, *again, 360], cache_salt="elsewhere")
+        told = (await http.post("/v1/sessions/talk/warm", json={"session_ttl": 0.001})).json()
+        assert (told["object"], told["tokens"]) == ("session.warmed", len(talk) + len(again))
+        await others(http, 100)  # its time is over: it goes with the others
+        told = (await http.post("/v1/sessions/talk/warm")).json()
+        assert told["cached_tokens"] >= 304, "from the tier"
+        found, cached = await complete(http, [*talk, *again, 360], session_id="talk")
+        assert (found, cached) == (wanted, 304)
+        assert (await http.post("/v1/sessions/walk/warm")).status_code == 404

@@ -1,0 +1,79 @@
+"""What clients are told of misses, by real engines: in this process, in one that is killed, and in two beside each
+other. The reasons are those that what was done must have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.link.client import EngineClient
+from quire.engine.link.supervisor import ProcessLink
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.replicas.replicas import processes
+from quire.engine.types import PrefixReport
+from tests.engine.harness import request
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+async def ask(client: EngineClient, name: str, prompt: list[int], **more: object) -> tuple[int, PrefixReport]:
+    """Tokens that were cached, and what is said of the others."""
+    found = None
+    async for outputs in client.submit([request(name, prompt, max_tokens=4, **more)]):
+        for output in outputs:
+            found = output.prefix or found
+            cached = output.cached_tokens
+    assert found is not None
+    assert client.history.find(name).prefix == found
+    return cached, found
+
+
+async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model: Path) -> None:
+    client = EngineClient(InProcessLink(EngineConfig(model=str(model), num_kv_blocks=24, threads=1, max_model_len=384)))
+    await client.link.start()
+    prompt = [3 + place % 90 for place in range(200)]
+    assert (await ask(client, "a", prompt))[1].missed == []
+    assert (await ask(client, "b", prompt))[0] == 192
+    other = [5 + place * 7 % 80 for place in range(350)]
+    assert (await ask(client, "c", other))[1].missed == []
+    cached, report = await ask(client, "d", prompt)
+    assert report.missed == [("evicted", 192 - cached)]
+    assert report.seconds > 0
+    client.reset_prefix_cache()
+    assert (await ask(client, "e", prompt))[1].missed == [("restarted", 192)]
+    cached, report = await ask(client, "f", [*prompt[:100], 1, *prompt[100:]])
+    assert (cached, report.missed, report.nearest.common) == (96, [("rewritten", 92)], 100)
+    await client.link.stop()
+
+
+@pytest.mark.slow
+async def test_a_new_engine_has_an_empty_cache_and_says_so(model: Path) -> None:
+    client = EngineClient(ProcessLink(EngineConfig(model=str(model), num_kv_blocks=64, threads=1)))
+    await client.link.start()
+    prompt = [3 + place % 90 for place in range(200)]
+    await ask(client, "a", prompt)
+    os.kill(client.link.pid, signal.SIGKILL)
+    cached, report = await ask(client, "b", prompt)
+    assert (cached, report.missed) == (0, [("restarted", 192)])
+    assert (await ask(client, "c", prompt))[1].missed == []
+    await client.link.stop()
+
+
+@pytest.mark.slow
+async def test_two_replicas_do_not_share_pages(model: Path) -> None:
+    config = EngineConfig(model=str(model), num_kv_blocks=64, threads=1, data_parallel_size=2)
+    client = processes(config)
+    await client.link.start()
+    prompt = [3 + place % 90 for place in range(200)]
+    told = await asyncio.gather(*(ask(client, f"a{number}", prompt) for number in range(12)))
+    assert {reason for _, report in told for reason, _ in report.missed} <= {"computing", "replica"}
+    await client.link.stop()
