@@ -153,6 +153,8 @@ class Metrics:
         client.history.end_listeners.append(GenAiHistograms(self._registry, model_name).ended)
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
+        told = Counter("quire:receipts", "Receipts of answers.", (*labels, "to"), registry=self._registry)
+        self.receipts = {to: told.labels(model_name, ENGINE, to) for to in ("answer", "log", "lost")}
         success = Counter(
             "vllm:request_success", "Finished requests.", (*labels, "finished_reason"), registry=self._registry
         )
