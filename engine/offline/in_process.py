@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.client.link import EngineLink
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, EngineError
 from quire.engine.stats import EngineSnapshot, EngineStats
 from quire.engine.types import EngineInfo, Request
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.engine.loop import Engine, Tensors
 
 
@@ -49,6 +51,19 @@ class InProcessLink(EngineLink):
         self._fitted = {"max_model_len": engine.info.max_model_len, "num_kv_blocks": engine.info.num_blocks}
         self._begin(engine)
         return engine.info
+
+    async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Tensor:
+        """See `prompt_logprobs` there. Raises EngineError without weights, and for a model that others compute too."""
+        from quire.engine.worker.runner import Runner
+        from quire.engine.worker.sampling.forward import prompt_logprobs
+
+        if self._engine is None:
+            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+        runner = self._engine.runner
+        if not isinstance(runner, Runner) or self._config.ranks > 1:
+            raise EngineError("a forward pass is computed by one process alone, this model by several")
+        size = self._engine.info.block_size
+        return prompt_logprobs(runner.model, size, token_ids, full_vocabulary=full_vocabulary)
 
     async def stop(self) -> None:
         await self._let_go()
