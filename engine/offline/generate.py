@@ -26,20 +26,8 @@ async def generate(
     Raises EngineError when the engine fails it.
     """
     params = task.params
-    names = [f"{task.id}-{index}" for index in range(params.n)]
-    requests = [
-        Request(
-            id=name,
-            prompt_ids=task.prompt_ids,
-            params=params,
-            seed=params.choice_seed(index),
-            adapter=task.adapter,
-            priority=task.priority,
-            spans=task.spans,
-            images=task.images,
-        )
-        for index, name in enumerate(names)
-    ]
+    requests = _requests(task)
+    names = [each.id for each in requests]
     answers = {
         name: Answer(tokenizer, task.prompt_ids, params, index, detokenize=task.detokenize)
         for index, name in enumerate(names)
@@ -79,6 +67,23 @@ async def generate(
         found.finished, found.metrics = True, _metrics(client, names[0])
         found.outputs = [answer.whole for answer in answers.values()]
         yield found
+
+
+def _requests(task: Task) -> list[Request]:
+    """One for each choice."""
+    return [
+        Request(
+            id=f"{task.id}-{index}",
+            prompt_ids=task.prompt_ids,
+            params=task.params,
+            seed=task.params.choice_seed(index),
+            adapter=task.adapter,
+            priority=task.priority,
+            spans=task.spans,
+            images=task.images,
+        )
+        for index in range(task.params.n)
+    ]
 
 
 async def _tell_ended(

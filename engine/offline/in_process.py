@@ -19,9 +19,7 @@ from quire.engine.stats import EngineSnapshot, EngineStats
 from quire.engine.types import EngineInfo, Request
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quire.engine.loop import Engine, Tensors
+    from quire.engine.loop import Engine, Logprobs, Tensors
 
 
 class InProcessLink(EngineLink):
@@ -52,18 +50,11 @@ class InProcessLink(EngineLink):
         self._begin(engine)
         return engine.info
 
-    async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Tensor:
-        """See `prompt_logprobs` there. Raises EngineError without weights, and for a model that others compute too."""
-        from quire.engine.worker.runner import Runner
-        from quire.engine.worker.sampling.forward import prompt_logprobs
-
+    async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """As Engine.logprobs. Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
-        runner = self._engine.runner
-        if not isinstance(runner, Runner) or self._config.ranks > 1:
-            raise EngineError("a forward pass is computed by one process alone, this model by several")
-        size = self._engine.info.block_size
-        return prompt_logprobs(runner.model, size, token_ids, full_vocabulary=full_vocabulary)
+        return self._engine.logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     async def stop(self) -> None:
         await self._let_go()

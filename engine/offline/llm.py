@@ -36,9 +36,7 @@ from quire.engine.receipts.replay import Verdict
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quire.engine.loop import Tensors
+    from quire.engine.loop import Logprobs, Tensors
 
 _T = TypeVar("_T")
 _W = TypeVar("_W")
@@ -142,7 +140,7 @@ class LLM:
         adapters = adapters_for(self._model.adapters, lora_request, len(encoded))
         return self._each(list(zip(encoded, adapters, strict=True)), one, "searching", use_tqdm)
 
-    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Tensor:
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
         link = self._client.link
         if not isinstance(link, InProcessLink):

@@ -10,16 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quire.engine.loop import Tensors
+    from quire.engine.loop import Logprobs, Tensors
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
 
@@ -35,31 +32,21 @@ class Forward:
         `state_dict().items()`, instead of those in its files. Raises ConfigError and ModelError.
 
         Options:"""
-        from quire.engine.worker.device import choose, set_up_cpu
-        from quire.engine.worker.loading.model import load_model
+        from quire.engine.loop import ForwardPass
 
         config = engine_config(model, options)
         check_alone(config)
-        set_up_cpu(config)
-        path = resolve_model(config.model, config.revision)
-        shape = read_model_config(path, config.model_impl)
-        chosen = choose(config, shape)
-        loaded = load_model(config, path, shape, chosen, _nothing, tensors)
-        if "generate" not in loaded.tasks:
-            raise InvalidRequest(f"the model serves {' and '.join(loaded.tasks)}, not generate", param="model")
-        self._model, self._block_size = loaded.model, chosen.backend.block_size
+        self._pass = ForwardPass.load(config, tensors)
 
-    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Tensor:
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Of each token behind those before it, natural logarithms in float32: [n - 1] for n tokens; with
         `full_vocabulary` of every token in each of these places, [n - 1, vocabulary]. Raises InvalidRequest."""
-        from quire.engine.worker.sampling.forward import prompt_logprobs
-
-        return prompt_logprobs(self._model, self._block_size, token_ids, full_vocabulary=full_vocabulary)
+        return self._pass.logprobs(token_ids, full_vocabulary=full_vocabulary)
 
 
 def score(
     model: LLM | Forward | str | Path, token_ids: TokenIds, *, full_vocabulary: bool = False
-) -> Tensor | list[Tensor]:
+) -> Logprobs | list[Logprobs]:
     """`logprobs` of one sequence of token ids, or of each of several: by an LLM's own weights, or those of a Forward,
     which is made of a folder, a .gguf file or a hub id. Raises what these raise."""
     scorer = model if isinstance(model, LLM | Forward) else Forward(model)
@@ -74,7 +61,3 @@ def check_alone(config: EngineConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:
             raise InvalidRequest(f"{name}: a forward pass is computed by this process alone", param=name)
-
-
-def _nothing() -> None:
-    pass
