@@ -131,7 +131,7 @@ def decode_receipt(given: bytes) -> Receipt:
 
 def _within(whole: Any) -> Any:
     """The receipt of an answer, of an event that ends a stream, or of a line of a batch's output."""
-    for path in ((), ("receipt",), ("response", "receipt"), ("delta", "receipt"), ("response", "body", "receipt")):
+    for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         inner = whole
         for name in path:
             inner = inner.get(name) if isinstance(inner, dict) else None
