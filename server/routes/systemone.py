@@ -12,6 +12,7 @@ from quire.server.generation.answers.systemone import SystemOneWriter
 from quire.server.protocol.systemone import SystemOneRequest
 from quire.server.resolve.translated.systemone import resolve_systemone
 from quire.server.routes.bodies import documented, resolved
+from quire.server.routes.decisions import count_questions
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 
@@ -23,4 +24,5 @@ async def evaluate(request: Request) -> Response:
     """Answer questions about a state by the probabilities of their options; no text is generated."""
     model = model_of(request)
     spec = await resolved(request, resolve_systemone)
+    count_questions(request, spec)
     return await reply(request, spec, SystemOneWriter(spec, model.tokenizer, model.fingerprint))
