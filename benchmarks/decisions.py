@@ -1,5 +1,5 @@
-"""Questions a second of /v1/systemone, of one server or of several by turns: many questions about texts that nobody asked
-about before.
+"""Questions a second of /v1/systemone, of one server or of several by turns: many questions, about texts that nobody
+asked about before.
 
     python -m benchmarks.decisions http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --questions 16 --words 400
 """
@@ -15,29 +15,23 @@ from typing import Any
 
 import httpx
 
-WORDS = [
+WORDS = (
     "the",
     "fox",
-    "was",
-    "old",
-    "and",
-    "the",
     "king",
+    "forest",
+    "rain",
+    "old",
     "asked",
-    "what",
-    "he",
+    "when",
+    "and",
     "had",
     "seen",
-    "in",
-    "the",
-    "forest",
-    "when",
+    "what",
     "it",
-    "rained",
+    "was",
     "all",
-    "day",
-    "long",
-]
+)
 TYPES: tuple[dict[str, Any], ...] = (
     {"type": "noul"},
     {"type": "choice", "criteria": {"one": "the first", "two": None, "three": "the last"}},

@@ -1,4 +1,4 @@
-"""jevcompat's conformance suite of the System One API, with TypeSafe's own SDK: all its requirements, MUST and SHOULD."""
+"""jevcompat's conformance suite of the System One API, with TypeSafe's own SDK: all requirements, MUST and SHOULD."""
 
 from __future__ import annotations
 

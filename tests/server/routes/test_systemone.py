@@ -143,7 +143,7 @@ async def asked(http: httpx.AsyncClient, questions: dict[str, Any], state: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_probabilities_are_the_same_bits_at_any_load(dtype: str) -> None:
-    """Alone and without a cache; then all at once, in another order, in chunks, with hits and without, beside others."""
+    """Alone and without a cache; then at once, in another order, in chunks, with hits and without, beside others."""
     state = "Once upon a time there was a little fox who lived in the forest. " * 12
     animals = dict.fromkeys(("fox", "king", "bear", "owl"))
     questions = {
