@@ -1,7 +1,10 @@
 """Questions a second of /v1/systemone, of one server or of several by turns: many questions, about texts that nobody
 asked about before.
 
-    python -m benchmarks.decisions http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --questions 16 --words 400
+    python -m benchmarks.decisions http://127.0.0.1:8000=MODEL=PID http://127.0.0.1:9000=MODEL=PID --questions 16
+
+With a server's process id also its seconds of processor time for each question, its children's included: they tell more
+than the clock on a machine that others use.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import time
 from typing import Any
 
 import httpx
+
+from benchmarks.speculation import processor_seconds
 
 WORDS = (
     "the",
@@ -66,16 +71,23 @@ async def measured(url: str, model: str, args: argparse.Namespace, seed: int) ->
 
 
 async def run(args: argparse.Namespace) -> None:
-    found: dict[str, list[float]] = {server: [] for server in args.servers}
+    rates: dict[str, list[float]] = {server: [] for server in args.servers}
+    worked: dict[str, list[float]] = {server: [] for server in args.servers}
+    count = args.requests * args.questions
     for turn in range(-1, args.rounds):
         for server in args.servers:
-            url, _, model = server.partition("=")
+            url, model, *pid = server.split("=")
+            before = processor_seconds(int(pid[0])) if pid else 0.0
             rate = await measured(url, model, args, seed=turn)
             if turn >= 0:  # the first is to warm up
-                found[server].append(rate)
-    for server, rates in found.items():
-        shown = " ".join(f"{rate:.1f}" for rate in rates)
-        print(f"{server}: median {statistics.median(rates):.1f} questions/s ({shown})")
+                rates[server].append(rate)
+                worked[server].append((processor_seconds(int(pid[0])) - before) / count if pid else 0.0)
+    for server in args.servers:
+        told = (
+            f"{statistics.median(rates[server]):.2f} questions/s ({' '.join(f'{each:.2f}' for each in rates[server])})"
+        )
+        spent = " ".join(f"{each:.3f}" for each in worked[server])
+        print(f"{server}: {told}, {statistics.median(worked[server]):.3f} s of processors each ({spent})", flush=True)
 
 
 def main() -> None:
