@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 
 import zmq
 
@@ -26,7 +27,7 @@ from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import QuireError
+from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
@@ -55,8 +56,10 @@ from quire.engine.types import EngineInfo, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
+from quire.engine.worker.loading.forward import ForwardPass, Logprobs
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.memory import return_memory
+from quire.engine.worker.runner import Runner
 from quire.engine.worker.startup import Worker, start_worker
 from quire.engine.worker.warmup import warm_up
 
@@ -134,6 +137,14 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.scheduler.prefixes.forget()
         self.scheduler.tiers.reset()
+
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """By a forward pass beside all requests. Raises EngineError for a model that other processes compute too, and
+        InvalidRequest for token ids that are no sequence of the model's."""
+        if not isinstance(self.runner, Runner) or self._config.ranks > 1:
+            raise EngineError("a forward pass is computed by one process alone, this model by several")
+        forward = ForwardPass(self.runner.model, self.info.block_size)
+        return forward.logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     def close(self) -> None:
         """Before it is let go: end what runs beside it."""

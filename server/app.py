@@ -50,6 +50,7 @@ from quire.server.protocol.pooling import (
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.systemone import SystemOneRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.weights import UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
@@ -64,6 +65,7 @@ from quire.server.routes import (
     requests,
     responses,
     status,
+    systemone,
     tokenize,
 )
 from quire.server.routes.bodies import with_bodies
@@ -173,11 +175,11 @@ def application(
 
 
 def _add_routes(app: FastAPI) -> None:
-    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
+    generating = (completions, chat, messages, responses, conversations, decisions, systemone, vectors, invocations)
+    for module in (*generating, ollama, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
-    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
+    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest, SystemOneRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)

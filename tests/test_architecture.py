@@ -96,6 +96,7 @@ ROOMS = {
             "batches",
             "streams",
             "durable",
+            "receipts",
             "runtime",
             "bursts",
             "sse",
@@ -118,7 +119,8 @@ ROOMS = {
             "checkpoint",
             "client",
         ),
-        *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),
+        *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "receipts"),
+        *("scheduler", "snapshot", "steps"),
         *("replicas", "hub", "layers", "models", "encoders", "worker", "loop", "nodes", "offline", "main"),
     ),
 }

@@ -55,6 +55,7 @@ NOT_RUN = {
     "curl -N localhost:8000/v1/streams/": "a stream that was cut; tests/server/routes/test_streams.py has some",
     "quire pull": "it wants the hub; tests/server/cli/test_models.py has a stand-in",
     "quire rm": "as above",
+    "quire replay": "it wants receipts; tests/e2e/test_receipts.py has some",
     "quire plan model.gguf": "as above",
     "quire serve MODEL --enable-lora": "it wants an adapter; tests/e2e/test_adapters.py serves some",
     "curl http://127.0.0.1:8000/v1/load_lora_adapter": "as above",

@@ -70,6 +70,11 @@ class ImageReader:
             tiles += tiles_of(upright(files.pop(0), each.where), layout, self.vision)
         return ReadPrompt(ids, self._spans(ids, tiles), tuple({tile.digest: tile for tile in tiles}.values()))
 
+    def tiles(self, asked: Asked) -> list[Image]:
+        """What becomes of one image. Raises InvalidRequest as above."""
+        file = self._opened(asked)
+        return list(tiles_of(upright(file, asked.where), self._layout(file, asked), self.vision))
+
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
         pieces = text.split(self.mark)
         if len(pieces) != len(layouts) + 1:

@@ -56,7 +56,8 @@ class Choice:
         self.cached_tokens = 0
         self.logprob_sum = 0.0
         self.finished = False
-        """Set by the generation, which also sets the two times below."""
+        """Set by the generation, which also sets the reason and the two times below."""
+        self.ended_by = ""
         self.first_at: float | None = None
         """When the first token came; this and last_at are times of time.monotonic()."""
         self.last_at = 0.0

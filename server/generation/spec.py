@@ -94,6 +94,10 @@ class GenerationSpec:
     """Answers give the token ids of prompt and answer."""
     tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
+    receipt: bool = False
+    """The answer gives a receipt."""
+    recorded: bool = False
+    """What a receipt needs is noted, for the answer or for a log."""
     response: ResponseFields | None = None
     """Of a call of the Responses API."""
     questions: Sequence[Question] = ()

@@ -12,7 +12,7 @@ from quire.server.protocol.items import Input, Text
 from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
-EFFECTIVE = ("timeout", "queue_timeout", "request_id", "cache_salt", "priority", "chat_template_kwargs")
+EFFECTIVE = ("timeout", "queue_timeout", "request_id", "receipt", "cache_salt", "priority", "chat_template_kwargs")
 """The extensions that mean something where nothing is sampled."""
 
 

@@ -16,6 +16,7 @@ EXTENSIONS = (
     *("bad_words", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
     *("include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side", "structured_outputs"),
     *("repetition_detection", "timeout", "queue_timeout", "request_id", "cache_salt", "priority"),
+    "receipt",
     *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
 )
 """Fields of a chat that mean the same in every API."""

@@ -111,6 +111,7 @@ def resolved(
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
         tokens_as_token_ids=body.return_tokens_as_token_ids,
+        receipt=body.receipt,
         headers=headers,
     )
     return Resolved(spec, grammars, parts)
