@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from importlib import import_module
 
 import msgspec
@@ -28,7 +29,7 @@ from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import ConfigError, InvalidRequest, QuireError
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
@@ -59,8 +60,10 @@ from quire.engine.types import EngineInfo, Request, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
+from quire.engine.worker.loading.forward import ForwardPass, Logprobs
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.memory import return_memory
+from quire.engine.worker.runner import Runner
 from quire.engine.worker.startup import Worker, start_worker
 from quire.engine.worker.warmup import warm_up
 
@@ -154,6 +157,14 @@ class Engine:
         found = self._everywhere(content)
         self._heartbeat.end_step()
         return found
+
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """By a forward pass beside all requests. Raises EngineError for a model that other processes compute too, and
+        InvalidRequest for token ids that are no sequence of the model's."""
+        if not isinstance(self.runner, Runner) or self._config.ranks > 1:
+            raise EngineError("a forward pass is computed by one process alone, this model by several")
+        forward = ForwardPass(self.runner.model, self.info.block_size)
+        return forward.logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     def close(self) -> None:
         """Before it is let go: end what runs beside it."""

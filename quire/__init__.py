@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from quire.engine.offline.scoring import Forward, score
     from quire.engine.text.grammar import choice_grammar, json_grammar
     from quire.engine.types import Grammar, PoolingParams, ThinkingBudget
     from quire.server.cli.engine_args import EngineArgs
@@ -28,6 +29,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "Forward",
     "Grammar",
     "LLMEngine",
     "LoRARequest",
@@ -43,6 +45,7 @@ __all__ = [
     "TokensPrompt",
     "choice_grammar",
     "json_grammar",
+    "score",
 ]
 
 _HOMES = {
@@ -58,6 +61,7 @@ _HOMES = {
         "SamplingParams",
         "StructuredOutputsParams",
     ),
+    "quire.engine.offline.scoring": ("Forward", "score"),
     "quire.engine.text.grammar": ("choice_grammar", "json_grammar"),
     "quire.engine.types": ("Grammar", "PoolingParams", "ThinkingBudget"),
     "quire.server.cli.engine_args": ("EngineArgs",),

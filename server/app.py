@@ -54,6 +54,7 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.sessions import WarmRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.systemone import SystemOneRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.weights import CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
@@ -70,6 +71,7 @@ from quire.server.routes import (
     responses,
     sessions,
     status,
+    systemone,
     tokenize,
 )
 from quire.server.routes.bodies import with_bodies
@@ -180,13 +182,27 @@ def application(
 
 
 def _add_routes(app: FastAPI) -> None:
-    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    others = (batch_routes, files, streams, models, tokenize, llama_cpp, sessions, requests, engine, status, page)
+    generating = (completions, chat, messages, responses, conversations, decisions, systemone, vectors)
+    others = (
+        invocations,
+        ollama,
+        batch_routes,
+        files,
+        streams,
+        models,
+        tokenize,
+        llama_cpp,
+        sessions,
+        requests,
+        engine,
+        status,
+        page,
+    )
     for module in (*generating, *others):
         app.include_router(module.router)
     app.include_router(pull_router())
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
-    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
+    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest, SystemOneRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)

@@ -121,6 +121,12 @@ class ServerConfig(EngineConfig):
     max_stored_size: float = Field(
         1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are forgotten"
     )
+    receipt_log: Path | None = Field(
+        None, description="File to which each answer's receipt is appended, for quire replay; default: none"
+    )
+    receipt_log_size: float = Field(
+        1.0, gt=0, description="GiB of that file; beyond, it is renamed to FILE.1, in the place of the one before"
+    )
     stream_grace: float = Field(
         600.0,
         ge=0,

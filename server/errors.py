@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from http import HTTPStatus
 
@@ -57,6 +57,8 @@ ANTHROPIC = {
 """Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
 MESSAGES = "/v1/messages"
 """The routes below it are Anthropic's."""
+SYSTEM_ONE = "/v1/systemone"
+"""TypeSafe's."""
 OLLAMA = "/api/"
 """The routes below it are Ollama's."""
 RETRY_AFTER_SECONDS = "1"
@@ -92,7 +94,22 @@ class Failure:
             return self.anthropic()
         if path.startswith(OLLAMA):
             return self.ollama()
+        if path == SYSTEM_ONE:
+            return self.system_one()
         return error_body(self.message, self.kind, self.param, self.code)
+
+    def on(self, path: str) -> Failure:
+        """As the API that the path belongs to numbers it."""
+        return replace(self, status=422) if path == SYSTEM_ONE and self.status == HTTPStatus.BAD_REQUEST else self
+
+    def system_one(self) -> bytes:
+        """What is wrong with a body, as FastAPI tells it; of anything else its type."""
+        if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+            place = ["body"] if self.param is None else ["body", self.param]
+            return encode_ascii({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
+        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
+        kind = ANTHROPIC.get(self.status, other)
+        return encode_ascii({"detail": {"error_type": kind, "message": self.message}})
 
     def ollama(self) -> bytes:
         """A message alone."""
@@ -139,6 +156,7 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 
 def answer(path: str, told: Failure, headers: dict[str, str] | None = None) -> Response:
     """The response to a request for `path` that failed."""
+    told = told.on(path)
     return Response(told.body(path), told.status, headers, "application/json")
 
 

@@ -20,6 +20,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.weights import WeightChanges, Weights
 from quire.engine.lora.modules import Modules
+from quire.engine.receipts.hashes import ModelHashes
 from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission
 from quire.server.access.bodies import Bodies
@@ -36,6 +37,7 @@ from quire.server.observe.metrics import Metrics
 from quire.server.observe.other_processes import OtherProcesses
 from quire.server.observe.request_log import RequestLog
 from quire.server.observe.throughput import tell_throughput
+from quire.server.receipts import ReceiptLog, Receipts
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
 from quire.server.store.store import Store
 from quire.server.streams import Streams
@@ -72,6 +74,7 @@ class Runtime:
     kept: LogprobBudget
     adapters: Adapters | None
     """None where none are served."""
+    receipts: Receipts
 
 
 class Models(Protocol):
@@ -137,6 +140,7 @@ async def serving(
         group = NoWeightsGroup(client.link) if isinstance(client.link, HubLink) else WeightsGroup(Weights(client))
         ending.push_async_callback(group.close)
         ending.push_async_callback(client.link.stop)
+        hashes = ModelHashes(config, source.tokenizer, client.link.weights_paths, config.data_dir)
         info = await client.link.start()
         adapters = ending.enter_context(
             adapters_of(config, info.adaptable or modules, lambda: in_use(client), folder, device=info.device)
@@ -154,7 +158,8 @@ async def serving(
         ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
         ending.callback((turns := LoopTurns()).close)
         admission = Admission(client, config, info.max_model_len, keyed=keyed)
-        runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters)
+        runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters, hashes)
+        ending.push_async_callback(runtime.receipts.close)
         if isinstance(client.link, HubLink):  # then another API process may have the weights changed
             client.link.on_version.append(partial(tell_version, runtime))
         elif not config.disable_log_stats:
@@ -164,6 +169,7 @@ async def serving(
 
 def tell_version(runtime: Runtime, version: str) -> None:
     """Its weights have been replaced."""
+    runtime.receipts.hashes.note(version)
     runtime.model = replace(runtime.model, fingerprint=fingerprint(runtime.info, version, runtime.config))
 
 
@@ -177,7 +183,10 @@ def _runtime(
     workers: WorkerPool,
     turns: LoopTurns,
     adapters: Adapters | None,
+    hashes: ModelHashes,
 ) -> Runtime:
+    path = config.receipt_log
+    kept = None if path is None else ReceiptLog(path, int(config.receipt_log_size * 2**30))
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
     log = RequestLog(config.request_history)
     metrics.tell_cache(info, config)
@@ -202,6 +211,7 @@ def _runtime(
         turns=turns,
         kept=LogprobBudget(),
         adapters=adapters,
+        receipts=Receipts(hashes, info, metrics, kept),
     )
 
 

@@ -104,6 +104,7 @@ ROOMS = {
             "batches",
             "streams",
             "durable",
+            "receipts",
             "runtime",
             "bursts",
             "sse",
@@ -113,7 +114,7 @@ ROOMS = {
     ),
     "engine": (
         *("errors", "types", "advice", "config", "settings", "folder", "gguf", "text", "images", "checkpoint"),
-        *("processes", "core", "prefixes", "lora", "drafting", "tiers", "link", "replicas"),
+        *("processes", "core", "prefixes", "lora", "drafting", "tiers", "receipts", "link", "replicas"),
         *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),
 }

@@ -56,6 +56,7 @@ NOT_RUN = {
     "curl -s localhost:8000/v1/requests/": "an answer's id; tests/e2e/test_prefix_misses.py asks for some",
     "quire pull": "it wants the hub; tests/server/cli/test_models.py has a stand-in",
     "quire rm": "as above",
+    "quire replay": "it wants receipts; tests/e2e/test_receipts.py has some",
     "quire plan model.gguf": "as above",
     "quire serve MODEL --enable-lora": "it wants an adapter; tests/e2e/test_adapters.py serves some",
     "curl http://127.0.0.1:8000/v1/load_lora_adapter": "as above",

@@ -72,6 +72,12 @@ class ImageReader:
         spans = self._spans(ids, [runs for layout in layouts for runs in layout.runs], contents)
         return ReadPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
+    def tiles(self, asked: Asked) -> list[Image]:
+        """What becomes of one image. Raises InvalidRequest as above."""
+        file = self._opened(asked)
+        (layout,) = self._layouts([file], [asked])
+        return list(layout.contents(upright(file, asked.where)))
+
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
         pieces = text.split(self.mark)
         if len(pieces) != len(layouts) + 1:

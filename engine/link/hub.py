@@ -303,6 +303,7 @@ class Hub:
             asleep=link.asleep,
             refusing=client.refusing,
             weights_version=link.weights_version,
+            weights_path=link.weights_paths.get(link.weights_version),
             deaths=link.deaths,
             replays=link.replays,
             quarantined=link.quarantined,

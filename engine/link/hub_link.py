@@ -264,6 +264,8 @@ class HubLink(Link):
         self.asleep, self.owner.refusing = state.asleep, state.refusing
         self.deaths, self.replays, self.quarantined = state.deaths, state.replays, state.quarantined
         self.weights_version = state.weights_version
+        if state.weights_path is not None:
+            self.weights_paths[state.weights_version] = state.weights_path
         if self._told_version != state.weights_version:
             self._told_version = state.weights_version
             for told in self.on_version:

@@ -155,6 +155,8 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     asleep: bool
     refusing: bool
     weights_version: str
+    weights_path: str | None
+    """See Link.weights_paths."""
     deaths: int
     replays: int
     quarantined: int

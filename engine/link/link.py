@@ -98,6 +98,8 @@ class Link(ABC):
         """Requests given up because they ended each engine that they were tried on."""
         self.weights_version = "1"
         """Of the weights that the next token is computed with."""
+        self.weights_paths: dict[str, str | None] = {}
+        """Where the weights of each version but the first were read from; None: they were given as tensors."""
         self.asleep = False
         """Whether weights and KV cache were let go; requests wait until they are back."""
         self.failure: EngineError | None = None

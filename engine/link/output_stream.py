@@ -18,6 +18,9 @@ MAX_BACKLOG = 2**18
 """How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
 This many take some 20 MB."""
 
+Versions = list[tuple[str, int]]
+"""Of the weights that computed an answer's tokens: each version with the number of tokens, in their order."""
+
 
 class OutputStream:
     """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
@@ -56,6 +59,8 @@ class OutputStream:
         nothing behind the end of the last request: that the reader must see."""
         self.weights_version = weights_version
         """Of the weights that computed the last token or vector, unread ones included."""
+        self.versions: dict[str, Versions] | None = None
+        """By request; None: they are not noted."""
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -83,6 +88,8 @@ class OutputStream:
             return None
         if output.new_ids or output.vector is not None:
             self.weights_version = version
+            if self.versions is not None:
+                add_tokens(self.versions.setdefault(output.id, []), version, len(output.new_ids))
         before = self._unread.get(output.id)
         self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
@@ -166,3 +173,12 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         prefix=first.prefix or second.prefix,
     )
+
+
+def add_tokens(versions: Versions, version: str, count: int) -> None:
+    """So many tokens more were computed by the weights of a version."""
+    if not count:
+        return
+    if versions and versions[-1][0] == version:
+        count += versions.pop()[1]
+    versions.append((version, count))

@@ -86,7 +86,8 @@ class Weights:
         model's shape, and ConfigError for those that cannot be loaded: then the old weights go on.
         """
         found = absolute(path)
-        return await self.change(partial(self._link.load, found), mode, version, partial(self._link.check, found))
+        check = partial(self._link.check, found)
+        return await self.change(partial(self._link.load, found), mode, version, check, path=found)
 
     async def change(
         self,
@@ -94,9 +95,11 @@ class Weights:
         mode: Mode = "keep",
         version: str | None = None,
         check: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        path: str | None = None,
     ) -> str:
         """As `update`, with a method of the client that takes the version and loads the weights; and one that refuses
-        some before any request has ended for them."""
+        some before any request has ended for them. `path`: where they are, if they are in files."""
         check_mode(mode)
 
         async def made() -> str:
@@ -104,6 +107,7 @@ class Weights:
                 await check()
             name = version or next(free for free in map(str, count(len(self._used) + 1)) if free not in self._used)
             async with self._settled(mode):
+                self._link.weights_paths[name] = path
                 await load(name)
             self._used.add(name)
             self._client.refusing = False

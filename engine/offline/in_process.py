@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.config import EngineConfig
 from quire.engine.core.stats import EngineSnapshot, EngineStats
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.link import EngineLink
 from quire.engine.types import EngineInfo, Request
 
 if TYPE_CHECKING:
-    from quire.engine.loop import Engine, Tensors
+    from quire.engine.loop import Engine, Logprobs, Tensors
 
 
 class InProcessLink(EngineLink):
@@ -49,6 +49,12 @@ class InProcessLink(EngineLink):
         self._fitted = {"max_model_len": engine.info.max_model_len, "num_kv_blocks": engine.info.num_blocks}
         self._begin(engine)
         return engine.info
+
+    async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """As Engine.logprobs. Raises EngineError without weights."""
+        if self._engine is None:
+            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+        return self._engine.logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     async def stop(self) -> None:
         await self._let_go()

@@ -29,12 +29,15 @@ from quire.engine.offline.model import Encoded, Message, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.offline.receipts import Receipts, read_receipt
 from quire.engine.offline.running import RunningEngine
 from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
+from quire.engine.receipts.receipt import Receipt
+from quire.engine.receipts.replay import Verdict
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
-    from quire.engine.loop import Tensors
+    from quire.engine.loop import Logprobs, Tensors
 
 _T = TypeVar("_T")
 _W = TypeVar("_W")
@@ -66,6 +69,7 @@ class LLM:
         """For programs that give requests one by one, and step."""
         self._counter = itertools.count()
         self._weights = Weights(self._client)
+        self._receipts = Receipts(self._running)
 
     def generate(
         self,
@@ -75,15 +79,18 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AskedAdapters = None,
         priority: Sequence[int] | None = None,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
 
         sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
         lora_request: an adapter for all prompts, or a list with one, or None, for each. priority: one for each prompt,
-        of which the lowest goes first; which tokens an answer has does not depend on it.
+        of which the lowest goes first; which tokens an answer has does not depend on it. receipts: each result has a
+        `receipt`, by which `replay`, or the command `quire replay`, computes it again.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request, priority)
+        encoded = self._model.encoded(prompts)
+        return self._answer(encoded, sampling_params, use_tqdm, lora_request, priority, receipts=receipts)
 
     def chat(
         self,
@@ -97,6 +104,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template or by `chat_template`, as text.
 
@@ -111,7 +119,7 @@ class LLM:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        return self._answer(prompts, sampling_params, use_tqdm, lora_request)
+        return self._answer(prompts, sampling_params, use_tqdm, lora_request, receipts)
 
     def beam_search(
         self,
@@ -135,6 +143,24 @@ class LLM:
 
         adapters = adapters_for(self._model.adapters, lora_request, len(encoded))
         return self._each(list(zip(encoded, adapters, strict=True)), one, "searching", use_tqdm)
+
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
+        """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
+        link = self._client.link
+        if not isinstance(link, InProcessLink):
+            message = "logprobs are computed by an engine in this process: not with a data_parallel_size"
+            raise InvalidRequest(message, param="data_parallel_size")
+        return self._run(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
+
+    def replay(
+        self, receipt: Receipt | Mapping[str, Any] | str | bytes, *, lora_request: AskedAdapters = None
+    ) -> Verdict:
+        """Compute a receipt's answers again: equal, or where the first difference is, or why it was refused. `receipt`:
+        one, or an answer that has one, as an object or JSON; `lora_request`: the adapter that it was made with. Raises
+        InvalidRequest for what is no receipt."""
+        read = read_receipt(receipt)
+        self._running.check_awake()
+        return self._run(self._receipts.replay(read, adapters_for(self._model.adapters, lora_request, 1)))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
@@ -209,12 +235,16 @@ class LLM:
         if not isinstance(link, InProcessLink):
             message = "load_weights gives tensors to an engine in this process: not with a data_parallel_size"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="data_parallel_size")
-        return self._run(self._weights.change(partial(link.load_tensors, tensors), version=version))
+        return self._noted(self._run(self._weights.change(partial(link.load_tensors, tensors), version=version)))
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
         InvalidRequest or ModelError before the weights are let go."""
-        return self._run(self._weights.update(os.fspath(path), version=version))
+        return self._noted(self._run(self._weights.update(os.fspath(path), version=version)))
+
+    def _noted(self, version: str) -> str:
+        self._running.hashes.note(version)
+        return version
 
     def embed(
         self,
@@ -318,6 +348,8 @@ class LLM:
         show_progress: bool,
         lora_request: AskedAdapters,
         priority: Sequence[int] | None = None,
+        *,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             many = [params or self.get_default_sampling_params()] * len(prompts)
@@ -340,10 +372,11 @@ class LLM:
             for task, adapter, first in zip(tasks, adapters, urgency, strict=True)
         ]
         self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
-        return self._each(tasks, self._generate, "generating", show_progress)
+        answer = partial(self._generate, receipts=self._receipts if receipts else None)
+        return self._each(tasks, answer, "generating", show_progress)
 
-    async def _generate(self, task: Task, done: Callable[[], None]) -> RequestOutput:
-        (found,) = [output async for output in generate(self._client, self.tokenizer, task)]
+    async def _generate(self, task: Task, done: Callable[[], None], receipts: Receipts | None) -> RequestOutput:
+        (found,) = [output async for output in generate(self._client, self.tokenizer, task, receipts)]
         done()
         return found
 

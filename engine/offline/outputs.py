@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from quire.engine import types
 from quire.engine.core.history import Timeline
+from quire.engine.link.output_stream import Versions
+from quire.engine.receipts.receipt import Receipt
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, TokenLogprob
@@ -37,6 +39,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or the id of stop_token_ids that ended it."""
+    weights_versions: Versions = field(default_factory=list)
+    """Of a whole answer that has ended: each version of the weights, with the number of tokens that it computed."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -81,6 +85,8 @@ class RequestOutput:
     """Prompt tokens that were computed again, though they had been before."""
     miss_reason: types.MissReason | None = None
     """Mostly why: docs/prefixes.md."""
+    receipt: Receipt | None = None
+    """When it has finished, if it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

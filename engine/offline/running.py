@@ -15,6 +15,7 @@ from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.model import Model
+from quire.engine.receipts.hashes import ModelHashes
 from quire.engine.replicas.replicas import Replicas
 
 _T = TypeVar("_T")
@@ -33,6 +34,7 @@ class RunningEngine:
         thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         thread.start()
         self.client = EngineClient(InProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
+        self.hashes = ModelHashes(config, self.model.tokenizer, self.client.link.weights_paths)
         self.close = weakref.finalize(self, _end, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
         self.info = self.run(self.client.link.start())

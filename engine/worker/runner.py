@@ -81,6 +81,10 @@ class Runner:
         self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
+    @property
+    def model(self) -> Decoder:
+        return self._model
+
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Pending:
         """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.

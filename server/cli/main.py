@@ -33,6 +33,7 @@ COMMANDS = {
     "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
     "quantize": "write a checkpoint in 8 or 4 bits, as compressed-tensors, which other programs read as well",
     "verify": "check that tokens do not depend on what else is running, here and with this model",
+    "replay": "compute receipts again, of an answer or of a whole log: equal, or where the first difference is",
     "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }

@@ -23,10 +23,11 @@ from quire.server.access.bodies import READ, Bodies
 from quire.server.access.tenants import Tenants
 from quire.server.app import application
 from quire.server.config import ServerConfig
-from quire.server.errors import OLLAMA
+from quire.server.errors import OLLAMA, SYSTEM_ONE
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
+from quire.server.protocol.systemone import alias_of_own
 from quire.server.resolve.translated.ollama import untagged
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
 from quire.server.routes.models import cards, listed
@@ -139,6 +140,8 @@ class FleetModels:
         """The model of this name, or for what is no model's one that is loaded, or the first. Raises ModelNotFound."""
         if name is not None:
             names = [each for member in self.fleet.members for each in member.names]
+            if path == SYSTEM_ONE and alias_of_own(name, names):
+                return self.fleet.members[0]
             return self.fleet.find(untagged(name, names) if path.startswith(OLLAMA) else name)
         members = self.fleet.members
         there = (member for member in members if member.runtime is not None and path.startswith(_STORED))

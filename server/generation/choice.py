@@ -58,7 +58,8 @@ class Choice:
         """What else of the prompt could have been cached; None where nothing is known."""
         self.logprob_sum = 0.0
         self.finished = False
-        """Set by the generation, which also sets the two times below."""
+        """Set by the generation, which also sets the reason and the two times below."""
+        self.ended_by = ""
         self.first_at: float | None = None
         """When the first token came; this and last_at are times of time.monotonic()."""
         self.last_at = 0.0

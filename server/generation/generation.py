@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.engine.core.history import Timeline
+from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import PrefixReport
 from quire.server.generation.choice import Choice, ChoiceDelta
@@ -118,6 +119,10 @@ class Generation(ABC):
     def close(self) -> None:
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
 
+    def records(self) -> list[ChoiceReceipt]:
+        """What of each choice a receipt says; nothing where no spec asked for it to be recorded, or there is no way."""
+        return []
+
     @property
     def complete(self) -> bool:
         """Whether every choice came to its own end; False when some were cut short."""
@@ -167,7 +172,7 @@ class Generation(ABC):
     def _end(self, choice: Choice, reason: str) -> None:
         """Count a choice that has ended, and its prompt when all its choices have."""
         params = self._spec.params
-        choice.finished = True
+        choice.finished, choice.ended_by = True, reason
         self._metrics.choice_ended(
             reason,
             seconds=time.monotonic() - self._began,

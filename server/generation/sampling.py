@@ -11,9 +11,11 @@ import msgspec
 from quire.engine.core.history import Timeline
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import add_tokens
+from quire.engine.receipts.receipt import ChoiceReceipt, first_tokens
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
-from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.loop_turns import LoopTurns
@@ -43,6 +45,13 @@ class Sampling(Generation):
         ]
         self._stream = client.submit(requests, spec.answer_id)
         self._timeline = client.history.find(requests[0].id) if spec.timed else None
+        self._records: dict[str, ChoiceReceipt] = {}
+        """By request, where they are recorded."""
+        if spec.recorded:
+            self._records = {each.id: ChoiceReceipt(index=index, seed=each.seed) for index, each in enumerate(requests)}
+            self._stream.versions = {each.id: [] for each in requests}
+            for each in requests:
+                add_tokens(self._stream.versions[each.id], self._stream.weights_version, len(each.emitted_ids))
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
@@ -76,7 +85,7 @@ class Sampling(Generation):
         choice = self._by_id[request_id]
         for id in known:
             output = RequestOutput(request_id, [id], cached_tokens=self.progress.cached[choice.index])
-            if not choice.finished and (delta := choice.push(output)) is not None:
+            if not choice.finished and (delta := self._taken(choice, output)) is not None:
                 yield delta
                 self._end_with(request_id, delta)
 
@@ -155,7 +164,7 @@ class Sampling(Generation):
             self._end(choice, "error")
             self._cut_off("error")
             raise _failure(output, self._spec)
-        delta = choice.push(output)
+        delta = self._taken(choice, output)
         if output.new_ids:
             if choice.first_at is None:
                 choice.first_at = now
@@ -165,6 +174,21 @@ class Sampling(Generation):
         if delta is not None:
             self._end_with(output.id, delta)
         return delta
+
+    def _taken(self, choice: Choice, output: RequestOutput) -> ChoiceDelta | None:
+        if not self._records:
+            return choice.push(output)
+        before = choice.completion_tokens
+        delta = choice.push(output)
+        self._records[output.id].take(output, choice.completion_tokens - before)
+        return delta
+
+    def records(self) -> list[ChoiceReceipt]:
+        for id, record in self._records.items():
+            assert self._stream.versions is not None
+            record.versions = first_tokens(self._stream.versions[id], len(record.token_ids))
+            record.finish_reason = self._by_id[id].ended_by
+        return list(self._records.values())
 
     def _end_with(self, request_id: str, delta: ChoiceDelta) -> None:
         """End a choice whose last delta this is."""

@@ -100,6 +100,10 @@ class GenerationSpec:
     timed: bool = False
     """Whether its usage tells when what came: of one answer."""
     """Log probabilities name tokens `token_id:123`."""
+    receipt: bool = False
+    """The answer gives a receipt."""
+    recorded: bool = False
+    """What a receipt needs is noted, for the answer or for a log."""
     response: ResponseFields | None = None
     """Of a call of the Responses API."""
     questions: Sequence[Question] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -146,10 +147,11 @@ class Metrics:
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths
         )
         self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS)
-        source = Counter(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where from.", (*labels, "source"), registry=self._registry
+        by = partial(_counters, self._registry, model_name)
+        sources = ("local_compute", "local_cache_hit")
+        self._sources = list(
+            by("vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources).values()
         )
-        self._sources = [source.labels(model_name, ENGINE, each) for each in ("local_compute", "local_cache_hit")]
         cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
         self._cached_total = cached_total.labels(model_name, ENGINE)
         client.history.listeners.append(self._stepped)
@@ -157,10 +159,9 @@ class Metrics:
         client.history.end_listeners += [self._ended, *(each.ended for each in others)]
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
-        success = Counter(
-            "vllm:request_success", "Finished requests.", (*labels, "finished_reason"), registry=self._registry
-        )
-        self._success = {reason: success.labels(model_name, ENGINE, reason) for reason in FINISH_REASONS}
+        self._success = by("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
+        self.questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
+        self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -255,6 +256,14 @@ class Metrics:
         counted = Together(label, {each.model_name: each._registry.collect for each in models})
         summed.register(Summed(counted, others))
         return b"".join(generate_latest(each) for each in (engines, summed, more) if each is not None)
+
+
+def _counters(
+    registry: CollectorRegistry, model_name: str, name: str, text: str, label: str, values: Sequence[str]
+) -> dict[str, Counter]:
+    """One for each value of a label."""
+    counter = Counter(name, text, ("model_name", "engine", label), registry=registry)
+    return {value: counter.labels(model_name, ENGINE, value) for value in values}
 
 
 class SpanCollector(Collector):

@@ -60,6 +60,7 @@ NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
     *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids", "session_id"),
+    "receipt",
 )
 """Parameters that beam search does not support."""
 RESPONSE_FORMAT = ("type", "json_schema", "schema", "value")
@@ -208,6 +209,8 @@ class GenerationBody(RequestBody):
     """Seconds in which the first token must have come; 503 otherwise."""
     request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
     """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
+    receipt: bool = False
+    """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
     cache_salt: str = Field("", max_length=MAX_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     session_id: str = Field("", max_length=MAX_SESSION)

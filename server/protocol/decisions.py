@@ -14,7 +14,7 @@ from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
 EFFECTIVE = (
     *("timeout", "queue_timeout", "request_id", "cache_salt", "priority", "chat_template_kwargs"),
-    *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention"),
+    *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention", "receipt"),
 )
 """The extensions that mean something where nothing is sampled."""
 

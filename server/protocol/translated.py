@@ -17,6 +17,7 @@ EXTENSIONS = (
     *("include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side", "structured_outputs"),
     *("repetition_detection", "timeout", "queue_timeout", "request_id", "cache_salt", "priority"),
     *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention"),
+    "receipt",
     *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
 )
 """Fields of a chat that mean the same in every API."""

@@ -113,6 +113,7 @@ def resolved(
         token_ids=body.return_token_ids,
         tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
         timed=config.enable_per_request_metrics and len(prompts) * params.n == 1,
+        receipt=body.receipt,
         headers=headers,
     )
     return Resolved(spec, grammars, parts)

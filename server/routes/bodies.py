@@ -38,6 +38,8 @@ Work = Callable[[bytes, ServedModel, ServerConfig], Result]
 CLIENT_CLOSED_REQUEST = 499
 WEIGHTS_VERSION = "X-Weights-Version"
 """The header of an answer that names the weights: those of its last token, of a stream those that it began with."""
+RECEIPT = "X-Receipt"
+"""The header of a request that asks for a receipt, as the field `receipt` of its body does."""
 QUICK_BYTES, SMALL_BYTES = 1024, 4096
 """Bodies up to these sizes are worked on here: up to the first many in one turn of the event loop, up to the second,
 which takes about a millisecond, one in a turn."""
@@ -91,6 +93,8 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         cache_salt=tenant.salt(spec.cache_salt),
         adapter=chosen_adapter(request, spec.model),
         grammar_field=call.grammars[-1][0] if call.grammars else None,
+        receipt=(receipt := wants_receipt(request, spec)),
+        recorded=receipt or runtime_of(request).receipts.log is not None,
     )
     return await _pinned(request, spec) if BODY in request.scope else spec
 
@@ -113,6 +117,15 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
             raise HTTPException(409, why)
         resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=Progress()))
     return pinned(spec, resumed, deterministic=runtime_of(request).info.deterministic)
+
+
+def wants_receipt(request: Request, spec: GenerationSpec) -> bool:
+    """Raises InvalidRequest where it cannot have one."""
+    asked = request.headers.get(RECEIPT, "").lower() in ("1", "true")
+    if asked and (spec.beam_search or request.scope["path"].startswith("/api/")):
+        what = "use_beam_search" if spec.beam_search else "Ollama's API"
+        raise InvalidRequest(f"{RECEIPT} is not available with {what}", param=RECEIPT)
+    return spec.receipt or asked
 
 
 def owner_of(request: Request) -> str:

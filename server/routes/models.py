@@ -36,6 +36,9 @@ def listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "has_more": False,
         "first_id": found[0]["id"],
         "last_id": found[-1]["id"],
+        "models": [  # as TypeSafe's clients read it; of one that was never loaded no date is known
+            {"name": each["id"], "description": "", "release_date": each.get("created_at", "")[:10]} for each in found
+        ],
     }
 
 

@@ -15,11 +15,10 @@ from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
-from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
-from quire.server.runtime import runtime_of, server_of
+from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
 from quire.server.streams import BODY, KEY, RESUMED
@@ -48,7 +47,7 @@ async def reply(
             resumed = request.scope.get(RESUMED)
             writer = NumberedWriter(writer, spec, () if resumed is None else resumed.seen)
             headers[STREAM_ID] = spec.id
-        events = events_of(generation, writer, spec, runtime.turns, ended, transport)
+        events = events_of(generation, writer, spec, runtime, ended, transport)
         return EventStream(
             *(events, close, headers, runtime.config),
             media=writer.MEDIA,
@@ -63,6 +62,8 @@ async def reply(
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         best = generation.best(answers)
         writer.weights_version = generation.weights_version
+        if spec.receipt:
+            writer.receipt = await runtime.receipts.told(spec, generation)
         if spec.logprobs or spec.prompt_logprobs is not None:
             body = await runtime.turns.in_thread(writer.whole, best, generation.usage)
         else:
@@ -120,9 +121,15 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
         reservation.settle(0)
         raise
 
+    closed = False
+
     def close() -> None:
+        nonlocal closed
         generation.close()
         reservation.settle(generation.usage.total_tokens)
+        if not closed:
+            closed = True
+            runtime.receipts.ended(spec, generation)
 
     return generation, close
 
@@ -155,7 +162,7 @@ async def events_of(
     generation: Generation,
     writer: AnswerWriter,
     spec: GenerationSpec,
-    turns: LoopTurns,
+    runtime: Runtime,
     ended: Callable[[], Awaitable[None]],
     transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:
@@ -169,7 +176,7 @@ async def events_of(
         if spec.continuous_usage:
             writer.tell_usage(generation.usage)
         if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
-            yield opening + await turns.in_thread(writer.step, step)
+            yield opening + await runtime.turns.in_thread(writer.step, step)
         elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
             yield events
             if first and transport is not None:
@@ -178,6 +185,8 @@ async def events_of(
         opening = b""
     if generation.complete:
         writer.weights_version = generation.weights_version
+        if spec.receipt:
+            writer.receipt = await runtime.receipts.told(spec, generation)
         last = writer.last(generation.usage)
         await ended()
         if last:

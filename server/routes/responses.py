@@ -127,7 +127,7 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
             held.end()
 
     running = Running(writer, close, [] if spec.stream else None)
-    events = events_of(generation, writer, spec, runtime.turns, nothing)
+    events = events_of(generation, writer, spec, runtime, nothing)
     server.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream and resumed is None:
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)

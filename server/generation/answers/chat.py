@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.server.encoding import encode_json
+from quire.server.encoding import encode_json, encode_object
 from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.answers.logprobs import chat_logprobs
 from quire.server.generation.answers.writer import ChunkWriter
@@ -56,7 +56,8 @@ class ChatWriter(ChunkWriter):
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
         fields = self._fields("chat.completion")
-        return encode_json({**fields, "choices": choices, **self._counts(usage), **self._prompt(answers[0])})
+        whole = {**fields, "choices": choices, **self._counts(usage), **self._prompt(answers[0])}
+        return encode_object(whole, **self.receipted)
 
     def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

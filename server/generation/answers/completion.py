@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.server.encoding import encode_json
+from quire.server.encoding import encode_json, encode_object
 from quire.server.generation.answers.logprobs import completion_logprobs
 from quire.server.generation.answers.writer import ChunkWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
@@ -27,7 +27,8 @@ class CompletionWriter(ChunkWriter):
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"text": answer.text}) | self._prompt(answer) for answer in answers]
-        return encode_json({**self._fields(self.CHUNK), "choices": choices, **self._counts(usage)})
+        whole = {**self._fields(self.CHUNK), "choices": choices, **self._counts(usage)}
+        return encode_object(whole, **self.receipted)
 
     def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_json
+from quire.server.encoding import encode_json, encode_object
 from quire.server.generation.answers.responses import usage_fields
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
@@ -44,7 +44,7 @@ class DecisionsWriter(WholeWriter):
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         told = [decided(question, answer) for question, answer in zip(self._spec.questions, answers, strict=True)]
         about = {"model": self._spec.model, "weights_version": self.weights_version}
-        return encode_json({**about, "answers": told, "usage": usage_fields(usage)})
+        return encode_object({**about, "answers": told, "usage": usage_fields(usage)}, **self.receipted)
 
 
 def decided(question: Question, answer: Answer) -> dict[str, Any]:

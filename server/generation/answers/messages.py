@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_event, encode_json
+from quire.server.encoding import encode_event, encode_json, encode_object
 from quire.server.errors import failure
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
@@ -66,9 +66,8 @@ class MessagesWriter(AnswerWriter):
         assert ended is not None, "a complete answer has its end"
         change = stop_fields(ended.finish_reason, ended.stop_reason, self._spec, usage)
         change |= {"container": None, "stop_details": None, "weights_version": self.weights_version}
-        events.append(
-            encode_event("message_delta", {"type": "message_delta", "delta": change, "usage": usage_fields(usage)})
-        )
+        ending = {"type": "message_delta", "delta": change, "usage": usage_fields(usage)}
+        events.append(encode_event("message_delta", ending, **self.receipted))
         events.append(encode_event("message_stop", {"type": "message_stop"}))
         return b"".join(events)
 
@@ -80,7 +79,7 @@ class MessagesWriter(AnswerWriter):
         content = [block_of(part) for part in answer.parts.all or [Part("text")]]
         ended = stop_fields(answer.finish_reason, answer.stop_reason, self._spec, usage)
         told = {"usage": usage_fields(usage), "weights_version": self.weights_version}
-        return encode_json({**self._head(), "content": content, **ended, **told})
+        return encode_object({**self._head(), "content": content, **ended, **told}, **self.receipted)
 
     def _head(self) -> dict[str, object]:
         about = {"id": self._spec.answer_id, "type": "message", "role": "assistant", "model": self._spec.model}

@@ -61,7 +61,7 @@ class NumberedWriter(AnswerWriter):
         return b"".join([self._numbered(1 + delta.index, self._writer.step([delta])) for delta in deltas])
 
     def last(self, usage: Usage) -> bytes:
-        self._writer.weights_version = self.weights_version
+        self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
         return self._numbered(-1, self._writer.last(usage))
 
     def failed(self, error: Exception) -> bytes:

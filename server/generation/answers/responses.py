@@ -114,7 +114,8 @@ class ResponsesWriter(AnswerWriter):
             "weights_version": None if usage is None else self.weights_version,
         }
         output = encode_list(item.data for item in self.output)
-        return b"%b,%b" % (encode_object(head, output=output)[:-1], self._repeated[1:])
+        told = encode_object(head, output=output, **({} if usage is None else self.receipted))
+        return b"%b,%b" % (told[:-1], self._repeated[1:])
 
     def _add(self, item: Mapping[str, Any]) -> bytes:
         """Note an item that is done. Returns its JSON."""

@@ -26,11 +26,18 @@ class AnswerWriter(ABC):
     _usage: Usage | None = None
     weights_version: str = ""
     """Of the weights that computed the last token so far; told before each step and the end."""
+    receipt: bytes | None = None
+    """As JSON, told before the end where it was asked for."""
 
     @property
     def ping(self) -> bytes:
         """What a silent stream sends to stay alive."""
         return PING
+
+    @property
+    def receipted(self) -> dict[str, bytes]:
+        """The field of the receipt, as `encode_object` takes it."""
+        return {} if self.receipt is None else {"receipt": self.receipt}
 
     def tell_usage(self, usage: Usage) -> None:
         """The usage so far, told before each step where the spec has continuous_usage."""
@@ -90,11 +97,15 @@ class ChunkWriter(AnswerWriter):
         return self.events(deltas[0]) if len(deltas) == 1 else b"".join(map(self.events, deltas))
 
     def last(self, usage: Usage) -> bytes:
-        if not self._spec.include_usage:
+        if not self._spec.include_usage and self.receipt is None:
             return DONE
-        metrics = b"" if usage.metrics is None else b',"metrics":' + encode_json(usage.metrics)
-        end = self._with_version(b'[],"usage":' + encode_json(usage.as_dict()) + metrics + b"}" + END)
-        return self._opening + end + DONE
+        told = (
+            {}
+            if not self._spec.include_usage
+            else {name: encode_json(each) for name, each in self._counts(usage).items()}
+        )
+        fields = b"".join([b',"%b":%b' % (name.encode(), value) for name, value in (told | self.receipted).items()])
+        return self._opening + self._with_version(b"[]" + fields + b"}" + END) + DONE
 
     @abstractmethod
     def events(self, delta: ChoiceDelta) -> bytes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product
-from string import ascii_uppercase
+from string import ascii_lowercase, ascii_uppercase
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
@@ -18,6 +18,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.decisions import Asked, Choice, DecisionRequest, Score
 from quire.server.protocol.items import Item, Message
+from quire.server.protocol.translated import TranslatedBody
 from quire.server.resolve.chat import PROMPT_END
 from quire.server.resolve.checks import check_length, check_texts
 from quire.server.resolve.common import Resolved, resolved
@@ -29,6 +30,7 @@ from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 NAMES = {"messages": "input"}
+ASKS = {"predicate": "Is this true?", "choice": "Which one applies?", "score": "Which level applies?"}
 
 
 def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
@@ -39,8 +41,45 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
     labels = labels_of(model.tokenizer, max(len(options_of(asked)) for asked in body.questions))
     questions = [question_of(asked, labels) for asked in body.questions]
     check_texts([[question.name, *question.options] for question in questions], "questions")
-    with named_by_caller(NAMES):
-        chats = [as_chat(body, asked, labels, model) for asked in body.questions]
+    posed = [Posed(texts_of(asked.instructions), ASKS[asked.type], options_of(asked)) for asked in body.questions]
+    items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
+    return posed_call(body, items, posed, questions, labels, name, headers, model, names=NAMES, id_prefix="decision_")
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """A question as the model reads it."""
+
+    instructions: Sequence[str]
+    ask: str
+    options: Sequence[tuple[str | bool, str]]
+    """Each with its description."""
+
+    def text(self, labels: Iterable[str]) -> str:
+        lines = [
+            f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
+            for label, (value, told) in zip(labels, self.options, strict=False)
+        ]
+        return "\n".join([*self.instructions, "", self.ask, *lines, "", "Answer with the letter alone."]).lstrip("\n")
+
+
+def posed_call(
+    body: TranslatedBody,
+    items: Sequence[Item],
+    posed: Sequence[Posed],
+    questions: Sequence[Question],
+    labels: Mapping[str, int],
+    name: str,
+    headers: Mapping[str, str],
+    model: ServedModel,
+    *,
+    names: Mapping[str, str],
+    id_prefix: str,
+) -> Resolved:
+    """A call that poses questions about these items; `name`: the answer's for the model; `names`: see named_by_caller.
+    Raises InvalidRequest, naming the parameter."""
+    with named_by_caller(names):
+        chats = [as_chat(body, items, each.text(labels), model) for each in posed]
         prompts = [answerable(chats[0], model)]
         if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
             raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
@@ -51,7 +90,7 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
         )
         call = resolved(
             chats[0],
-            id_prefix="decision_",
+            id_prefix=id_prefix,
             model=name,
             prompts=prompts,
             params=params,
@@ -63,7 +102,7 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
 
 
 def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """So many short texts, each of which is one token: letters, and then pairs of them. Raises InvalidRequest."""
+    """So many short texts, each of which is one token: letters, and then pairs and threes. Raises InvalidRequest."""
     found = dict(islice(_single_tokens(tokenizer), count))
     if len(found) < count:
         raise InvalidRequest(
@@ -73,10 +112,15 @@ def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    pairs = ["".join(pair) for pair in product(ascii_uppercase, repeat=2)]
-    for texts in (list(ascii_uppercase), pairs):
+    """The clearest first; no two are the same token."""
+    capitals, small = list(ascii_uppercase), list(ascii_lowercase)
+    kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
+    seen: set[int] = set()
+    for letters in kinds:
+        texts = ["".join(each) for each in product(*letters)]
         for text, ids in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
-            if len(ids) == 1:
+            if len(ids) == 1 and ids[0] not in seen:
+                seen.add(ids[0])
                 yield text, ids[0]
 
 
@@ -97,17 +141,10 @@ def question_of(asked: Asked, labels: dict[str, int]) -> Question:
     return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
 
 
-def as_chat(body: DecisionRequest, asked: Asked, labels: dict[str, int], model: ServedModel) -> ChatRequest:
+def as_chat(body: TranslatedBody, items: Sequence[Item], question: str, model: ServedModel) -> ChatRequest:
     """The conversation with a question at its end, which one of the labels answers."""
-    lines = [
-        f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
-        for label, (value, told) in zip(labels, options_of(asked), strict=False)
-    ]
-    asks = {"predicate": "Is this true?", "choice": "Which one applies?", "score": "Which level applies?"}[asked.type]
-    text = "\n".join([*texts_of(asked.instructions), "", asks, *lines, "", "Answer with the letter alone."])
-    items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
-    question = Message(role="user", content=text)
-    turns = turns_of([*items, question], "", developer="developer" in model.formats.template)
+    asked = Message(role="user", content=question)
+    turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
     turns = placed(turns, model.renderer.shows)
     fields = body.extensions()
     if "enable_thinking" in model.formats.template:

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[str, bytes | None, dict[str, Any]]] = {
         {"input": "Hi", "tools": [{"type": "function", **t["function"]} for t in TOOLS]},
     ),
     "message": ("/v1/messages", None, TEXT),
+    "receipt": (CHAT, None, TEXT | {"receipt": True, "stop": ["ab"]}),
 }
 
 
@@ -106,7 +107,7 @@ async def test_a_stream_goes_on_wherever_it_was_cut(name: str, tmp_path: Path) -
             assert by_choice(rest) == by_choice(b"".join(pieces[cut + 1 :]))
 
 
-@pytest.mark.parametrize("name", ["chat", "two", "tools", "logprobs", "response", "message"])
+@pytest.mark.parametrize("name", ["chat", "two", "tools", "logprobs", "response", "message", "receipt"])
 async def test_what_was_cut_goes_on_at_the_next_server(name: str, tmp_path: Path) -> None:
     """Its reader leaves in the middle, and so does the server, twice; a POST with Last-Event-ID goes on."""
     path, answer, body = CALLS[name]

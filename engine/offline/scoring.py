@@ -1,0 +1,63 @@
+"""The log probabilities of given tokens, by a forward pass alone: no scheduler, no cache, no sampling.
+
+On a CPU these are, bit for bit, what a server or an `LLM` reports of the same tokens, as `prompt_logprobs` or as
+`logprobs` of tokens that it generates, in whatever batch: a trainer's importance weights begin at exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.offline.llm import LLM
+from quire.engine.offline.options import EngineOptions, documented, engine_config
+
+if TYPE_CHECKING:
+    from quire.engine.loop import Logprobs, Tensors
+
+TokenIds = Sequence[int] | Sequence[Sequence[int]]
+
+
+class Forward:
+    """A model's weights and its forward pass, in this process."""
+
+    @documented
+    def __init__(
+        self, model: str | Path | None = None, *, tensors: Tensors | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        """`model`: as for LLM; `tensors`: all weights under their names in the checkpoint, such as a PyTorch model's
+        `state_dict().items()`, instead of those in its files. Raises ConfigError and ModelError.
+
+        Options:"""
+        from quire.engine.loop import ForwardPass
+
+        config = engine_config(model, options)
+        check_alone(config)
+        self._pass = ForwardPass.load(config, tensors)
+
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
+        """Of each token behind those before it, natural logarithms in float32: [n - 1] for n tokens; with
+        `full_vocabulary` of every token in each of these places, [n - 1, vocabulary]. Raises InvalidRequest."""
+        return self._pass.logprobs(token_ids, full_vocabulary=full_vocabulary)
+
+
+def score(
+    model: LLM | Forward | str | Path, token_ids: TokenIds, *, full_vocabulary: bool = False
+) -> Logprobs | list[Logprobs]:
+    """`logprobs` of one sequence of token ids, or of each of several: by an LLM's own weights, or those of a Forward,
+    which is made of a folder, a .gguf file or a hub id. Raises what these raise."""
+    scorer = model if isinstance(model, LLM | Forward) else Forward(model)
+    if len(token_ids) and isinstance(token_ids[0], Iterable):
+        many: list[Sequence[int]] = list(token_ids)  # type: ignore[arg-type]
+        return [scorer.logprobs(each, full_vocabulary=full_vocabulary) for each in many]
+    return scorer.logprobs(token_ids, full_vocabulary=full_vocabulary)  # type: ignore[arg-type]
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Raises InvalidRequest for a model that several processes compute."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(config, name) > 1:
+            raise InvalidRequest(f"{name}: a forward pass is computed by this process alone", param=name)

@@ -1,0 +1,153 @@
+"""A receipt: the prompts, parameters, seeds and hashes that decided an answer's tokens, and these tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.link.output_stream import Versions, add_tokens
+from quire.engine.types import Adapter, RequestOutput, SamplingParams, Span, TokenLogprob
+
+
+class Computed(msgspec.Struct, frozen=True, kw_only=True):
+    """What computed an answer, beside its weights. Where all of it is equal, bits are."""
+
+    quire: str
+    """The version."""
+    kernels: str
+    """Hash of the installed code of kernels, layers and models."""
+    backend: str
+    """The kernels that were chosen, with their instruction set."""
+    device: str
+    dtype: str
+    quantization: str | None = None
+    quantize_embedding: bool | None = None
+    kv_cache_dtype: str = "auto"
+    activation_bits: str = "auto"
+    tensor_parallel_size: int = 1
+    deterministic: bool = True
+    """Whether tokens depend on nothing else that ran; where they may, a replay may differ."""
+
+
+class Hashes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what a model is made of; of 16 bytes each, in hexadecimal."""
+
+    config: str
+    """Of config.json's content, or of what a GGUF file says instead."""
+    tokenizer: str
+    template: str
+    """Of the model's chat template, which made the prompts of chats."""
+    weights: dict[str, str | None]
+    """Of the content of the weights' files, by version; None where they were given as tensors, or where the files were
+    changed or deleted before they were read for this."""
+
+
+class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    ids: list[int]
+    images: list[tuple[int, int, str]] = []
+    """Spans of ids that stand for images: start, count, and the hash of the resized pixels, in hexadecimal."""
+
+    @classmethod
+    def of(cls, ids: Sequence[int], spans: Sequence[Span]) -> PromptReceipt:
+        return cls(ids=list(ids), images=[(each.start, each.count, each.digest.hex()) for each in spans])
+
+
+class AdapterReceipt(msgspec.Struct, frozen=True):
+    name: str
+    digest: str
+    """Of its files' content."""
+
+    @classmethod
+    def of(cls, adapter: Adapter | None) -> AdapterReceipt | None:
+        return None if adapter is None else cls(adapter.name, adapter.digest)
+
+
+class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One choice, which grows as its tokens come; choice i of prompt p has index p * n + i."""
+
+    index: int
+    seed: int
+    """The one that its random numbers are made of, also where the request had none."""
+    token_ids: list[int] = []
+    """All that it consists of, with the one that ended it."""
+    versions: Versions = []
+    logprobs: list[float | None] | None = None
+    """Of these tokens, if log probabilities were asked for; None stands for minus infinity."""
+    prompt_logprobs: list[float | None] | None = None
+    """Of the prompt's tokens from the second on, likewise."""
+    finish_reason: str = ""
+
+    def take(self, output: RequestOutput, used: int) -> None:
+        """Note the first `used` tokens of an output; later ones are behind a stop string."""
+        self.token_ids += output.new_ids[:used]
+        if output.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + values_of(output.logprobs[:used])
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = values_of(output.prompt_logprobs[1:])
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
+    id: str
+    """The answer's."""
+    created: int
+    """Seconds of the Unix clock."""
+    model: str
+    """As the request named it."""
+    hashes: Hashes
+    computed: Computed
+    adapter: AdapterReceipt | None
+    params: SamplingParams
+    """As resolved: with the model's defaults and the grammar of tools or formats. Fields with their default are left
+    out."""
+    prompts: list[PromptReceipt]
+    choices: list[ChoiceReceipt]
+    irreproducible: str = ""
+    """Why it cannot be replayed, if it cannot."""
+
+    def prompt_of(self, choice: ChoiceReceipt) -> PromptReceipt:
+        return self.prompts[choice.index // self.params.n]
+
+
+encode_receipt = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Receipt).decode
+
+
+def decode_receipt(given: bytes) -> Receipt:
+    """Of a receipt, or of a whole answer that has one as its field `receipt`. Raises InvalidRequest for other JSON."""
+    try:
+        whole = msgspec.json.decode(given)
+        inner = _within(whole)
+        found = msgspec.convert(inner, Receipt, strict=True, str_keys=True)
+    except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
+        raise InvalidRequest(f"this is no receipt: {error}") from None
+    wrong = [each.index for each in found.choices if not 0 <= each.index // found.params.n < len(found.prompts)]
+    if wrong or any(sum(count for _, count in each.versions) != len(each.token_ids) for each in found.choices):
+        raise InvalidRequest("this is no receipt: its choices do not fit its prompts, or versions their tokens")
+    return found
+
+
+def _within(whole: Any) -> Any:
+    """The receipt of an answer, of an event that ends a stream, or of a line of a batch's output."""
+    for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
+        inner = whole
+        for name in path:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and inner.get("object") == "receipt":
+            return inner
+    raise InvalidRequest("it has no `receipt`")
+
+
+def values_of(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
+    """The log probabilities alone, as JSON can have them."""
+    return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
+
+
+def first_tokens(versions: Versions, count: int) -> Versions:
+    """Of the first `count` tokens."""
+    found: Versions = []
+    for version, tokens in versions:
+        add_tokens(found, version, min(tokens, count - sum(each for _, each in found)))
+    return found

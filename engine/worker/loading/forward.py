@@ -1,0 +1,67 @@
+"""A model's forward pass alone, on pages of its own: the log probabilities of given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.device import choose, set_up_cpu
+from quire.engine.worker.loading.loader import Tensors
+from quire.engine.worker.loading.model import load_model
+from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of, prompts
+
+_LOGIT_ROWS = 256
+"""How many rows of logits are held at once."""
+Logprobs = Tensor
+"""Natural logarithms, float32: [n - 1] of each token behind those before it, or [n - 1, vocab] of all tokens there."""
+
+
+class ForwardPass:
+    def __init__(self, model: Decoder, block_size: int) -> None:
+        self._model, self._block_size = model, block_size
+
+    @classmethod
+    def load(cls, config: EngineConfig, tensors: Tensors | None) -> ForwardPass:
+        """Of a model's files, or with its weights from `tensors`. Raises ConfigError, and InvalidRequest for a model
+        that does not generate."""
+        set_up_cpu(config)
+        path = resolve_model(config.model, config.revision)
+        shape = read_model_config(path, config.model_impl)
+        chosen = choose(config, shape)
+        loaded = load_model(config, path, shape, chosen, lambda: None, tensors)
+        if "generate" not in loaded.tasks:
+            raise InvalidRequest(f"the model serves {' and '.join(loaded.tasks)}, not generate", param="model")
+        return cls(loaded.model, chosen.backend.block_size)
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """Raises InvalidRequest for token ids that are no sequence of the model's."""
+        model, ids = self._model, self._checked(token_ids)
+        metadata = prompts(1, len(ids), self._block_size, model.device, model.groups.count)
+        pages = allocate_pages(model, metadata.block_table.numel() * model.groups.count)
+        cache = layers_of(model, pages, allocate_states(model, 1, 0))
+        tokens = torch.tensor(ids, dtype=torch.int32, device=model.device)
+        hidden = model.forward(tokens, metadata, cache, torch.arange(len(ids) - 1, device=model.device))
+        found: list[Tensor] = []
+        for first in range(0, len(hidden), _LOGIT_ROWS):
+            part = torch.log_softmax(model.logits(hidden[first : first + _LOGIT_ROWS]), dim=-1)
+            following = tokens[first + 1 : first + 1 + len(part), None].long()
+            found.append(part if full_vocabulary else part.gather(-1, following).squeeze(-1))
+        return torch.cat(found).cpu()
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(each) for each in token_ids]
+        vocab, longest = self._model.spec.vocab_size, self._model.max_model_len
+        if not 2 <= len(ids) <= longest:
+            message = f"token_ids: {len(ids)} tokens; a forward pass takes 2 to {longest}"
+            raise InvalidRequest(message, param="token_ids")
+        if outside := [each for each in ids if not 0 <= each < vocab]:
+            message = f"token_ids: {outside[0]} is outside the vocabulary of {vocab} tokens"
+            raise InvalidRequest(message, param="token_ids")
+        return ids

@@ -1,0 +1,132 @@
+"""Receipts of answers: made for who asks for one, and of every answer for the file of --receipt-log."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from quire.engine.errors import ConfigError
+from quire.engine.receipts.hashes import ModelHashes
+from quire.engine.receipts.receipt import AdapterReceipt, PromptReceipt, Receipt, encode_receipt
+from quire.engine.types import EngineInfo
+from quire.server.generation.generation import Generation
+from quire.server.generation.spec import GenerationSpec
+from quire.server.observe.metrics import Metrics
+
+log = logging.getLogger("quire.server")
+_MOST_WAITING = 64 << 20
+"""Bytes of receipts that wait to be written. Where a disk is slower than answers, the rest is lost, and counted."""
+
+
+class ReceiptLog:
+    """A file to which receipts are appended, a line each. Several processes may write to it. One that has become too
+    large is renamed, to its name and `.1`, in the place of the one before."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        """Raises ConfigError where it cannot be written."""
+        self._path = path
+        self._most = most_bytes
+        self._lines: list[bytes] = []
+        self._waiting = 0
+        self._writing: asyncio.Task[None] | None = None
+        try:
+            os.close(self._opened())
+        except OSError as error:
+            raise ConfigError(f"receipt_log: {path}: {error.strerror}", param="receipt_log") from None
+
+    def put(self, line: bytes) -> bool:
+        """Have a line written soon; False where there is no room for it."""
+        if self._waiting + len(line) > _MOST_WAITING:
+            return False
+        self._lines.append(line)
+        self._waiting += len(line)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_all())
+        return True
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+
+    async def _write_all(self) -> None:
+        while self._lines:
+            lines, self._lines = self._lines, []
+            try:
+                await asyncio.to_thread(self._append, b"".join([line + b"\n" for line in lines]))
+            except OSError as error:
+                log.error("receipt_log: %d receipts are lost: %s", len(lines), error.strerror)
+            self._waiting -= sum(map(len, lines))
+
+    def _append(self, content: bytes) -> None:
+        file = self._opened()
+        try:
+            while True:  # until it is the one that has the name, and nobody else's to rename
+                fcntl.flock(file, fcntl.LOCK_EX)
+                found = os.fstat(file)
+                if self._path.exists() and self._path.stat().st_ino == found.st_ino:
+                    if not found.st_size or found.st_size + len(content) <= self._most:
+                        break
+                    self._path.rename(f"{self._path}.1")
+                os.close(file)
+                file = self._opened()
+            view = memoryview(content)
+            while view:
+                view = view[os.write(file, view) :]
+        finally:
+            os.close(file)
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+class Receipts:
+    """Makes the receipts of one model's answers."""
+
+    def __init__(self, hashes: ModelHashes, info: EngineInfo, metrics: Metrics, log: ReceiptLog | None) -> None:
+        self.hashes = hashes
+        self.log = log
+        self._info = info
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def told(self, spec: GenerationSpec, generation: Generation) -> bytes:
+        """The receipt that an answer gives, as JSON."""
+        self._metrics.receipts["answer"].inc()
+        return encode_receipt(await self._made(spec, generation))
+
+    def ended(self, spec: GenerationSpec, generation: Generation) -> None:
+        """Note an answer that has ended, in whatever way, in the log, if there is one."""
+        if self.log is not None:
+            task = asyncio.create_task(self._note(spec, generation))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Write what has to be written."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.log is not None:
+            await self.log.close()
+
+    async def _note(self, spec: GenerationSpec, generation: Generation) -> None:
+        assert self.log is not None
+        kept = self.log.put(encode_receipt(await self._made(spec, generation)))
+        self._metrics.receipts["log" if kept else "lost"].inc()
+
+    async def _made(self, spec: GenerationSpec, generation: Generation) -> Receipt:
+        choices = generation.records()
+        versions = [version for choice in choices for version, _ in choice.versions]
+        return Receipt(
+            id=spec.answer_id,
+            created=spec.created,
+            model=spec.model,
+            hashes=await self.hashes.of(versions or [generation.weights_version]),
+            computed=await self.hashes.computed(self._info),
+            adapter=AdapterReceipt.of(spec.adapter),
+            params=spec.params,
+            prompts=[PromptReceipt.of(prompt.ids, prompt.spans) for prompt in spec.prompts],
+            choices=choices,
+            irreproducible="use_beam_search: a search is not one sequence of picks" if spec.beam_search else "",
+        )

@@ -1,0 +1,53 @@
+"""jevcompat's conformance suite of the System One API, with TypeSafe's own SDK: all requirements, MUST and SHOULD."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.tree import ROOT
+
+KEY = "a-key-of-this-test"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """The embedded model with a context that holds 255 options."""
+    folder = tmp_path / "wide"
+    shutil.copytree(ROOT / "configs" / "demo", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
+    return folder
+
+
+def report(folder: Path, log: Path, key: str | None) -> dict[str, Any]:
+    told, quire = log.with_suffix(".json"), Path(os.environ["QUIRE"])
+    env = {} if key is None else {"QUIRE_API_KEY": key}
+    server = Server(log, str(folder), "--threads", "1", "--num-kv-blocks", "2000", quire=quire, env=env)
+    try:
+        command = [str(Path(sys.executable).with_name("jevcompat")), "test", server.url, "--json", str(told)]
+        subprocess.run(command + ([] if key is None else ["--key", key]), capture_output=True, timeout=240, check=False)
+    finally:
+        server.stop()
+    found: dict[str, Any] = json.loads(told.read_text())
+    return found
+
+
+def test_every_requirement_is_met(wide: Path, tmp_path: Path) -> None:
+    """What is about keys cannot be tried without one, and the other way round."""
+    passed: set[str] = set()
+    for key in (None, KEY):
+        found = report(wide, tmp_path / f"log-{key}", key)
+        failed = {each["id"]: each["findings"] for each in found["results"] if each["status"] == "fail"}
+        assert not failed
+        assert found["summary"]["verdict"] == "conformant"
+        passed |= {each["id"] for each in found["results"] if each["status"] == "pass"}
+    assert len(passed) == 48

@@ -1,0 +1,246 @@
+"""Receipts on real engines with tiny models: they come to the same tokens elsewhere, and what differs is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.link.client import EngineClient
+from quire.engine.link.weights import Weights
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.receipts.receipt import (
+    ChoiceReceipt,
+    Computed,
+    PromptReceipt,
+    Receipt,
+    decode_receipt,
+    encode_receipt,
+    first_tokens,
+)
+from quire.engine.types import Request
+from quire.engine.types import SamplingParams as Sent
+from tests.adapters import save_adapter
+from tests.tiny_models import save_tiny_model
+
+PROMPT = [3 + 7 * index % 300 for index in range(40)]
+FILE = "model.safetensors"
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one shape."""
+    first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama", max_position_embeddings=4096)
+    second = tmp_path_factory.mktemp("second")
+    shutil.copy(first / "config.json", second)
+    torch.manual_seed(5)
+    tensors = {name: each + torch.randn_like(each) * 0.1 * each.std() for name, each in load_file(first / FILE).items()}
+    save_file(tensors, second / FILE, metadata={"format": "pt"})
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[Path, Path]) -> Iterator[LLM]:
+    made = LLM(str(folders[0]), **OPTIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def other(folders: tuple[Path, Path]) -> Iterator[LLM]:
+    """Of the other weights, and a short context."""
+    made = LLM(str(folders[1]), **{**OPTIONS, "num_kv_blocks": 20, "max_model_len": 90})
+    yield made
+    made.close()
+
+
+def receipt_of(llm: LLM, prompt: list[int] | str = PROMPT, **params: Any) -> Receipt:
+    given = SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, **params})
+    (output,) = llm.generate([prompt], given, use_tqdm=False, receipts=True)
+    assert output.receipt is not None
+    assert [each.token_ids for each in output.receipt.choices] == [each.token_ids for each in output.outputs]
+    return decode_receipt(encode_receipt(output.receipt))  # as it is read from a file
+
+
+def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple[Path, Path]) -> None:
+    """Unseeded, several choices, penalties, guesses, log probabilities; replayed with other batches and prefixes."""
+    guessing = LLM(str(folders[0]), **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"n": 3, "logprobs": 2},
+        {"seed": 7, "n": 2, "top_p": 0.8, "top_k": 40, "prompt_logprobs": 0},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": 4},
+    ]
+    receipts = [receipt_of(guessing, PROMPT * 2, **params) for params in asked]
+    guessing.close()
+    assert len({each.seed for receipt in receipts for each in receipt.choices}) == 7
+    for receipt in [*receipts, *reversed(receipts)]:  # the second time their prompt is cached
+        verdict = llm.replay(receipt)
+        assert (verdict.outcome, verdict.warning) == ("equal", ""), verdict
+        assert verdict.tokens == sum(len(each.token_ids) for each in receipt.choices)
+
+
+def changed(receipt: Receipt, **fields: Any) -> Receipt:
+    """With other fields of its first choice."""
+    first = msgspec.structs.replace(receipt.choices[0], **fields)
+    return msgspec.structs.replace(receipt, choices=[first, *receipt.choices[1:]])
+
+
+def test_the_first_difference_is_found(llm: LLM) -> None:
+    receipt = receipt_of(llm, logprobs=0, prompt_logprobs=0)
+    (choice,) = receipt.choices
+    assert choice.logprobs is not None
+    assert choice.prompt_logprobs is not None
+    assert len(choice.prompt_logprobs) == len(PROMPT) - 1
+    ids = [*choice.token_ids[:7], (choice.token_ids[7] + 1) % 320, *choice.token_ids[8:]]
+    verdict = llm.replay(changed(receipt, token_ids=ids))
+    assert verdict.outcome == "different"
+    there, here = (f"'token_id:{each}' ({each})" for each in (ids[7], choice.token_ids[7]))
+    assert verdict.what == f"token 7: expected {there}, got {here}"
+    one_bit = torch.tensor(choice.logprobs[3]).nextafter(torch.tensor(0.0)).item()
+    logprobs = [*choice.logprobs[:3], one_bit, *choice.logprobs[4:]]
+    assert llm.replay(changed(receipt, logprobs=logprobs)).what.startswith("log probability of token 3: expected")
+    prompt = [*choice.prompt_logprobs[:5], 0.0, *choice.prompt_logprobs[6:]]
+    assert "prompt's token 6" in llm.replay(changed(receipt, prompt_logprobs=prompt)).what
+    assert llm.replay(changed(receipt, seed=choice.seed ^ 1)).outcome == "different"
+    longer = changed(receipt, token_ids=[*choice.token_ids, 5], versions=[("1", len(choice.token_ids) + 1)])
+    assert llm.replay(longer).what.endswith("expected 'token_id:5' (5), got the end")
+
+
+def test_what_differs_of_the_model_is_named(llm: LLM, other: LLM) -> None:
+    receipt = receipt_of(llm)
+    verdict = other.replay(receipt)
+    assert verdict.outcome == "refused"
+    assert verdict.what.startswith("the weights differ: the answer was computed by ")
+    long = receipt_of(llm, PROMPT * 2)
+    hashes = msgspec.structs.replace(long.hashes, weights=receipt_of(other).hashes.weights)
+    assert "max_model_len: it has 100 tokens" in other.replay(msgspec.structs.replace(long, hashes=hashes)).what
+    for name, told in (("tokenizer", "the tokenizer of this model differ"), ("config", "config.json of this model")):
+        hashes = msgspec.structs.replace(receipt.hashes, **{name: "0" * 32})
+        assert told in llm.replay(msgspec.structs.replace(receipt, hashes=hashes)).what
+    images = [PromptReceipt(ids=PROMPT, images=[(2, 3, "ab" * 16)])]
+    assert "--image FILE" in llm.replay(msgspec.structs.replace(receipt, prompts=images)).what
+    computed = msgspec.structs.replace(receipt.computed, backend="other kernels", deterministic=False)
+    verdict = llm.replay(msgspec.structs.replace(receipt, computed=computed))
+    assert verdict.outcome == "equal"
+    assert verdict.warning.startswith("backend was other kernels, is cpu (")
+    assert verdict.warning.endswith("its tokens may have depended on what else ran")
+
+
+async def test_each_version_of_the_weights_answers_for_its_own_tokens(
+    folders: tuple[Path, Path], llm: LLM, other: LLM
+) -> None:
+    """Weights change in the middle of an answer; each engine replays what its weights computed, and no more."""
+    first, second = folders
+    client = EngineClient(InProcessLink(EngineConfig(model=str(first), max_model_len=300, **OPTIONS)))
+    await client.link.start()
+    sent = Sent(temperature=1.0, max_tokens=40, ignore_eos=True, logprobs=0)
+    stream = client.submit([Request(id="a", prompt_ids=PROMPT, params=sent, seed=11)])
+    stream.versions = {}
+    record = ChoiceReceipt(index=0, seed=11)
+    updated = False
+    async for outputs in stream:
+        for output in outputs:
+            record.take(output, len(output.new_ids))
+        if len(record.token_ids) >= 12 and not updated:
+            updated = True
+            assert await Weights(client).update(str(second)) == "2"
+    await client.link.stop()
+    record.versions = first_tokens(stream.versions["a"], len(record.token_ids))
+    (one, before), (two, behind) = record.versions
+    assert (one, two, before + behind) == ("1", "2", 40)
+    assert min(before, behind) > 5
+    models = [receipt_of(each, max_tokens=1) for each in (llm, other)]
+    weights = {str(number): each.hashes.weights["1"] for number, each in enumerate(models, 1)}
+    receipt = Receipt(
+        id="x",
+        created=0,
+        model="m",
+        hashes=msgspec.structs.replace(models[0].hashes, weights=weights),
+        computed=models[0].computed,
+        adapter=None,
+        params=sent,
+        prompts=[PromptReceipt(ids=PROMPT)],
+        choices=[record],
+    )
+    for each, own, others in zip((llm, other), (before, behind), (behind, before), strict=True):
+        verdict = each.replay(receipt)
+        assert (verdict.outcome, verdict.tokens) == ("equal", own)
+        assert f"{others} more are of other weights" in verdict.what
+
+
+@pytest.mark.slow
+def test_adapters_count_by_their_content(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    made = [LoRARequest("a", i, str(save_adapter(tmp_path / str(i), model, 4, seed=i))) for i in (1, 2)]
+    llm = LLM(str(folders[0]), **OPTIONS, enable_lora=True, max_lora_rank=8)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False, lora_request=made[0], receipts=True)
+    assert output.receipt is not None
+    renamed = LoRARequest("another name", 3, made[0].lora_path)
+    assert llm.replay(output.receipt, lora_request=renamed).outcome == "equal"
+    assert "the adapter a (" in llm.replay(output.receipt, lora_request=made[1]).what
+    assert "was not given: --adapter" in llm.replay(output.receipt).what
+    llm.close()
+
+
+def test_texts_grammars_and_stop_strings_of_the_embedded_model() -> None:
+    """Stop strings end answers in the server's half, behind which the engine goes on; grammars in the engine's."""
+    llm = LLM(threads=1)
+    schema = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    for params in ({"stop": ["e"]}, {"structured_outputs": schema, "max_tokens": 60}, {"ignore_eos": False}):
+        receipt = receipt_of(llm, "Once upon a time", **params)
+        assert llm.replay(json.loads(encode_receipt(receipt))).outcome == "equal"
+        assert llm.replay({"id": "an answer", "receipt": msgspec.to_builtins(receipt)}).outcome == "equal"
+    assert receipt.hashes.weights["1"] is not None
+    llm.close()
+
+
+@pytest.mark.slow
+def test_weights_that_are_in_no_file_have_no_hash(llm: LLM, folders: tuple[Path, Path]) -> None:
+    other = LLM(str(folders[0]), **OPTIONS)
+    kept = receipt_of(other)
+    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    other.load_weights(model.state_dict().items())
+    receipt = receipt_of(other)
+    assert receipt.hashes.weights == {"2": None}
+    assert receipt.choices[0].versions == [("2", 20)]
+    assert "some that were in no file" in llm.replay(receipt).what
+    assert other.replay(kept).outcome == "refused"
+    other.update_weights(str(folders[1]), version="2")  # a name that was used before
+    again = receipt_of(other)
+    assert again.hashes.weights["2"] not in (None, kept.hashes.weights["1"])
+    assert other.replay(again).outcome == "equal"
+    other.close()
+
+
+@pytest.mark.parametrize("given", ["{", "[]", '{"receipt": 3}', '{"object": "receipt"}', '{"receipt": {"id": "x"}}'])
+def test_what_is_no_receipt_is_said(given: str) -> None:
+    with pytest.raises(InvalidRequest, match="this is no receipt"):
+        decode_receipt(given.encode())
+
+
+def test_choices_must_fit(llm: LLM) -> None:
+    receipt = receipt_of(llm, max_tokens=2)
+    for wrong in (changed(receipt, index=1), changed(receipt, index=-1), changed(receipt, versions=[("1", 3)])):
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            llm.replay(wrong)
+
+
+def test_what_computes_is_told(llm: LLM) -> None:
+    computed = receipt_of(llm).computed
+    assert isinstance(computed, Computed)
+    assert (computed.dtype, computed.device, computed.deterministic) == ("float32", "cpu", True)
+    assert len(computed.kernels) == 32

@@ -1,0 +1,101 @@
+"""Log probabilities to the bit: of tokens while they are generated, as a prompt's, and by a forward pass alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire import LLM, Forward, SamplingParams, score
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.loop import Engine
+from tests.engine.harness import request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+
+@cache
+def saved(family: str) -> Path:
+    return save_tiny_model(Path(mkdtemp()), family)
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB) for _ in range(length)]
+
+
+def bits(values: Sequence[float]) -> list[int]:
+    return torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(3)
+def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype: str) -> None:
+    """The answers share batches of many sizes, and the prompts are computed in chunks; the forward pass takes all."""
+    path = str(saved(family))
+    options = {"dtype": dtype, "threads": 1, "num_kv_blocks": 64, "max_model_len": 256, "warmup_seconds": 0.0}
+    engine = Engine(EngineConfig(model=path, **{**options, "max_num_batched_tokens": 19, "max_num_seqs": 7}))
+    asked = [
+        request(str(i), prompt_of(5 + 9 * i, i), max_tokens=23, logprobs=0, temperature=1.0, seed=i) for i in range(7)
+    ]
+    decoded = run(engine, asked)
+    wholes = {each.id: each.prompt_ids + decoded[each.id].ids for each in asked}
+    read = run(engine, [request(f"{id}+", ids, max_tokens=1, prompt_logprobs=0) for id, ids in wholes.items()])
+    engine.close()
+    forward = Forward(path, dtype=dtype, threads=1, max_model_len=256)
+    for each in asked:
+        whole, start = wholes[each.id], len(each.prompt_ids)
+        prompt = bits([value.logprob for value in read[f"{each.id}+"].prompt_logprobs or [] if value is not None])
+        assert bits([value.logprob for value in decoded[each.id].logprobs]) == prompt[start - 1 :]
+        alone = forward.logprobs(whole)
+        assert alone.view(torch.int32).tolist() == prompt
+        every = forward.logprobs(whole, full_vocabulary=True)
+        assert every.shape == (len(whole) - 1, VOCAB)
+        assert torch.equal(every.gather(1, torch.tensor(whole[1:])[:, None]).squeeze(1), alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_whole_vocabulary_is_that_of_prompt_logprobs(dtype: str) -> None:
+    llm = LLM(str(saved("llama")), dtype=dtype, threads=1, num_kv_blocks=64, skip_tokenizer_init=True)
+    ids = prompt_of(60)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB)
+    (output,) = llm.generate([ids], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    told = [[each[token].logprob for token in range(VOCAB)] for each in output.prompt_logprobs[1:] if each is not None]
+    first, second = score(llm, [ids, ids[:9]], full_vocabulary=True)
+    assert first.view(torch.int32).tolist() == [bits(row) for row in told]
+    assert torch.equal(second, first[:8])
+    llm.sleep()
+    with pytest.raises(EngineError, match="sleeps"):
+        score(llm, ids)
+    llm.close()
+
+
+def test_they_are_transformers() -> None:
+    ids = prompt_of(80)
+    model = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=torch.float64)
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
+    ours = score(str(saved("llama")), ids, full_vocabulary=True)
+    assert isinstance(ours, torch.Tensor)
+    assert (ours - theirs).abs().max() < 2e-5
+
+
+def test_given_tensors_and_what_is_refused() -> None:
+    path = saved("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    given = Forward(path, tensors=model.state_dict().items(), dtype="float32", threads=1)
+    ids = prompt_of(30)
+    assert torch.equal(given.logprobs(ids), Forward(path, dtype="float32", threads=1).logprobs(ids))
+    for wrong, told in (([5], "1 tokens"), ([5, VOCAB], "outside the vocabulary")):
+        with pytest.raises(InvalidRequest, match=told):
+            given.logprobs(wrong)
+    with pytest.raises(InvalidRequest, match="pipeline_parallel_size"):
+        Forward(path, pipeline_parallel_size=2)
