@@ -12,6 +12,8 @@ from quire.server.served_model import ServedModel
 
 MOST_FETCHED = 16
 """Addresses that images of one request may be at."""
+SHOWING = ("user", "tool")
+"""Roles whose messages may have images."""
 _SHOWN = 100
 NO_FETCHING = (
     "images are not fetched from addresses here: send a data: URL with the image in base64; the server's operator may "
@@ -38,9 +40,10 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
     for where, role, part in _parts(messages):
         if model.images is None:
             raise InvalidRequest(f"{where}: {model.no_images}", param="messages")
-        if role != "user":
+        if role not in SHOWING:
             raise InvalidRequest(
-                f"{where}: images are read in messages of the user, not of role {role}", param="messages"
+                f"{where}: images are read in messages of the user and in results of tools, not of role {role}",
+                param="messages",
             )
         url, low = part.image_url.url, part.image_url.detail == "low"
         scheme = url[:_SHOWN].partition(":")[0].lower()
@@ -61,6 +64,15 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
         error.urls = needed
         raise error
     return found
+
+
+def check_shown(text: str, mark: str, messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidRequest where a template wrote fewer marks of images than there are: those of tools' results are
+    what some leave out."""
+    found = list(_parts(messages))
+    if text.count(mark) < len(found):
+        where = next((where for where, role, _ in found if role != "user"), found[-1][0])
+        raise InvalidRequest(f"{where}: this model's chat template shows no image there", param="messages")
 
 
 def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str, ImagePart]]:
