@@ -80,8 +80,8 @@ def test_openai_s_chat_and_responses(seeing: tuple[str, str], wanted: tuple[str,
         model=MODEL, input=[{"role": "user", "content": parts}], max_output_tokens=8, extra_body=GREEDY
     )
     assert (response.output_text, response.usage.input_tokens) == wanted
+    broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]\.image_url\.url: is not a PNG"):
-        broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": broken}])
 
 
@@ -111,9 +111,7 @@ def test_langchain_with_either_api(seeing: tuple[str, str], wanted: tuple[str, i
     url, data = seeing
     shown = {"type": "image", "source_type": "base64", "data": data, "mime_type": "image/png"}
     question = HumanMessage([shown, {"type": "text", "text": QUESTION}])
-    ours = ChatOpenAI(
-        model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=8, max_retries=0, extra_body=GREEDY
-    )
+    ours = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=8, max_retries=0, extra_body=GREEDY)
     theirs = ChatAnthropic(
         model=MODEL, base_url=url, api_key="none", max_tokens=8, max_retries=0, model_kwargs={"extra_body": GREEDY}
     )

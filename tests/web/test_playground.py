@@ -517,6 +517,8 @@ def test_code_is_coloured_and_formulas_are_set(browser: Browser, server: Server)
     assert browser.text("#opening .code-string") == '"<b>"'
     assert browser.text("#opening math mi") == "E"
     assert browser.all("#opening math[display=block] mfrac")
+    heights = "const box = document.querySelector('.formula.displayed'); return [box.scrollHeight, box.clientHeight]"
+    assert len(set(browser.run(heights))) == 1, "no scroll bar, and nothing is cut off"
     assert "not $5 and $6;" in browser.text("#opening")
     assert browser.run("return document.querySelector('#opening .task input').checked")
     assert not browser.all("#opening [href]")
