@@ -144,7 +144,7 @@ ASKED: dict[str, Any] = {
 
 
 def engine(text: str) -> FakeEngine:
-    return FakeEngine(scripted(text.encode(), EOS), eos=[EOS])
+    return FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=4096)
 
 
 async def test_the_api_calls_by_a_block_streamed_and_whole() -> None:
@@ -180,7 +180,6 @@ async def test_the_flag_and_a_template_without_tools_leave_blocks_alone() -> Non
     async with open_api(engine(text), chat_template=TEMPLATE, strict_tool_calls=True) as api:
         message = (await api.post(CHAT, ASKED))["choices"][0]["message"]
         assert (message["content"], message.get("tool_calls") or []) == (text, [])
-    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    async with open_api(engine(text), chat_template=plain) as api:
+    async with open_api(engine(text)) as api:
         message = (await api.post(CHAT, ASKED))["choices"][0]["message"]
         assert (message["content"], message.get("tool_calls") or []) == (text, [])
