@@ -43,7 +43,8 @@ function applyTheme(theme) {
 /** Opens the key dialog, with the reason if a request was refused. */
 function askForKey(why = "") {
   if ($("key-dialog").open) return;
-  const refused = loadKey() ? why.replace(/\.$/, "") : "This server asks for a key"; // in the page's words, not the API's
+  // Where there was none yet it is said in the page's words, and not in the API's.
+  const refused = loadKey() ? why.replace(/\.$/, "") : "This server asks for a key";
   say($("key-why"), why ? `${refused}. ${KEY_WHY}` : KEY_WHY);
   $("key-why").classList.toggle("refused", Boolean(why));
   $("key").value = loadKey();

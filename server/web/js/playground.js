@@ -2,7 +2,7 @@
 
 import { ask } from "./answer.js";
 import { Completion } from "./completion.js";
-import { Composer } from "./composer.js";
+import { Composer } from "./draft/composer.js";
 import { $, el, perFrame, say } from "./dom.js";
 import { MessageView, note } from "./message/view.js";
 import { Models } from "./models.js";
@@ -15,8 +15,8 @@ import { startersFor } from "./starters.js";
 import {
   forgetTalk, loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
 } from "./store.js";
-import { isEmpty, Talk } from "./talk.js";
-import { Talks } from "./talks.js";
+import { isEmpty, Talk } from "./talks/talk.js";
+import { Talks } from "./talks/panel.js";
 
 const NEAR_END = 160;
 /** What is said where not all of a conversation could be stored. */

@@ -1,7 +1,7 @@
 // The body of the request that the page would send.
 
-import { withFiles } from "./files.js";
-import { partsWith } from "./pictures.js";
+import { withFiles } from "./draft/files.js";
+import { partsWith } from "./draft/pictures.js";
 import { parameters } from "./settings/fields.js";
 
 export const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };

@@ -1,7 +1,7 @@
 // Conversations and presets as one file, and from such a file.
 
-import { addPresets, presetsFrom } from "./settings/presets.js";
-import { forgetTalk, loadPresets, storedTalks, storeTalk } from "./store.js";
+import { addPresets, presetsFrom } from "../settings/presets.js";
+import { forgetTalk, loadPresets, storedTalks, storeTalk } from "../store.js";
 import { talkFrom } from "./talk.js";
 
 /** All of them, as the text of a file. */

@@ -1,8 +1,8 @@
 // A conversation: its messages and, where an answer was asked for again or a message changed, the versions of what
 // follows. A version is the tail of the conversation from some message on; its first message holds the others.
 
-import { withFiles } from "./files.js";
-import { picturesFrom } from "./pictures.js";
+import { withFiles } from "../draft/files.js";
+import { picturesFrom } from "../draft/pictures.js";
 
 const LONGEST_TITLE = 80;
 

@@ -1,10 +1,10 @@
 // All conversations: find one, open it, name it, delete it and take that back, export and import. They stand beside the
 // one on the page, or on a narrow window in a dialog.
 
-import { $, download, el, perFrame, say } from "./dom.js";
-import { withFiles } from "./files.js";
-import { fromWide } from "./beside.js";
-import { forgetTalk, loadPresets, storedTalk, storedTalks, storeTalk } from "./store.js";
+import { $, download, el, perFrame, say } from "../dom.js";
+import { withFiles } from "../draft/files.js";
+import { fromWide } from "../beside.js";
+import { forgetTalk, loadPresets, storedTalk, storedTalks, storeTalk } from "../store.js";
 import { Talk } from "./talk.js";
 import { addAll, counted, exported } from "./transfer.js";
 
@@ -72,7 +72,6 @@ export class Talks {
     const title = talk.title || "Untitled";
     const shown = talk.id === this.actions.shown().id;
     const length = counted(talk.messages.length, "message");
-    const when = new Date(talk.updated).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
     const open = () => {
       $("talks-dialog").close();
       this.actions.open(talk.id);
@@ -82,7 +81,7 @@ export class Talks {
     const row = el("li", { "data-id": talk.id },
       el("button", { type: "button", class: "talk", onclick: open, "aria-current": shown ? "true" : null },
         el("span", { class: "talk-title" }, title),
-        el("span", { class: "note" }, `${when} · ${length}${shown ? " · on the page" : ""}`)),
+        el("span", { class: "note" }, `${when(talk.updated)} · ${length}${shown ? " · on the page" : ""}`)),
       el("span", { class: "talk-buttons" }, button("Rename", () => row.replaceChildren(this.#namer(talk))),
         button("Delete", () => this.#delete(talk))),
     );
@@ -163,6 +162,13 @@ export class Talks {
     say($("talks-said"), text);
     $("talks-undo").hidden = !canUndo;
   }
+}
+
+/** This year's with the time of day, which earlier ones need no more. */
+function when(milliseconds) {
+  const [day, year] = [new Date(milliseconds), new Date().getFullYear()];
+  if (day.getFullYear() !== year) return day.toLocaleDateString([], { dateStyle: "medium" });
+  return day.toLocaleString([], { month: "short", day: "numeric", hour: "numeric", minute: "2-digit" });
 }
 
 const texts = ({ title = "", system = "", messages }) => [title, system, ...messages.flatMap(textsOf)];

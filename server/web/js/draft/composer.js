@@ -1,7 +1,7 @@
 // Where a message is written, with what goes with it, and sent or stopped.
 
 import { Attachments } from "./attachments.js";
-import { $, say } from "./dom.js";
+import { $, say } from "../dom.js";
 
 export class Composer {
   /** `actions`: submit(), stop(), problem(text), and blind(), why the model that is chosen reads no pictures. */

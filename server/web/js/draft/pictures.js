@@ -1,7 +1,7 @@
 // Pictures that go with a message. A large one is made smaller first: a model reads no more of it, and the browser
 // keeps conversations in some 5 MB.
 
-import { el } from "./dom.js";
+import { el } from "../dom.js";
 import { size } from "./files.js";
 
 export const MOST_PICTURES = 4;

@@ -1,6 +1,6 @@
 // What goes with the message that is being written: text files and pictures, chosen, dropped on the page or pasted.
 
-import { $, el, say } from "./dom.js";
+import { $, el, say } from "../dom.js";
 import { readText, size } from "./files.js";
 import { isPicture, MOST_PICTURES, readPicture } from "./pictures.js";
 
