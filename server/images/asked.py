@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.images.decode import from_data, refused
-from quire.engine.images.reader import Asked
+from quire.engine.images.reader import NOT_SHOWING, SHOWING, Asked
 from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
 MOST_FETCHED = 16
 """Addresses that images of one request may be at."""
-SHOWING = ("user", "tool")
-"""Roles whose messages may have images."""
 _SHOWN = 100
 NO_FETCHING = (
     "images are not fetched from addresses here: send a data: URL with the image in base64; the server's operator may "
@@ -41,10 +39,7 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
         if model.images is None:
             raise InvalidRequest(f"{where}: {model.no_images}", param="messages")
         if role not in SHOWING:
-            raise InvalidRequest(
-                f"{where}: images are read in messages of the user and in results of tools, not of role {role}",
-                param="messages",
-            )
+            raise InvalidRequest(f"{where}: {NOT_SHOWING}, not of role {role}", param="messages")
         url, low = part.image_url.url, part.image_url.detail == "low"
         scheme = url[:_SHOWN].partition(":")[0].lower()
         if scheme in ("http", "https") and url not in model.fetched:

@@ -144,7 +144,10 @@ def test_what_is_exported_has_its_pictures(browser: Browser, seeing: Server) -> 
     url = f"data:image/png;base64,{encoded(file_of(picture(6, 20, 20)))}"
     script = "return module.talkFrom(args[0]).toJSON().messages[0].pictures"
     for given in ([{"name": "a", "url": url}], [{"name": "a"}]):
-        assert browser.module("/web/js/talks/talk.js", script, {"messages": [{"role": "user", "pictures": given}]}) == given
+        assert (
+            browser.module("/web/js/talks/talk.js", script, {"messages": [{"role": "user", "pictures": given}]})
+            == given
+        )
     for bad in ([], "x", [{}], [{"name": "a", "url": "https://example.org/a.png"}], [{"name": "a", "url": url + '"'}]):
         told = browser.module("/web/js/talks/talk.js", script, {"messages": [{"role": "user", "pictures": bad}]})
         assert str(told).startswith("failed: Error: `pictures` is a list"), bad
