@@ -15,7 +15,7 @@ import { startersFor } from "./starters.js";
 import {
   forgetTalk, loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
 } from "./store.js";
-import { isEmpty, Talk } from "./talks/talk.js";
+import { isEmpty, showsPictures, Talk } from "./talks/talk.js";
 import { Talks } from "./talks/panel.js";
 
 const NEAR_END = 160;
@@ -174,7 +174,7 @@ export class Playground {
   /** The request that would be sent now. Throws Error when a setting is not valid. */
   #body(messages) {
     const { mode, prompt, settings } = this.state;
-    if (mode === "chat" && messages.some(({ pictures }) => pictures) && this.models.blind)
+    if (mode === "chat" && messages.some(showsPictures) && this.models.blind)
       throw new Error(`There are pictures in this conversation, and ${this.models.blind}`);
     return mode === "chat" ? chatBody(settings, this.talk, messages) : completionBody(settings, prompt);
   }

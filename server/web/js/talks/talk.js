@@ -166,6 +166,8 @@ function versionsFrom({ versions, version }) {
   return { versions: tails, version };
 }
 
+export const showsPictures = ({ pictures = [] }) => pictures.some(({ url }) => url);
+
 export const isEmpty = ({ role, content, reasoning, tool_calls }) =>
   role === "assistant" && !content && !reasoning && !tool_calls?.length;
 
