@@ -16,6 +16,7 @@ from tests.e2e.server import Server
 from tests.server.images.test_requests import file_of
 from tests.tiny_vision import picture, save_tiny_vision
 from tests.web.browser import Browser
+from tests.web.test_access import violations
 
 pytestmark = pytest.mark.slow
 
@@ -70,9 +71,11 @@ def test_a_pasted_picture_is_sent_shown_and_kept(page: Browser, seeing: Server) 
     content = file_of(picture(1, 120, 80))
     assert page.run(PASTE, "draft", encoded(content), "fox.png", "")
     page.until(lambda: page.all("#attached img"))
+    assert violations(page) == []
     page.fill("#draft", "What is this?" + Keys.ENTER)
     page.until(lambda: "cut at max tokens" in page.text(f"{LAST} .note"))
     assert page.one("#log .pictures img").get_attribute("alt") == "fox.png"
+    assert violations(page) == []
     url = f"data:image/png;base64,{encoded(content)}"
     asked = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 6}
