@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,6 +18,7 @@ from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
+from quire.server.access.origins import with_cors
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
@@ -203,18 +203,5 @@ def _add_middleware(
     app.add_middleware(HeldMiddleware, budget=Budget(held))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
-    if config.allowed_origins:
-        app.add_middleware(with_cors, config)
+    app.add_middleware(with_cors, config)
     app.add_middleware(RequestLogMiddleware, ended=ended)
-
-
-def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """An application that web pages of config.allowed_origins may call."""
-    return CORSMiddleware(
-        app,
-        allow_origins=config.allowed_origins,
-        allow_methods=config.allowed_methods,
-        allow_headers=config.allowed_headers,
-        allow_credentials=config.allow_credentials,
-        expose_headers=["*"],
-    )

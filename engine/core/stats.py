@@ -101,6 +101,9 @@ class SequenceSnapshot(msgspec.Struct, frozen=True):
     shared_blocks: int
     """Those of its pages that others hold too."""
     priority: int
+    images: list[tuple[int, int]] = []
+    """(first token, tokens) of what stands for images in its prompt, neighbours joined; at most engine/core/snapshot.py's
+    MOST_IMAGES."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):

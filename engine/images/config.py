@@ -25,6 +25,8 @@ _Side = Annotated[int, Meta(ge=1, le=2**14)]
 """In pixels."""
 _Text = Annotated[str, Meta(max_length=256)]
 _Colours = Annotated[list[Annotated[float, Meta(ge=-1e3, le=1e3)]], Meta(min_length=3, max_length=3)]
+KEPT_BYTES = 256 << 20
+"""Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
 _MOST_PATCHES = 128
 """By each side of a tile."""
 _LANCZOS = 1
@@ -111,10 +113,11 @@ def reads_images(raw: Mapping[str, Any]) -> bool:
     return str(raw.get("model_type")) in TILED
 
 
-def read_vision(path: Path) -> VisionConfig | None:
-    """What the model at `path` reads of images; None where it reads none. Raises ModelError, naming a wrong field."""
+def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> VisionConfig | None:
+    """What the model at `path` reads of images; None where it reads none. raw: its config.json, where that has another
+    name. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
-    content, label = files.json("config.json"), files.label("config.json")
+    content, label = files.json("config.json") if raw is None else raw, files.label("config.json")
     if content is None or not reads_images(content):
         return None
     config, channels = _vision(content, _preparing(files), label)

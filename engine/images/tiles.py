@@ -4,6 +4,7 @@ and pixels are those of transformers' image_processing_pil_idefics3.py, which th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,6 +67,11 @@ def shown(layout: Layout, mark: str, tokens: int) -> str:
     for row in range(1, layout.rows + 1):
         text += "".join(f"{FRAME}<row_{row}_col_{column}>{marks}" for column in range(1, layout.columns + 1)) + "\n"
     return f"{text}{text and chr(10)}{FRAME}{GLOBAL}{marks}{FRAME}"
+
+
+def tokens_of(layout: Layout, vision: VisionConfig) -> int:
+    """How many tokens stand for the image, where its marks and the breaks between rows are a token each."""
+    return len(re.findall(r"<[^>]*>|\n+", shown(layout, "<>", vision.tile_tokens)))
 
 
 def _longest(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ that a model alone would get depends on what else runs."""
 _OF_A_MODEL = {
     *EngineConfig.model_fields,
     *("served_model_name", "lora_modules", "max_logprobs", "max_queued_requests", "max_queued_tokens"),
-    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("trust_request_chat_template", "tool_call_parser", "strict_tool_calls", "reasoning_parser"),
 }
 """The settings that a model may have for itself; the others are the server's."""
 _OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier"}

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from quire.engine.core.batch import Admission, Row
 from quire.engine.encoders.siglip import Tower
+from quire.engine.images.config import KEPT_BYTES
 from quire.engine.models.decoder import Features
 from quire.engine.types import Span
 from quire.engine.worker.inputs import Owner
 
-MOST_BYTES = 256 << 20
-"""Of features that are kept. What was let go of is made again, to the same bits."""
-
 
 class ImageFeatures:
-    def __init__(self, tower: Tower, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, tower: Tower, most_bytes: int = KEPT_BYTES) -> None:
         self._tower = tower
         self._most = most_bytes
         self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()

@@ -24,7 +24,7 @@ from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import chat_prompt
 from quire.server.resolve.translated.items import texts_of, turns_of
-from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.names import Places, named_by_caller
 from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
@@ -39,8 +39,8 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
     labels = labels_of(model.tokenizer, max(len(options_of(asked)) for asked in body.questions))
     questions = [question_of(asked, labels) for asked in body.questions]
     check_texts([[question.name, *question.options] for question in questions], "questions")
-    with named_by_caller(NAMES):
-        chats = [as_chat(body, asked, labels, model) for asked in body.questions]
+    with named_by_caller(NAMES) as places:
+        chats = [as_chat(body, asked, labels, model, places) for asked in body.questions]
         prompts = [answerable(chats[0], model)]
         if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
             raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
@@ -90,7 +90,9 @@ def question_of(asked: Asked, labels: dict[str, int]) -> Question:
     return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
 
 
-def as_chat(body: DecisionRequest, asked: Asked, labels: dict[str, int], model: ServedModel) -> ChatRequest:
+def as_chat(
+    body: DecisionRequest, asked: Asked, labels: dict[str, int], model: ServedModel, places: Places
+) -> ChatRequest:
     """The conversation with a question at its end, which one of the labels answers."""
     lines = [
         f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
@@ -101,7 +103,7 @@ def as_chat(body: DecisionRequest, asked: Asked, labels: dict[str, int], model: 
     items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
     question = Message(role="user", content=text)
     turns = turns_of([*items, question], "", developer="developer" in model.formats.template)
-    turns = placed(turns, model.renderer.shows)
+    turns = placed(turns, model.renderer.shows, places)
     fields = body.extensions()
     if "enable_thinking" in model.formats.template:
         given = fields.get("chat_template_kwargs", {})
