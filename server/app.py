@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,6 +18,7 @@ from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
+from quire.server.access.origins import with_cors
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
@@ -31,8 +31,6 @@ from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.decisions import DecisionRequest
-from quire.server.protocol.label_scores import LabelScoreRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.ollama import (
     OllamaChatRequest,
@@ -50,17 +48,18 @@ from quire.server.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
+from quire.server.protocol.questions.decisions import DecisionRequest
+from quire.server.protocol.questions.label_scores import LabelScoreRequest
+from quire.server.protocol.questions.systemone import SystemOneRequest
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.sessions import WarmRequest
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
-from quire.server.protocol.systemone import SystemOneRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.weights import CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
     chat,
     completions,
-    decisions,
     engine,
     invocations,
     llama_cpp,
@@ -71,12 +70,12 @@ from quire.server.routes import (
     responses,
     sessions,
     status,
-    systemone,
     tokenize,
 )
 from quire.server.routes.bodies import with_bodies
 from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.ollama.pull import pull_router
+from quire.server.routes.questions import decisions, systemone
 from quire.server.routes.stored import batches as batch_routes
 from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
@@ -229,18 +228,5 @@ def _add_middleware(
     app.add_middleware(HeldMiddleware, budget=Budget(held))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
-    if config.allowed_origins:
-        app.add_middleware(with_cors, config)
+    app.add_middleware(with_cors, config)
     app.add_middleware(RequestLogMiddleware, ended=ended)
-
-
-def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """An application that web pages of config.allowed_origins may call."""
-    return CORSMiddleware(
-        app,
-        allow_origins=config.allowed_origins,
-        allow_methods=config.allowed_methods,
-        allow_headers=config.allowed_headers,
-        allow_credentials=config.allow_credentials,
-        expose_headers=["*"],
-    )

@@ -134,6 +134,9 @@ class ServerConfig(EngineConfig):
         description="Seconds for which a stream that nobody reads can be resumed: see --data-dir",
     )
     tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")
+    strict_tool_calls: bool = Field(
+        False, description="A code block with the name and arguments of a tool is text, and no call in another form"
+    )
     reasoning_parser: ReasoningParser = Field(
         "auto", description="Marks around the model's thinking; auto: the chat template's"
     )

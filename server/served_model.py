@@ -26,6 +26,8 @@ MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": 
 """What each task makes, for messages."""
 
 
+PLAIN: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What a request samples with where neither it nor the model's generation_config.json says."""
 _SHOWN, _COMPARED = 20, 200
 """Names that an error lists, and that it compares with the one asked for."""
 
@@ -66,6 +68,11 @@ class ServedModel:
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(vocabulary_of(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids))
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """What a request samples with where it does not say."""
+        return {name: self.sampling_defaults.get(name, plain) for name, plain in PLAIN.items()}
 
     @property
     def renderer(self) -> ChatRenderer:

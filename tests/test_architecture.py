@@ -114,7 +114,7 @@ ROOMS = {
     ),
     "engine": (
         *("errors", "types", "advice", "config", "settings", "folder", "gguf", "text", "images", "checkpoint"),
-        *("processes", "core", "prefixes", "lora", "drafting", "tiers", "receipts", "link", "replicas"),
+        *("processes", "core", "prefixes", "lora", "drafting", "tiers", "link", "receipts", "replicas"),
         *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),
 }

@@ -73,6 +73,8 @@ class Timeline:
     """(step, first token, tokens)."""
     fetched: list[tuple[str, int, float, float]] = field(default_factory=list)
     """(tier, tokens, began, ended) of what came back from tiers of KV pages."""
+    image_tokens: int = 0
+    """Those of the prompt's tokens that stand for images."""
     cached_tokens: int | None = None
     prefix: PrefixReport | None = None
     """What else of its prompt could have been cached; None where nothing is known."""
@@ -176,7 +178,9 @@ class History:
 
     def submitted(self, request: Request) -> None:
         now = monotonic()
-        self._open[request.id] = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
+        timeline = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
+        timeline.image_tokens = sum(span.count for span in request.spans)
+        self._open[request.id] = timeline
 
     def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
         """See Recorder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import reduce
 
@@ -16,10 +17,15 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.core.stats import EngineSnapshot, EngineStats, Phase, SequenceSnapshot
 from quire.engine.processes.procfs import resident_bytes
+from quire.engine.types import Span
 
 MOST_SEQUENCES = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
 _GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
+MOST_IMAGES = 32
+"""Places of images that are told of one sequence."""
+_NEAR = 4
+"""Tokens between two spans of one image at most: the marks between its tiles."""
 EMPTY, CACHED, FIRST_OWNER, UNLISTED, SHARED = 0, 1, 2, 0x7FFF, 0x8000
 
 
@@ -62,7 +68,20 @@ def _sequence_snapshot(seq: Sequence, references: np.ndarray) -> SequenceSnapsho
         blocks=len(pages),
         shared_blocks=int(np.count_nonzero(references[pages] > 1)),
         priority=seq.request.priority,
+        images=joined(seq.request.spans)[:MOST_IMAGES],
     )
+
+
+def joined(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """(first token, tokens) of spans, those of one image as one."""
+    found: list[tuple[int, int]] = []
+    for span in spans:
+        start, count = found[-1] if found else (0, 0)
+        if found and span.start - start - count <= _NEAR:
+            found[-1] = start, span.start + span.count - start
+        else:
+            found.append((span.start, span.count))
+    return found
 
 
 def _phase(seq: Sequence) -> Phase:

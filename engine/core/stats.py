@@ -138,6 +138,9 @@ class SequenceSnapshot(msgspec.Struct, frozen=True):
     shared_blocks: int
     """Those of its pages that others hold too."""
     priority: int
+    images: list[tuple[int, int]] = []
+    """(first token, tokens) of what stands for images in its prompt, neighbours joined; at most MOST_IMAGES of
+    engine/core/snapshot.py."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):

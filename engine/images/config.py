@@ -33,6 +33,8 @@ READERS: dict[str, Callable[[Given], Vision]] = {
     "smolvlm": tiles.read,
 }
 """By the model_type of those whose images are read."""
+KEPT_BYTES = 256 << 20
+"""Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
 
 
 def reads_images(raw: Mapping[str, Any]) -> bool:
@@ -40,10 +42,11 @@ def reads_images(raw: Mapping[str, Any]) -> bool:
     return str(raw.get("model_type")) in READERS and raw.get("vision_config", {}) is not None
 
 
-def read_vision(path: Path) -> Vision | None:
-    """What the model at `path` reads of images; None where it reads none. Raises ModelError, naming a wrong field."""
+def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> Vision | None:
+    """What the model at `path` reads of images; None where it reads none. raw: its config.json, where that has another
+    name. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
-    content, label = files.json("config.json"), files.label("config.json")
+    content, label = files.json("config.json") if raw is None else raw, files.label("config.json")
     if content is None or not reads_images(content):
         return None
     return _vision(content, *_preparing(files), label)

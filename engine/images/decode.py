@@ -109,4 +109,9 @@ def from_base64(text: str, where: str) -> bytes:
 
 
 def refused(where: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {why}", param=where.partition("[")[0].partition(".")[0])
+    return InvalidRequest(f"{where}: {why}", param=head_of(where))
+
+
+def head_of(where: str) -> str:
+    """The request's parameter that a field is in."""
+    return where.partition("[")[0].partition(".")[0]

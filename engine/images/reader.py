@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from PIL import Image as Pillow
 
 
+SHOWING = ("user", "tool")
+"""Roles whose messages may have images."""
+NOT_SHOWING = "images are read in messages of the user and in results of tools"
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """An image of a request."""
@@ -82,9 +87,8 @@ class ImageReader:
         pieces = text.split(self.mark)
         if len(pieces) != len(layouts) + 1:
             found = f"the prompt has {self.mark}, which stands for an image, {len(pieces) - 1} times"
-            raise InvalidRequest(
-                f"messages: {found}, for {len(layouts)} images: text may not hold it", param="messages"
-            )
+            why = "text may not hold it" if len(pieces) > len(layouts) else "the chat template leaves some out"
+            raise InvalidRequest(f"messages: {found}, for {len(layouts)} images: {why}", param="messages")
         token = self._spelled(self.vision.image_token_id)
         if layouts and token != self.mark and token in text:
             raise InvalidRequest(f"messages: the prompt has {token}, of which images are made", param="messages")

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.decode import from_data
-from quire.engine.images.reader import Asked
+from quire.engine.images.reader import NOT_SHOWING, SHOWING, Asked
 
 _PILLOW = {"image": "image", "image_pil": "image_pil"}
 """Types of parts that hold an image of Pillow, as transformers and vLLM call them, and the key that it is under."""
@@ -21,8 +21,8 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Asked]:
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
             where = f"messages[{index}].content[{place}]"
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in (*_PILLOW, "image_url") and message.get("role") != "user":
-                raise InvalidRequest(f"{where}: images are read in messages of the user", param="messages")
+            if kind in (*_PILLOW, "image_url") and message.get("role") not in SHOWING:
+                raise InvalidRequest(f"{where}: {NOT_SHOWING}", param="messages")
             if kind in _PILLOW:
                 found.append(Asked(where, part[_PILLOW[kind]]))
             elif kind == "image_url":

@@ -119,7 +119,7 @@ class LLM:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        return self._answer(prompts, sampling_params, use_tqdm, lora_request, receipts)
+        return self._answer(prompts, sampling_params, use_tqdm, lora_request, receipts=receipts)
 
     def beam_search(
         self,

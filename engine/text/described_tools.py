@@ -69,11 +69,11 @@ def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         role, content = message["role"], message.get("content", "")
         if role == "tool":
-            text = f"<tool_response>\n{content}\n</tool_response>"
+            told = joined("", "<tool_response>\n", content, "\n</tool_response>")
             if open_results:
-                result[-1]["content"] += "\n" + text
+                result[-1] = {**result[-1], "content": joined("\n", result[-1]["content"], told)}
             else:
-                result.append({"role": "user", "content": text})
+                result.append({"role": "user", "content": told})
         elif role == "user" and open_results:
             result[-1] = {**result[-1], "content": joined("\n", result[-1]["content"], content)}
         else:

@@ -27,7 +27,7 @@ from quire.server.errors import OLLAMA, SYSTEM_ONE
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
-from quire.server.protocol.systemone import alias_of_own
+from quire.server.protocol.questions.systemone import alias_of_own
 from quire.server.resolve.translated.ollama import untagged
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
 from quire.server.routes.models import cards, listed

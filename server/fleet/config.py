@@ -24,7 +24,13 @@ that a model alone would get depends on what else runs."""
 _OF_A_MODEL = {
     *EngineConfig.model_fields,
     *("served_model_name", "lora_modules", "max_logprobs", "max_queued_requests", "max_queued_tokens"),
-    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser", "allow_unknown_roles"),
+    *(
+        "trust_request_chat_template",
+        "tool_call_parser",
+        "strict_tool_calls",
+        "reasoning_parser",
+        "allow_unknown_roles",
+    ),
     *("return_tokens_as_token_ids", "enable_per_request_metrics"),
 }
 """The settings that a model may have for itself; the others are the server's."""

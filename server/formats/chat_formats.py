@@ -35,6 +35,8 @@ class ChatFormats:
     frame: ContentFrame | None = None
     tools_from: str = ""
     """Where the format of tool calls is from, in words for the operator."""
+    in_blocks: bool = False
+    """Code blocks with calls are calls too, where the model decides whether it calls."""
 
     @classmethod
     def chosen(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
@@ -49,7 +51,8 @@ class ChatFormats:
             tools, source, shown = tool_format(choice, ""), f"{choice}, by --tool-call-parser", renderer.shows.tools
         if tools is not None:
             renderer = renderer.describing_tools(tools.example, always=not shown)
-        return cls(template, renderer, reasoning, tools, _frame(turn, tools), source)
+        in_blocks = renderer.shows.tools and not config.strict_tool_calls
+        return cls(template, renderer, reasoning, tools, _frame(turn, tools), source, in_blocks)
 
 
 def _turn(prober: Prober) -> Turn | None:

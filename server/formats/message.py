@@ -39,6 +39,8 @@ class MessageFormat:
     calls_only: bool = False
     """A call must be made: what is no call is the beginning of one, and no content."""
     frame: ContentFrame | None = None
+    in_blocks: bool = False
+    """Calls in code blocks are read too."""
 
     def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens that the parsers read. Those that end an answer are none."""
@@ -65,7 +67,8 @@ class MessageParser:
         self._calls_only = format.calls_only
         self._tools = None
         if format.tools is not None:
-            self._tools = ToolParser(format.tools, format.known, None if format.parallel else 1, name)
+            most = None if format.parallel else 1
+            self._tools = ToolParser(format.tools, format.known, most, name, in_blocks=format.in_blocks)
 
     @property
     def reasoning_tokens(self) -> int:

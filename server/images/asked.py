@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.images.decode import from_data, refused
-from quire.engine.images.reader import Asked
+from quire.engine.images.reader import NOT_SHOWING, SHOWING, Asked
 from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
@@ -38,10 +38,8 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
     for where, role, part in _parts(messages):
         if model.images is None:
             raise InvalidRequest(f"{where}: {model.no_images}", param="messages")
-        if role != "user":
-            raise InvalidRequest(
-                f"{where}: images are read in messages of the user, not of role {role}", param="messages"
-            )
+        if role not in SHOWING:
+            raise InvalidRequest(f"{where}: {NOT_SHOWING}, not of role {role}", param="messages")
         url, low = part.image_url.url, part.image_url.detail == "low"
         scheme = url[:_SHOWN].partition(":")[0].lower()
         if scheme in ("http", "https") and url not in model.fetched:
@@ -61,6 +59,15 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
         error.urls = needed
         raise error
     return found
+
+
+def check_shown(text: str, mark: str, messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidRequest where a template wrote fewer marks of images than there are: those of tools' results are
+    what some leave out."""
+    found = list(_parts(messages))
+    if text.count(mark) < len(found):
+        where = next((where for where, role, _ in found if role != "user"), found[-1][0])
+        raise InvalidRequest(f"{where}: this model's chat template shows no image there", param="messages")
 
 
 def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str, ImagePart]]:

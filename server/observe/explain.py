@@ -85,6 +85,7 @@ def _sequence(timeline: Timeline, record: RequestRecord, now: float, mates: _Mat
         "id": timeline.id,
         "finish_reason": timeline.finish_reason,
         "prompt_tokens": timeline.prompt_tokens,
+        "image_tokens": timeline.image_tokens,
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
         "draft_tokens": timeline.draft_tokens,

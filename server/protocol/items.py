@@ -66,9 +66,8 @@ class ImageContent(Given):
 Content = Annotated[
     list[Annotated[TextContent | JsonContent | Refusal, Field(discriminator="type")]], AtMost(MAX_PARTS)
 ]
-MessageContent = Annotated[
-    list[Annotated[TextContent | JsonContent | Refusal | ImageContent, Field(discriminator="type")]], AtMost(MAX_PARTS)
-]
+MessagePart = TextContent | JsonContent | Refusal | ImageContent
+MessageContent = Annotated[list[Annotated[MessagePart, Field(discriminator="type")]], AtMost(MAX_PARTS)]
 
 
 def _text_or_parts(given: Any) -> str:
@@ -106,7 +105,7 @@ class CustomToolCall(Given):
 class CallOutput(Given):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Text
+    output: TextOrImages
 
 
 class Reasoning(Given):

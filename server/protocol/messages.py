@@ -81,10 +81,14 @@ TextBlocks = Annotated[list[TextBlock], AtMost(MAX_PARTS)]
 Text = Annotated[Annotated[str, Tag("str")] | Annotated[TextBlocks, Tag("[]")], Discriminator(_text_or_blocks)]
 
 
+Shown = Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], AtMost(MAX_PARTS)]
+TextOrImages = Annotated[Annotated[str, Tag("str")] | Annotated[Shown, Tag("[]")], Discriminator(_text_or_blocks)]
+
+
 class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: TextOrImages = ""
     is_error: bool = False
 
 

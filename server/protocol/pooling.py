@@ -16,11 +16,19 @@ MAX_NAME = 256
 MAX_INSTRUCTION = 4096
 
 
+NO_IMAGES = "vectors are made of text alone here: no model that makes them of images is served yet"
+_IMAGE_KEYS = ("image", "image_url", "content")
+"""What an input that is an object has in the APIs of Jina, vLLM and Cohere where it is an image, or may be."""
+
+
 def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Refuse a wrong input with one message instead of one for each token and each type that it could be."""
     try:
         return validate(value)
     except ValidationError:
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict) and any(key in each for key in _IMAGE_KEYS):
+                raise InvalidRequest(f"input: {NO_IMAGES}", param="input") from None
         raise InvalidRequest(
             "input must be a string, a list of token ids, or a list of strings and lists of token ids",
             param="input",
@@ -65,6 +73,13 @@ class InputBody(PoolingBody):
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_NAME)
     """The name of a text of the model's own to put before each input, such as "query"."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def no_conversation(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("messages") and "input" not in body:
+            raise InvalidRequest(f"messages: not read here, send `input`; {NO_IMAGES}", param="messages")
+        return body
 
 
 class EmbeddingRequest(InputBody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -60,6 +61,8 @@ def chat_call(
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
     grammars = answer_grammars(body, tools, message, model)
+    if message is not None and not grammars:  # else a grammar says what a call is
+        message = replace(message, in_blocks=model.formats.in_blocks)
     return resolved(
         body,
         id_prefix=id_prefix,

@@ -11,7 +11,7 @@ from quire.engine.text.chat_template import ChatRenderer, normalize
 from quire.engine.text.offsets import offsets_in, shown
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
-from quire.server.images.asked import has_images, images_of
+from quire.server.images.asked import check_shown, has_images, images_of
 from quire.server.protocol.bounds import MAX_PROMPTS
 from quire.server.protocol.chat import ChatMessage, ChatRequest
 from quire.server.protocol.common import GenerationBody
@@ -129,6 +129,8 @@ def chat_prompt(
         return known_prompt(body, model, asked)
     text = rendered(body, model, tools, trusted=trusted)
     if asked:
+        assert model.images is not None
+        check_shown(text, model.images.mark, body.messages)
         return image_prompt(body, model, text, asked)
     cut = body.truncate_prompt_tokens is not None
     (ids,) = encode(model, [text], body.add_special_tokens, "messages", cut=cut)
@@ -174,6 +176,7 @@ def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) 
     if not asked:
         return text
     assert model.images is not None
+    check_shown(text, model.images.mark, messages)
     return model.images.text(text, asked)
 
 

@@ -24,7 +24,7 @@ def sampling_params(
     Raises InvalidRequest naming the parameter.
     """
     model.check_task("generate")
-    defaults, max_model_len = model.sampling_defaults, model.context_length
+    defaults, max_model_len = model.defaults, model.context_length
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
             f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
@@ -49,11 +49,11 @@ def sampling_params(
         check_text(text, "bad_words")
     return SamplingParams(
         n=body.n,
-        temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
-        top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
-        top_k=int(_first(body.top_k, defaults.get("top_k"), 0)),
-        min_p=_first(body.min_p, defaults.get("min_p"), 0.0),
-        repetition_penalty=_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
+        temperature=_first(body.temperature, defaults["temperature"]),
+        top_p=_first(body.top_p, defaults["top_p"]),
+        top_k=int(_first(body.top_k, defaults["top_k"])),
+        min_p=_first(body.min_p, defaults["min_p"]),
+        repetition_penalty=_first(body.repetition_penalty, defaults["repetition_penalty"]),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or None,

@@ -18,7 +18,7 @@ from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequ
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import documented, worked_on
 from quire.server.runtime import runtime_of
-from quire.server.served_model import ServedModel, model_of
+from quire.server.served_model import MADE, ServedModel, model_of
 
 router = APIRouter()
 
@@ -55,7 +55,8 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _card(name: str, model: ServedModel) -> dict[str, Any]:
-    """What clients of OpenAI's API read, of Anthropic's, and the context's length under each name in use."""
+    """What clients of OpenAI's API read, of Anthropic's, the context's length under each name in use, and what
+    OpenRouter's says of what a model reads and samples with."""
     return {
         "id": name,
         "object": "model",
@@ -71,7 +72,13 @@ def _card(name: str, model: ServedModel) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": model.context_length,
+        "architecture": {"input_modalities": _read(model), "output_modalities": [MADE[each] for each in model.tasks]},
+        "default_parameters": model.defaults,
     }
+
+
+def _read(model: ServedModel) -> list[str]:
+    return ["text"] if model.images is None else ["text", "image"]
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))

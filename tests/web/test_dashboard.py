@@ -198,8 +198,9 @@ def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_pat
     try:
         browser.open(f"{guarded.url}/")
         assert browser.one("#key-dialog").is_displayed()
+        assert browser.text("#key-why").startswith("This server asks for a key. Whoever runs")
         browser.fill("#key", "wrong" + Keys.ENTER)
-        browser.until(lambda: browser.text("#key-why") == "Incorrect API key provided")
+        browser.until(lambda: browser.text("#key-why").startswith("Incorrect API key provided. Whoever runs"))
         browser.fill("#key", "open-sesame" + Keys.ENTER)
         browser.until(lambda: browser.text("#model") == "quire-demo")
         browser.fill("#draft", "Tell me a story." + Keys.ENTER)

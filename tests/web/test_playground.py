@@ -134,11 +134,10 @@ def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None
     page.until(lambda: page.all(LAST) and said(page) == first)
     place = "const { width, height } = arguments[0].getBoundingClientRect(); return Math.min(width, height)"
     assert min(page.run(place, each) for each in page.all(f"{LAST} .version button")) >= 24
-    page.click("#talks")
     assert second[-20:] not in first
     page.fill("#talks-search", second[-20:])  # of what is not shown
     page.until(lambda: len(page.all(".talk-title")) == 1)
-    page.click("#talks-dialog [data-close]")
+    page.fill("#talks-search", "")
     page.click(f"{LAST} [aria-label='Later version']")
     page.until(lambda: said(page) == second)
     page.click(f"{LAST} [data-action=delete]")
@@ -167,8 +166,7 @@ def test_conversations_are_kept_apart_found_and_brought_back(page: Browser) -> N
     def titles() -> list[str]:
         return [each.text for each in page.all(".talk-title")]
 
-    page.click("#talks")
-    assert titles() == ["Tell me of a raven.", "Tell me of a fox."]
+    page.until(lambda: titles() == ["Tell me of a raven.", "Tell me of a fox."])
     page.fill("#talks-search", "FOX")
     page.until(lambda: titles() == ["Tell me of a fox."])
     page.click("#talks-list [aria-label^=Delete]")
@@ -177,6 +175,63 @@ def test_conversations_are_kept_apart_found_and_brought_back(page: Browser) -> N
     assert titles() == ["Tell me of a fox."]
     page.click(".talk")
     assert page.text("#log .message:first-child .body") == "Tell me of a fox."
+
+
+def test_a_conversation_is_named(page: Browser) -> None:
+    page.fill("#max_tokens", "8")
+    page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
+    settled(page)
+    page.click("#talks-list [aria-label^=Rename]")
+    page.until(lambda: page.run("return document.activeElement.ariaLabel") == "Name of Tell me of a fox.")
+    page.fill(".talk-name input", "Of foxes" + Keys.ENTER)
+    page.until(lambda: page.text(".talk-title") == "Of foxes")
+    page.fill("#draft", "And a hen?" + Keys.ENTER)
+    page.until(lambda: len(page.all("#log .message")) == 4)
+    settled(page)
+    page.driver.refresh()
+    page.until(lambda: page.all(".talk-title") and page.text(".talk-title") == "Of foxes")
+    page.click("#talks-list [aria-label^=Rename]")
+    page.one(".talk-name input").send_keys("other", Keys.ESCAPE)
+    page.until(lambda: page.all(".talk-title"))
+    assert page.text(".talk-title") == "Of foxes"
+    page.click("#talks-list [aria-label^=Rename]")
+    page.fill(".talk-name input", "")
+    page.click(".talk-name button")
+    page.until(lambda: page.all(".talk-title") and page.text(".talk-title") == "Tell me of a fox.")
+
+
+def test_on_a_narrow_window_conversations_are_in_a_dialog(page: Browser) -> None:
+    page.resize(1000, 900)
+    page.fill("#max_tokens", "8")
+    page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
+    settled(page)
+    page.click("#talks")
+    assert [each.text for each in page.all(".talk-title")] == ["Tell me of a fox."]
+    page.click("#talks-dialog [data-close]")
+    assert not page.one("#talks").get_attribute("hidden")
+    page.resize(1440, 1000)
+    page.until(lambda: page.one(".talks-beside .talk-title"))
+    assert not page.all("#talks")[0].is_displayed()
+
+
+def test_a_new_conversation_begins_during_an_answer(browser: Browser, patient: Server) -> None:
+    page = visited(browser, patient)
+    assert page.run("return document.activeElement.id") == "max_tokens"
+    page.driver.refresh()
+    page.until(lambda: page.run("return document.activeElement.id") == "draft")
+    page.fill("#max_tokens", "8000")
+    page.fill("#draft", STORY + Keys.ENTER)
+    page.until(lambda: len(said(page)) > 40)
+    page.click("#clear")
+    assert page.all("#log .message") == []
+    page.fill("#max_tokens", "5")
+    page.fill("#draft", "Another one." + Keys.ENTER)
+    page.until(lambda: "cut at max tokens" in page.text(f"{LAST} .note"))
+    page.until(lambda: patient.metric("vllm:num_requests_running") == 0)
+    page.until(lambda: len(page.all(".talk")) == 2)
+    page.all(".talk")[1].click()
+    page.until(lambda: "stopped" in page.text(f"{LAST} .note"))
+    assert len(said(page)) > 40
 
 
 def test_two_tabs_do_not_overwrite_each_other(page: Browser, server: Server) -> None:
@@ -199,7 +254,6 @@ def test_two_tabs_do_not_overwrite_each_other(page: Browser, server: Server) -> 
         page.driver.switch_to.window(first)
     page.driver.refresh()
     page.until(lambda: page.all(LAST) and page.text("#log .message:first-child .body") == "The first tab.")
-    page.click("#talks")
     page.until(lambda: {each.text for each in page.all(".talk-title")} == {"The first tab.", "The second tab."})
 
 
@@ -218,7 +272,7 @@ def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> N
         ],
     }
     script = "const talk = module.talkFrom(args[0]); talk.show(1, 0); return [talk.toJSON(), talk.toMarkdown()];"
-    kept, markdown = browser.module("/web/js/talk.js", script, talk)
+    kept, markdown = browser.module("/web/js/talks/talk.js", script, talk)
     one, two = kept["messages"][1:], kept["messages"][1]["versions"]
     assert [each["content"] for each in one] == ["One", "More"]
     assert two == [None, [{"role": "assistant", "content": "Two"}]]
@@ -228,10 +282,10 @@ def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> N
     said = [{"role": "assistant", "content": "Two", "meta": made | odd}]
     script = "const { id, messages } = module.talkFrom(args[0]).toJSON(); return [id, messages[0].meta];"
     for name, same in (("mb2k3x9qabcdefgh", True), ("../../x", False), (7, False), (None, False)):
-        kept = browser.module("/web/js/talk.js", script, {"id": name, "messages": said})
+        kept = browser.module("/web/js/talks/talk.js", script, {"id": name, "messages": said})
         assert (kept[0] == name, kept[1]) == (same, made)
     for bad in (1, {}, {"messages": 1}, {"messages": [1]}, {"messages": [{"role": "user", "content": 1}]}):
-        told = browser.module("/web/js/talk.js", "module.talkFrom(args[0])", bad)
+        told = browser.module("/web/js/talks/talk.js", "module.talkFrom(args[0])", bad)
         assert str(told).startswith("failed: Error: "), bad
 
 
@@ -249,7 +303,6 @@ def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Pa
     (name,) = page.run(stored)
     kept = page.run("return localStorage[arguments[0]]", name)
     exported = json.dumps({"conversations": [json.loads(kept)], "presets": {}})
-    page.click("#talks")
     assert told(exported) == "Read: 0 conversations. One was already there."
     other = json.loads(kept) | {"updated": 5}
     for said in ("Read: one conversation.", "Read: 0 conversations. One was already there."):
@@ -260,7 +313,6 @@ def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Pa
     assert told(exported) == "Read: one conversation."
     page.click(".talk")
     assert "cut at max tokens" in page.text(f"{LAST} .note"), "how it was made is kept"
-    page.click("#talks")
     assert told("# Notes\n", "notes.md") == "notes.md is not a Quire export: it is no JSON."
     assert told("{}").startswith("all.json is not a Quire export: ")
 
@@ -294,7 +346,7 @@ def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, s
 
 
 def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) -> None:
-    large, binary, none, fine = (tmp_path / name for name in ("large.txt", "picture.png", "none.txt", "fine.txt"))
+    large, binary, none, fine = (tmp_path / name for name in ("large.txt", "binary.dat", "none.txt", "fine.txt"))
     large.write_text("x" * 300_000)
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
     none.write_text("")
@@ -304,7 +356,7 @@ def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) 
     page.until(lambda: page.text("#problem").count("\n") == 2)
     assert page.text("#problem").split("\n") == [
         "large.txt has 293 KiB; the files of a message may have 256 KiB together.",
-        "picture.png is not text in UTF-8; only such files can be attached.",
+        "binary.dat is neither text in UTF-8 nor a picture; only such files can be attached.",
         "none.txt is empty.",
     ]
     assert [each.text for each in page.all("#attached li span:first-child")] == ["fine.txt"]
@@ -345,7 +397,6 @@ def test_presets_are_saved_picked_deleted_and_read_from_a_file(page: Browser, tm
     assert page.one("#temperature").get_property("value") == "0"
     exported = tmp_path / "all.json"
     exported.write_text(json.dumps({"conversations": [], "presets": json.loads(kept)}))
-    page.click("#talks")
     page.all("#talks-import")[0].send_keys(str(exported))
     page.until(lambda: page.text("#talks-said") == "Read: 0 conversations and one preset.")
     assert page.one("#preset").get_property("value") == "cold"
@@ -415,7 +466,9 @@ def test_errors_are_shown_in_words(page: Browser) -> None:
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: "temperature" in page.text("#problem"))
     assert page.text("#said") == "", "nothing is being written any more"
-    assert [message.get_attribute("class") for message in page.all("#log .message")] == ["message user"]
+    assert page.all("#log .message") == []
+    assert page.one("#draft").get_property("value") == STORY, "sent again, it is there once"
+    page.until(lambda: not page.all(".talk"))
     assert all("400" in error for error in page.errors()), "the browser logs the refusal, and nothing else"
     page.fill("#temperature", "0")
     page.click("#tools-fold summary")
@@ -464,6 +517,9 @@ def test_code_is_coloured_and_formulas_are_set(browser: Browser, server: Server)
     assert browser.text("#opening .code-string") == '"<b>"'
     assert browser.text("#opening math mi") == "E"
     assert browser.all("#opening math[display=block] mfrac")
+    box = "const box = document.querySelector('.formula.displayed');"
+    over = browser.run(f"{box} return [box.scrollHeight - box.clientHeight, getComputedStyle(box).overflowY]")
+    assert over in ([0, "hidden"], [1, "hidden"]), "no scroll bar for a pixel, and nothing is cut off"
     assert "not $5 and $6;" in browser.text("#opening")
     assert browser.run("return document.querySelector('#opening .task input').checked")
     assert not browser.all("#opening [href]")

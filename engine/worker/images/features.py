@@ -10,18 +10,16 @@ from torch import Tensor
 
 from quire.engine.core.batch import Admission, Row
 from quire.engine.encoders.vision.tower import Tower
+from quire.engine.images.config import KEPT_BYTES
 from quire.engine.images.vision import Vision
 from quire.engine.models.decoder import Features
 from quire.engine.types import Span
 from quire.engine.worker.images.places import ImagePlaces
 from quire.engine.worker.inputs import Owner
 
-MOST_BYTES = 256 << 20
-"""Of features that are kept. What was let go of is made again, to the same bits."""
-
 
 class ImageFeatures:
-    def __init__(self, tower: Tower, vision: Vision, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, tower: Tower, vision: Vision, most_bytes: int = KEPT_BYTES) -> None:
         self._tower = tower
         self.places = ImagePlaces(vision)
         self._most = most_bytes

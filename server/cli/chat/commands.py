@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.server.cli.chat.conversation import Chat
+from quire.server.cli.chat.conversation import Chat, text_of
+from quire.server.cli.chat.pictures import data_url
 from quire.server.cli.connect import models, served_model
 
 COMMANDS = {
     "/retry": "answer the last message again",
     "/undo": "forget the last message and its answer",
     "/edit": "change the last message and ask again (/edit TEXT: to TEXT)",
+    "/image": "send a picture with the next message (/image FILE)",
     "/save": "write the conversation to a file (/save FILE)",
     "/load": "go on with one (/load FILE)",
     "/set": "what answers are asked with (/set temperature 0.7; /set temperature: the default; /set: all)",
@@ -58,6 +60,8 @@ def perform(chat: Chat, line: str) -> Outcome:
             return Outcome(f"{HELP}\n{KEYS}")
         case "/retry" | "/undo" | "/edit":
             return _back(chat, command, rest)
+        case "/image":
+            return _image(chat, rest)
         case "/save" | "/load":
             return _file(chat, command, rest)
         case "/set":
@@ -66,6 +70,7 @@ def perform(chat: Chat, line: str) -> Outcome:
             return _model(chat, rest)
         case "/reset" | "/system":
             chat.turns.clear()
+            chat.images.clear()
             if command == "/reset":
                 return Outcome("forgot the conversation")
             chat.system = rest or None
@@ -81,8 +86,17 @@ def _back(chat: Chat, command: str, rest: str) -> Outcome:
     if command == "/retry":
         return Outcome(ask=text)
     if command == "/undo":
+        chat.images.clear()
         return Outcome(f"forgot: {text if len(text) < 60 else text[:59] + '…'}")
     return Outcome(ask=rest) if rest else Outcome(edit=text)
+
+
+def _image(chat: Chat, rest: str) -> Outcome:
+    if not rest:
+        return Outcome("/image needs a file's name")
+    chat.images.append(data_url(rest))
+    count = len(chat.images)
+    return Outcome(f"{'a picture goes' if count == 1 else f'{count} pictures go'} with the next message")
 
 
 def _file(chat: Chat, command: str, rest: str) -> Outcome:
@@ -92,7 +106,8 @@ def _file(chat: Chat, command: str, rest: str) -> Outcome:
         chat.save(Path(rest))
         return Outcome(f"{len(chat.turns)} messages are in {rest}")
     chat.load(Path(rest))
-    last = f"; the last one, of the {chat.turns[-1]['role']}:\n{chat.turns[-1]['content']}" if chat.turns else ""
+    end = chat.turns[-1] if chat.turns else None
+    last = "" if end is None else f"; the last one, of the {end['role']}:\n{text_of(end['content'])}"
     return Outcome(f"{len(chat.turns)} messages; {chat.model} goes on{last}")
 
 

@@ -23,7 +23,10 @@ class Chat:
     model: str
     options: dict[str, Any]
     system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """Messages in the API's form."""
+    images: list[str] = field(default_factory=list)
+    """data: URLs of the pictures that go with the next message."""
     cut: bool = False
     """Whether the last answer ended because it was as long as it might be."""
 
@@ -31,10 +34,12 @@ class Chat:
         """Stream the answer to `text`, piece by piece, and add both to the conversation.
 
         An answer that is cut short is added as far as it came. If there is none because the server refused the request,
-        QuireError is raised and `text` is not added either.
+        QuireError is raised and `text` is not added either, nor are the pictures that went with it.
         """
         self.cut = False
-        self.turns.append({"role": "user", "content": text})
+        shown = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.turns.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
+        self.images = []
         received: list[str] = []
         try:
             for piece in self._stream():
@@ -49,13 +54,16 @@ class Chat:
                 self.turns.append({"role": "assistant", "content": "".join(received)})
 
     def take_back(self) -> str | None:
-        """Remove the last message of the user and what followed; returns it, or None where there is none."""
+        """Remove the last message of the user and what followed; returns its text, or None where there is none. Its
+        pictures go with the next message."""
         places = [place for place, turn in enumerate(self.turns) if turn["role"] == "user"]
         if not places:
             return None
-        text = self.turns[places[-1]]["content"]
+        content = self.turns[places[-1]]["content"]
+        parts = content if isinstance(content, list) else []
+        self.images = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
         del self.turns[places[-1] :]
-        return text
+        return text_of(content)
 
     def save(self, path: Path) -> None:
         """Raises ConfigError, also for a file that is no saved conversation: it is not overwritten."""
@@ -79,10 +87,11 @@ class Chat:
         turns = said.get("messages") if isinstance(said, dict) else None
         if not isinstance(turns, list) or not all(_is_message(turn) for turn in turns):
             raise ConfigError(f"{path} is no conversation: it has no list of messages")
-        first = [turn["content"] for turn in turns if turn["role"] == "system"]
+        first = [text_of(turn["content"]) for turn in turns if turn["role"] == "system"]
         system, options = said.get("system"), said.get("options")
         self.system = system if isinstance(system, str) else "\n".join(first) or None
         self.options = options if isinstance(options, dict) else self.options
+        self.images = []
         self.turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns if turn["role"] != "system"]
 
     def _stream(self) -> Iterator[str]:
@@ -111,8 +120,25 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
             yield choice["delta"]["content"]
 
 
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """The texts of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
 def _is_message(turn: object) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        return False
+    content = turn.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: object) -> bool:
+    match part:
+        case {"type": "text", "text": str()} | {"type": "image_url", "image_url": {"url": str()}}:
+            return True
+    return False
 
 
 def _is_something_else(path: Path, names: Collection[str]) -> bool:

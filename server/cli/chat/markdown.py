@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -20,19 +20,32 @@ _REFRESH = 12
 def split(text: str) -> tuple[list[str], str]:
     """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
     when the line behind it shows that it does not go on."""
-    blocks, lines, fence, blank = [], list[str](), "", False
-    for line in text.split("\n")[:-1] or []:
-        mark = FENCE.match(line)
-        if not fence and blank and lines and line.strip() and not _GOES_ON.match(line):
+    blocks, lines, blank = [], list[str](), False
+    for line, before, after in _fenced(text.split("\n")[:-1]):
+        if not before and blank and lines and line.strip() and not _GOES_ON.match(line):
             blocks.append("\n".join(lines))
             lines = []
+        blank = not after and not line.strip()
+        lines.append(line)
+    return blocks, "\n".join([*lines, text.rpartition("\n")[2]])
+
+
+def _fenced(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Each line, and whether a fence is open before it and behind it."""
+    fence = ""
+    for line in lines:
+        before, mark = fence, FENCE.match(line)
         if mark and not fence:
             fence = mark[1]
         elif mark and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
             fence = ""
-        blank = not fence and not line.strip()
-        lines.append(line)
-    return blocks, "\n".join([*lines, text.rpartition("\n")[2]])
+        yield line, bool(before), bool(fence)
+
+
+def drawn(text: str) -> Markdown:
+    """With the line breaks of the text, as of a verse: Markdown would make spaces of them."""
+    lines = [line if before or after else line.rstrip() + "  " for line, before, after in _fenced(text.split("\n"))]
+    return Markdown("\n".join(lines))
 
 
 def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
@@ -57,7 +70,7 @@ def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
                     _print(console, block, first=printed == 0)
                     printed += 1
                 text = rest
-                live.update(Markdown(_end_of(text, console.height - 2)))
+                live.update(drawn(_end_of(text, console.height - 2)))
     finally:
         if text.strip():
             _print(console, text, first=printed == 0)
@@ -66,7 +79,7 @@ def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
 def _print(console: Console, block: str, *, first: bool) -> None:
     if not first:
         console.print()
-    console.print(Markdown(block.strip("\n")))
+    console.print(drawn(block.strip("\n")))
 
 
 def _end_of(text: str, height: int) -> str:

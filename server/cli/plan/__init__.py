@@ -23,6 +23,7 @@ from quire.engine.settings.reader import load
 from quire.server.cli.plan.configured import wishes_of
 from quire.server.cli.plan.drafts import planned_draft, speculative_config
 from quire.server.cli.plan.estimate import UTILIZATION, Wishes, estimate
+from quire.server.cli.plan.images import images, planned_images, vision_of
 from quire.server.cli.plan.machine import Machine, divided, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
 from quire.server.cli.plan.rates import with_rates
@@ -49,6 +50,9 @@ def main(argv: Sequence[str], started: float) -> int:
     sizes = read_sizes(raw)
     stored = None if folder is None else read_stored_weights(folder)
     wishes = _wishes(args, config, raw)
+    vision = None if args.images is None else vision_of(model, args.revision or config.revision, raw, folder)
+    if args.gpu == "all" and vision is not None:
+        raise ConfigError("--images: of one machine, not of --gpu all")
     if args.gpu == "all":
         cards = [divided(card, args.tp, args.dp, args.pp, args.nnodes) for card in read_cards().values()]
         print(as_table([estimate(sizes, card, wishes, stored) for card in cards]))
@@ -63,11 +67,12 @@ def main(argv: Sequence[str], started: float) -> int:
         except OSError as error:
             raise ConfigError(f"--picture: cannot write {args.picture}: {error.strerror}") from None
     light = None if made.fits else lighter(sizes, made.machine, wishes, stored)
+    shown = None if vision is None else planned_images(args.images, vision, made)
     if args.json:
-        print(json.dumps(as_dict(made, better), indent=2))
+        print(json.dumps(as_dict(made, better, shown), indent=2))
     else:
         told = ("--config", args.config) if args.config is not None else ()
-        print(as_text(replace(made, flags=(*told, *made.flags)), model, better, light))
+        print(as_text(replace(made, flags=(*told, *made.flags)), model, better, light, shown))
     return 0 if made.fits else 1
 
 
@@ -152,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-lora-rank", type=number(int, 1, 256), metavar="N", help="their largest rank")
     parser.add_argument(
         "--speculative-config", type=speculative_config, metavar="JSON", help="as of quire serve: what guesses tokens"
+    )
+    parser.add_argument(
+        "--images", type=images, metavar="COUNTxWIDTHxHEIGHT", help="of a request, as 1x1024x1024: what they take"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw memory and what fits")

@@ -11,7 +11,9 @@ from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
 from quire.engine.checkpoint.stages import stage_layers
 from quire.engine.config import DEMO_MODEL
+from quire.engine.images.config import KEPT_BYTES
 from quire.server.cli.plan.estimate import Estimate
+from quire.server.cli.plan.images import ImagesPlan
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
@@ -19,8 +21,15 @@ _SHORT = 1024
 """Tokens of context for which the speed of a single stream is given."""
 
 
-def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | None = None) -> str:
-    """better: where else a model that does not fit would; lighter: the --quantization with which it would here."""
+def as_text(
+    made: Estimate,
+    name: str,
+    better: Machine | None,
+    lighter: str | None = None,
+    images: ImagesPlan | None = None,
+) -> str:
+    """better: where else a model that does not fit would; lighter: the --quantization with which it would here;
+    images: what those of a request take."""
     sizes = made.sizes
     if not made.page_bytes:
         return _encoder_text(made, name, better)
@@ -41,6 +50,7 @@ def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | No
         *([("adapters", f"{_size(made.adapter_bytes)} in all, of linears")] if made.adapter_bytes else []),
         *([("states", f"{_size(made.state_bytes)} in the slots of all sequences")] if made.state_bytes else []),
         *([("drafts", f"{_size(made.draft_bytes)} of weights")] if made.draft_bytes else []),
+        *([] if images is None else _images(made, images)),
         ("memory", _memory(made)),
     ]
     if made.fits:
@@ -64,6 +74,22 @@ def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | No
             lines.append(("fits on", f"{better.count} x {better.name}" if better.count > 1 else better.name))
     lines += [("note", note) for note in notes(made)]
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
+    asked = images.asked
+    tiles = f"{images.tiles:,} parts for the tower"
+    room = f" of a context of {made.context:,}" if made.fits else ""
+    over = ": too many" if made.fits and images.tokens >= made.context else ""
+    tokens = f"{images.tokens:,} tokens{room}{over}"
+    features = f"{_size(images.feature_bytes)} of features ({_size(KEPT_BYTES)} of all requests' are kept)"
+    pixels = f"{_size(images.pixel_bytes)} of pixels while a request is open"
+    loaded = f"{_size(images.tower_bytes)}, among the weights"
+    return [
+        ("images", f"{asked.count:,} x {asked.width:,} x {asked.height:,}: {tiles}, {tokens}"),
+        ("they take", f"{features}, {pixels}"),
+        ("their tower", loaded if images.tower_bytes else "not loaded: images are read on CPUs, in one process"),
+    ]
 
 
 def _kv_formula(made: Estimate) -> str:
@@ -94,7 +120,7 @@ def _encoder_text(made: Estimate, name: str, better: Machine | None) -> str:
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
 
 
-def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
+def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = None) -> dict[str, Any]:
     """The estimate for programs: sizes in bytes and tokens, times in seconds."""
     sizes, machine = made.sizes, made.machine
     many = max(made.concurrency, 1)
@@ -110,6 +136,7 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
         "state_bytes": made.state_bytes,
+        "images": None if images is None else images.as_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
         | {"stages": machine.stages, "replicas": machine.replicas, "nodes": machine.nodes},
         "kv": {

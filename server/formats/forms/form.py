@@ -52,13 +52,13 @@ class CallForm(FormTexts, ToolFormat):
             return "".join(ID_CHARACTERS[byte % len(ID_CHARACTERS)] for byte in digest)
         return super().new_id(name)
 
-    def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
+    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
         if self.given or not self.strong:
             source.mark("")
             if not (yield from self.read_calls(source, sink, tools, "")):
                 sink.content(source.taken)
-        if self.markers:
-            yield from super().parse(source, sink, tools)
+        if self.markers or in_blocks:
+            yield from super().parse(source, sink, tools, in_blocks=in_blocks)
         else:
             yield from _pass_rest(source, sink)
 

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar
 
 from quire.engine.text.described_tools import EXAMPLE
+from quire.server.formats.tools.code_blocks import FENCE, CodeBlocks
 from quire.server.formats.tools.sink import CallDelta, Sink
 from quire.server.formats.tools.source import Source, Steps, first_of, held_back
 
@@ -46,11 +47,19 @@ class ToolFormat(ABC):
         """All texts of calls in which special tokens may stand."""
         return (*self.markers, *self.other_markers)
 
-    def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
-        """Read an answer to its end; the text left in the source is content."""
-        while (marker := (yield from pass_content(source, sink, self.markers))) is not None:
+    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
+        """Read an answer to its end; the text left in the source is content. in_blocks: calls in code blocks are read
+        too."""
+        blocks, names = CodeBlocks(), frozenset(tools)
+        markers = (*self.markers, FENCE) if in_blocks else self.markers
+        while (marker := (yield from pass_content(source, sink, markers))) is not None:
+            before = source.taken.removesuffix(marker)
             source.mark(marker)
-            if not (yield from self.read_calls(source, sink, tools, marker)):
+            if marker == FENCE:
+                read = yield from blocks.read(source, sink, names, before)
+            else:
+                read = yield from self.read_calls(source, sink, tools, marker)
+            if not read:
                 sink.content(source.taken)
 
     @abstractmethod
@@ -89,11 +98,19 @@ def pass_content(source: Source, sink: Sink, markers: tuple[str, ...]) -> Steps[
 class ToolParser:
     """Finds the calls of one answer while its text comes."""
 
-    def __init__(self, format: ToolFormat, tools: Tools, most_calls: int | None = None, name: str = "") -> None:
-        """Calls beyond `most_calls` are left out. `name`: the answer's; no other has it."""
+    def __init__(
+        self,
+        format: ToolFormat,
+        tools: Tools,
+        most_calls: int | None = None,
+        name: str = "",
+        *,
+        in_blocks: bool = False,
+    ) -> None:
+        """Calls beyond `most_calls` are left out. `name`: the answer's; no other has it. in_blocks: see parse."""
         self._source = Source()
         self._sink = Sink(lambda number: format.new_id(f"{name}/{number}"), most_calls)
-        self._steps = format.parse(self._source, self._sink, tools)
+        self._steps = format.parse(self._source, self._sink, tools, in_blocks=in_blocks)
 
     @property
     def all_complete(self) -> bool:

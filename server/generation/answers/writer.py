@@ -99,11 +99,8 @@ class ChunkWriter(AnswerWriter):
     def last(self, usage: Usage) -> bytes:
         if not self._spec.include_usage and self.receipt is None:
             return DONE
-        told = (
-            {}
-            if not self._spec.include_usage
-            else {name: encode_json(each) for name, each in self._counts(usage).items()}
-        )
+        counts = self._counts(usage) if self._spec.include_usage else {}
+        told = {name: encode_json(each) for name, each in counts.items()}
         fields = b"".join([b',"%b":%b' % (name.encode(), value) for name, value in (told | self.receipted).items()])
         return self._opening + self._with_version(b"[]" + fields + b"}" + END) + DONE
 

@@ -16,8 +16,8 @@ from quire.server.generation.spec import Prompt
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
-from quire.server.protocol.decisions import Asked, Choice, DecisionRequest, Score
 from quire.server.protocol.items import Item, Message
+from quire.server.protocol.questions.decisions import Asked, Choice, DecisionRequest, Score
 from quire.server.protocol.translated import TranslatedBody
 from quire.server.resolve.chat import PROMPT_END
 from quire.server.resolve.checks import check_length, check_texts
@@ -25,7 +25,7 @@ from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import chat_prompt
 from quire.server.resolve.translated.items import texts_of, turns_of
-from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.names import Places, named_by_caller
 from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
@@ -43,7 +43,8 @@ def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) ->
     check_texts([[question.name, *question.options] for question in questions], "questions")
     posed = [Posed(texts_of(asked.instructions), ASKS[asked.type], options_of(asked)) for asked in body.questions]
     items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
-    return posed_call(body, items, posed, questions, labels, name, headers, model, names=NAMES, id_prefix="decision_")
+    told = (name, headers, model, config)
+    return posed_call(body, items, posed, questions, labels, *told, names=NAMES, id_prefix="decision_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,15 @@ def posed_call(
     name: str,
     headers: Mapping[str, str],
     model: ServedModel,
+    config: ServerConfig,
     *,
     names: Mapping[str, str],
     id_prefix: str,
 ) -> Resolved:
     """A call that poses questions about these items; `name`: the answer's for the model; `names`: see named_by_caller.
     Raises InvalidRequest, naming the parameter."""
-    with named_by_caller(names):
-        chats = [as_chat(body, items, each.text(labels), model) for each in posed]
+    with named_by_caller(names) as places:
+        chats = [as_chat(body, items, each.text(labels), model, places) for each in posed]
         prompts = [answerable(chats[0], model)]
         if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
             raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
@@ -141,11 +143,13 @@ def question_of(asked: Asked, labels: dict[str, int]) -> Question:
     return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
 
 
-def as_chat(body: TranslatedBody, items: Sequence[Item], question: str, model: ServedModel) -> ChatRequest:
+def as_chat(
+    body: TranslatedBody, items: Sequence[Item], question: str, model: ServedModel, places: Places
+) -> ChatRequest:
     """The conversation with a question at its end, which one of the labels answers."""
     asked = Message(role="user", content=question)
     turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
-    turns = placed(turns, model.renderer.shows)
+    turns = placed(turns, model.renderer.shows, places)
     fields = body.extensions()
     if "enable_thinking" in model.formats.template:
         given = fields.get("chat_template_kwargs", {})

@@ -11,7 +11,7 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.server.encoding import encode_json
 from quire.server.protocol.bounds import MAX_MESSAGES
-from quire.server.protocol.items import CallOutput, ImageContent, Item, Message, Reasoning, TextContent
+from quire.server.protocol.items import CallOutput, ImageContent, Item, Message, MessagePart, Reasoning, TextContent
 from quire.server.resolve.checks import check_texts
 from quire.server.store.store import Item as StoredItem
 from quire.server.store.store import ItemSummary, Reader, reading, size_of
@@ -125,18 +125,20 @@ def kept_items(items: Sequence[Item], param: str) -> list[StoredItem]:
     return kept
 
 
+def _kept_part(part: MessagePart, kind: str, **more: Any) -> dict[str, Any]:
+    """A part of a content; text gets this `kind`."""
+    return part.model_dump() if isinstance(part, ImageContent) else {"type": kind, "text": part.text, **more}
+
+
 def _kept(item: Item) -> dict[str, Any]:
     fields = item.model_dump(exclude_defaults=False)
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if item.role == "assistant" else {}
         parts = [TextContent(type="text", text=item.content)] if isinstance(item.content, str) else item.content
-        fields["content"] = [
-            part.model_dump() if isinstance(part, ImageContent) else {"type": kind, "text": part.text, **more}
-            for part in parts
-        ]
+        fields["content"] = [_kept_part(part, kind, **more) for part in parts]
     elif isinstance(item, CallOutput) and not isinstance(item.output, str):
-        fields["output"] = [{"type": "input_text", "text": part.text} for part in item.output]
+        fields["output"] = [_kept_part(part, "input_text") for part in item.output]
     elif isinstance(item, Reasoning):
         fields["encrypted_content"] = item.encrypted_content or None
     if not fields.get("namespace"):

@@ -16,16 +16,17 @@ from quire.server.protocol.items import (
     Item,
     Message,
     MessageContent,
+    MessagePart,
     Reasoning,
     full_name,
     unsealed,
 )
+from quire.server.resolve.translated.system_turns import Turn, image_part
 
-Turn = dict[str, Any]
 
-
-def turns_of(items: Sequence[Item], system: str, *, developer: bool) -> list[Turn]:
-    """A chat's messages; `developer`: the template knows that role.
+def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: int = 0) -> list[Turn]:
+    """A chat's messages; `developer`: the template knows that role; `earlier`: how many items came before those of the
+    request's input.
 
     Messages of a user or a system that follow one another are one, and so is all that an assistant did before its tools
     answered: reasoning, text and calls.
@@ -33,15 +34,16 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool) -> list[Tur
     turns: list[Turn] = []
     names: dict[str, str] = {}
     if system:
-        add_parts(turns, "system", parts_of(system))
-    for item in items:
+        add_parts(turns, "system", parts_of(system, "instructions"))
+    for index, item in enumerate(items):
+        field = f"input[{index - earlier}]" if index >= earlier else "previous_response_id"
         if isinstance(item, Message) and item.role == "assistant":
-            assistant(turns, "tool_calls")["content"] += parts_of(item.content)
+            assistant(turns, "tool_calls")["content"] += parts_of(item.content, f"{field}.content")
         elif isinstance(item, Message):
             role = "system" if item.role == "developer" and not developer else item.role
-            add_parts(turns, role, parts_of(item.content))
+            add_parts(turns, role, parts_of(item.content, f"{field}.content"))
         elif isinstance(item, CallOutput):
-            turn = {"role": "tool", "tool_call_id": item.call_id, "content": "\n".join(texts_of(item.output))}
+            turn = {"role": "tool", "tool_call_id": item.call_id, "content": result_of(item, f"{field}.output")}
             name = names.get(item.call_id)
             turns.append(turn if name is None else {**turn, "name": name})
         elif isinstance(item, Reasoning):
@@ -82,17 +84,24 @@ def texts_of(content: str | Content) -> list[str]:
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
-def parts_of(content: str | MessageContent) -> list[Turn]:
-    """A chat's content."""
+def result_of(item: CallOutput, field: str) -> str | list[Turn]:
+    """What a tool returned: text, or parts where some are images."""
+    if isinstance(item.output, str):
+        return item.output
+    if any(isinstance(part, ImageContent) for part in item.output):
+        return parts_of(item.output, field)
+    return "\n".join(part.text for part in item.output if not isinstance(part, ImageContent))
+
+
+def parts_of(content: str | MessageContent, field: str) -> list[Turn]:
+    """A chat's content; `field`: where the caller has it."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [
-        image_part(part.image_url, part.detail)
-        if isinstance(part, ImageContent)
-        else {"type": "text", "text": part.text}
-        for part in content
-    ]
+    return [part_of(part, f"{field}[{place}]") for place, part in enumerate(content)]
 
 
-def image_part(url: str, detail: str) -> Turn:
-    return {"type": "image_url", "image_url": {"url": url, "detail": "high" if detail == "original" else detail}}
+def part_of(part: MessagePart, field: str) -> Turn:
+    if not isinstance(part, ImageContent):
+        return {"type": "text", "text": part.text}
+    detail = "high" if part.detail == "original" else part.detail
+    return image_part(part.image_url, f"{field}.image_url", detail=detail)

@@ -10,7 +10,7 @@ from quire.server.generation.questions import Question
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.label_scores import LabelScoreRequest
+from quire.server.protocol.questions.label_scores import LabelScoreRequest
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import completion_call
 from quire.server.resolve.pairs import resolve_score

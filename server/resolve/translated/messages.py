@@ -31,8 +31,8 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import rendered, with_images
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.tools import tool_use
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
+from quire.server.resolve.translated.names import Places, in_own_words, named_by_caller
+from quire.server.resolve.translated.system_turns import image_part, placed
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -54,7 +54,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
     body = parse(given, MessagesRequest)
     model.answer_name(body.model)
     ignored = [*body.ignored_params(), *without_effect(body, model)]
-    with named_by_caller(NAMES):
+    with named_by_caller(NAMES) as places:
         fields = {
             "max_tokens": min(body.max_tokens, model.context_length),
             "stop": body.stop_sequences,
@@ -64,7 +64,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
             "stream": body.stream,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
-        chat = as_chat(body, model, fields)
+        chat = as_chat(body, model, fields, places)
         call = chat_call(chat, model, config, id_prefix="msg_", ignored=ignored)
     return in_own_words(call, NAMES)
 
@@ -73,8 +73,8 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
     """The number of tokens of the prompt that these messages make. Raises as above."""
     body = parse(given, CountTokensRequest)
     model.answer_name(body.model)
-    with named_by_caller(NAMES):
-        chat = as_chat(body, model, {})
+    with named_by_caller(NAMES) as places:
+        chat = as_chat(body, model, {}, places)
         others = [name for name in body.model_extra or () if name not in EXTENSIONS]
         ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats.template)]
         headers = ignored_header(ignored, config.strict)
@@ -99,9 +99,9 @@ def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:
     return ignored
 
 
-def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any]) -> ChatRequest:
+def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], places: Places) -> ChatRequest:
     """The chat that a body asks for, with more `fields`. Raises InvalidRequest."""
-    turns = placed(turns_of(body), model.renderer.shows)
+    turns = placed(turns_of(body), model.renderer.shows, places)
     chat: dict[str, Any] = {
         **fields,
         "model": body.model,
@@ -163,32 +163,43 @@ def turns_of(body: CountTokensRequest) -> list[Turn]:
     if any(system):
         turns.append({"role": "system", "content": parts([text for text in system if text])})
     called: dict[str, str] = {}
-    for message in body.messages:
+    for index, message in enumerate(body.messages):
         if message.role == "assistant":
             turns.append(assistant_turn(message, called))
         else:
-            add_turns(turns, message, called)
+            add_turns(turns, message, called, f"messages[{index}]")
     if not turns:
         raise InvalidRequest("messages must have content", param="messages")
     return turns
 
 
-def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str]) -> None:
-    """Add a user's message: each result of a tool is a turn of its own, and texts behind one another are one turn."""
-    for block in blocks_of(message):
+def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str], where: str) -> None:
+    """Add a user's message: each result of a tool is a turn of its own, and texts behind one another are one turn.
+    `where`: its field."""
+    for place, block in enumerate(blocks_of(message)):
+        field = f"{where}.content[{place}]"
         if isinstance(block, ToolResultBlock):
-            text = "\n".join(texts_of(block.content))
-            text = f"Error: {text}" if block.is_error else text
-            turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+            turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": result_of(block, field)}
             name = called.get(block.tool_use_id)
             turns.append(turn if name is None else {**turn, "name": name})
         elif isinstance(block, TextBlock | ImageBlock):
             if not turns or turns[-1]["role"] != message.role:
                 turns.append({"role": message.role, "content": []})
-            shown = [image_part(block.url)] if isinstance(block, ImageBlock) else parts([block.text])
-            turns[-1]["content"] += shown
+            turns[-1]["content"].append(part_of(block, field))
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
+
+
+def result_of(block: ToolResultBlock, field: str) -> str | list[Turn]:
+    """What a tool returned: text, or parts where some are images."""
+    shown = block.content
+    if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
+        text = (
+            shown if isinstance(shown, str) else "\n".join(each.text for each in shown if isinstance(each, TextBlock))
+        )
+        return f"Error: {text}" if block.is_error else text
+    found = [part_of(each, f"{field}.content[{place}]") for place, each in enumerate(shown)]
+    return [*parts(["Error:"] if block.is_error else []), *found]
 
 
 def assistant_turn(message: InputMessage, called: dict[str, str]) -> Turn:
@@ -219,8 +230,11 @@ def texts_of(content: str | list[TextBlock]) -> list[str]:
     return [content] if isinstance(content, str) else [block.text for block in content]
 
 
-def image_part(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
+def part_of(block: TextBlock | ImageBlock, field: str) -> Turn:
+    """A chat's content part; `field`: the block's."""
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    return image_part(block.url, f"{field}.source")
 
 
 def parts(texts: list[str]) -> list[dict[str, str]]:

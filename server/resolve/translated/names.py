@@ -8,18 +8,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.images.decode import head_of
+from quire.server.images.asked import NeedsImages
 from quire.server.resolve.common import Resolved
+
+Places = dict[str, str]
+"""By a chat's name of a field within its messages, the caller's: those of images."""
 
 
 @contextmanager
-def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
-    """Lets what is raised name the caller's fields; `names` has these by the names that a chat's fields have."""
+def named_by_caller(names: Mapping[str, str]) -> Iterator[Places]:
+    """Lets what is raised name the caller's fields; `names` has these by the names that a chat's fields have, and so
+    have the places that `placed` notes."""
+    places: Places = {}
     try:
-        yield
+        yield places
+    except NeedsImages as needed:
+        needed.urls = {url: places.get(where, where) for url, where in needed.urls.items()}
+        raise
     except InvalidRequest as error:
-        error.message = in_words_of_caller(error.message, error.param, names)
+        where, _, why = error.message.partition(": ")
+        if where in places:
+            error.message, error.param = f"{places[where]}: {why}", head_of(places[where])
+        else:
+            error.message = in_words_of_caller(error.message, error.param, names)
+            error.param = names.get(error.param or "", error.param)
         error.args = (error.message,)
-        error.param = names.get(error.param or "", error.param)
         raise
 
 

@@ -28,7 +28,7 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.pooling import embedding_spec
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.translated.names import in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
+from quire.server.resolve.translated.system_turns import image_part, placed
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -66,8 +66,8 @@ def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> 
     if not body.prompt and not body.images:
         return Reply(loaded(name, "response"), {})
     if not body.raw and not body.suffix:
-        turns = [{"role": "system", "content": body.system}] if body.system else []
-        content = with_images(body.prompt, body.images)
+        turns = [{"role": "system", "content": with_images(body.system, (), "")}] if body.system else []
+        content = with_images(body.prompt, body.images, "images")
         return _chat(body, [*turns, {"role": "user", "content": content}], (), name, model, config)
     with named_by_caller(NAMES):
         fields = {**sampling(body, model), "prompt": body.prompt, "model": name}
@@ -85,11 +85,11 @@ def _chat(
     model: ServedModel,
     config: ServerConfig,
 ) -> Resolved:
-    with named_by_caller(NAMES):
+    with named_by_caller(NAMES) as places:
         fields = {
             **sampling(body, model),
             "model": name,
-            "messages": placed(turns, model.renderer.shows),
+            "messages": placed(turns, model.renderer.shows, places),
             "tools": [tool.as_dict() for tool in tools],
             **thinking(body, model),
         }
@@ -112,7 +112,8 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for index, message in enumerate(messages):
-        turn: dict[str, Any] = {"role": message.role, "content": with_images(message.content, message.images)}
+        content = with_images(message.content, message.images, f"messages[{index}].images")
+        turn: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             turn["reasoning"] = message.thinking
         if message.tool_calls:
@@ -128,9 +129,10 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     return turns
 
 
-def with_images(text: str, images: Sequence[str]) -> list[dict[str, Any]]:
-    """A message's content; its images, in base64, stand before the text, as in Ollama."""
-    shown = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
+def with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
+    """A message's content; its images, in base64, which the caller has in `field`, stand before the text, as in
+    Ollama."""
+    shown = [image_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
 

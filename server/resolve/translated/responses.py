@@ -32,7 +32,7 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
+from quire.server.resolve.translated.names import Places, in_own_words, named_by_caller
 from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
@@ -59,8 +59,8 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
     ignored = without_effect(body, model)
     if body.store and config.data_dir is None:
         ignored.append("store")
-    with named_by_caller(NAMES):
-        chat = as_chat(body, [*earlier, *items], model)
+    with named_by_caller(NAMES) as places:
+        chat = as_chat(body, earlier, items, model, places)
         call = chat_call(chat, model, config, id_prefix="resp_", ignored=ignored)
     if chat.logprobs and call.spec.message is not None:  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
@@ -139,10 +139,13 @@ def effort_works(model: ServedModel) -> bool:
     return any(name in model.formats.template for name in ("reasoning_effort", "enable_thinking"))
 
 
-def as_chat(body: ResponsesRequest, items: Sequence[Item], model: ServedModel) -> ChatRequest:
+def as_chat(
+    body: ResponsesRequest, earlier: Sequence[Item], items: Sequence[Item], model: ServedModel, places: Places
+) -> ChatRequest:
     """The chat that a body asks for. Raises InvalidRequest."""
-    turns = turns_of(items, body.instructions or "", developer="developer" in model.formats.template)
-    turns = placed(turns, model.renderer.shows)
+    developer = "developer" in model.formats.template
+    turns = turns_of([*earlier, *items], body.instructions or "", developer=developer, earlier=len(earlier))
+    turns = placed(turns, model.renderer.shows, places)
     if not turns:
         raise InvalidRequest(f"input must not be empty{body.misspelt()}", param="input")
     tools, choice = tools_of(body, held=holds_patterns(model.formats.tools))

@@ -6,7 +6,7 @@ from quire.server.config import ServerConfig
 from quire.server.generation.questions import Question
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.items import Message
-from quire.server.protocol.systemone import Asked, Noul, Score, SystemOneRequest, alias_of_own, shown
+from quire.server.protocol.questions.systemone import Asked, Noul, Score, SystemOneRequest, alias_of_own, shown
 from quire.server.resolve.checks import check_texts
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse
@@ -28,7 +28,8 @@ def resolve_systemone(given: bytes, model: ServedModel, config: ServerConfig) ->
     check_texts([[id, *question.options] for id, question in zip(body.questions, questions, strict=True)], "questions")
     posed = [Posed([shown(asked.instructions)], ASKS[asked.type], asked.options) for asked in body.questions.values()]
     state = [Message(role="user", content=shown(body.state))]
-    return posed_call(body, state, posed, questions, labels, name, headers, model, names=NAMES, id_prefix="systemone_")
+    told = (name, headers, model, config)
+    return posed_call(body, state, posed, questions, labels, *told, names=NAMES, id_prefix="systemone_")
 
 
 def question_of(id: str, asked: Asked, tokens: list[int]) -> Question:

@@ -98,6 +98,7 @@ async def show(request: Request) -> dict[str, Any]:
     able = ["completion"] if "generate" in model.tasks else []
     able += ["tools"] if model.formats.tools is not None else []
     able += ["thinking"] if model.formats.reasoning is not None else []
+    able += ["vision"] if model.images is not None else []
     able += ["embedding"] if "embed" in model.tasks else []
     about = {"general.architecture": "quire", "quire.context_length": model.context_length}
     return {

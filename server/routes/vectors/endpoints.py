@@ -9,7 +9,6 @@ from starlette.responses import Response
 from quire.server.access.admission import GenerationRoute
 from quire.server.generation.answers.decisions import LabelScoresWriter
 from quire.server.generation.vectors import VectorSpec
-from quire.server.protocol.label_scores import LabelScoreRequest
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     CohereEmbedRequest,
@@ -18,6 +17,7 @@ from quire.server.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
+from quire.server.protocol.questions.label_scores import LabelScoreRequest
 from quire.server.resolve.pairs import resolve_cohere_rerank, resolve_rerank
 from quire.server.resolve.pooling import resolve_classification, resolve_embedding, resolve_pooling
 from quire.server.resolve.translated.cohere_embed import resolve_cohere_embedding

@@ -12,6 +12,11 @@ export class ApiError extends Error {
   get needsKey() {
     return this.status === 401 || this.status === 403;
   }
+
+  /** Whether the request itself is what the server will not have: sent again it would be refused again. */
+  get refused() {
+    return this.status >= 400 && this.status < 500 && this.status !== 429 && !this.needsKey;
+  }
 }
 
 /** The response of a request that succeeded. Throws ApiError with the server's message. */

@@ -7,6 +7,7 @@ import { Dashboard } from "./engine/dashboard.js";
 import { Playground } from "./playground.js";
 
 const frame = { askForKey, showText, explain: (id) => explain(id, showText) };
+const KEY_WHY = $("key-why").textContent;
 // These are not ids of elements, because a browser would scroll to those.
 const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
 const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
@@ -42,7 +43,9 @@ function applyTheme(theme) {
 /** Opens the key dialog, with the reason if a request was refused. */
 function askForKey(why = "") {
   if ($("key-dialog").open) return;
-  say($("key-why"), why || "Requests carry it as a bearer token. It goes to this server only.");
+  // Where there was none yet it is said in the page's words, and not in the API's.
+  const refused = loadKey() ? why.replace(/\.$/, "") : "This server asks for a key";
+  say($("key-why"), why ? `${refused}. ${KEY_WHY}` : KEY_WHY);
   $("key-why").classList.toggle("refused", Boolean(why));
   $("key").value = loadKey();
   $("key-keep").checked = keepsKey();

@@ -76,6 +76,7 @@ function facts(told) {
     const cached = each.cached_tokens ? `, ${each.cached_tokens} of them from the cache` : "";
     const pieces = each.chunks.length > 1 ? `; it was read in ${each.chunks.length} pieces` : "";
     found.push(`The prompt has ${each.prompt_tokens} tokens${cached}${pieces}.`);
+    if (each.image_tokens) found.push(`${each.image_tokens} of them stand for images.`);
     for (const { tier, tokens, ms: took } of each.fetched ?? [])
       found.push(`Fetched ${tokens.toLocaleString("en")} tokens from ${tier} in ${ms(took)}.`);
     if (each.first_token_ms !== null)

@@ -1,24 +1,30 @@
 // The playground: a conversation, or a text that the model continues.
 
-import { call } from "./api.js";
 import { ask } from "./answer.js";
 import { Completion } from "./completion.js";
+import { Composer } from "./draft/composer.js";
 import { $, el, perFrame, say } from "./dom.js";
-import { Files } from "./files.js";
 import { MessageView, note } from "./message/view.js";
+import { Models } from "./models.js";
 import { chatBody, completionBody, PATHS } from "./request.js";
-import { buildFields, fillModels, settingsFrom, showSchemaField } from "./settings/fields.js";
+import { buildFields, settingsFrom, showSchemaField } from "./settings/fields.js";
 import { Presets } from "./settings/presets.js";
-import { placeSettings } from "./settings/sheet.js";
-import { curl, python } from "./snippets.js";
+import { placeSettings } from "./beside.js";
+import { code } from "./snippets.js";
 import { startersFor } from "./starters.js";
 import {
-  loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
+  forgetTalk, loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
 } from "./store.js";
-import { isEmpty, Talk } from "./talk.js";
-import { Talks } from "./talks.js";
+import { isEmpty, showsPictures, Talk } from "./talks/talk.js";
+import { Talks } from "./talks/panel.js";
 
 const NEAR_END = 160;
+/** What is said where not all of a conversation could be stored. */
+const NOT_KEPT = {
+  text: "The browser's storage is full: of this conversation's pictures only their names are kept. " +
+    "Delete conversations that you need no more.",
+  nothing: "The browser's storage is full or forbidden: this conversation is not kept.",
+};
 
 export class Playground {
   constructor(frame) {
@@ -29,25 +35,33 @@ export class Playground {
     this.views = [];
     this.running = null;
     this.modelsKnown = false;
-    this.files = new Files((text) => this.#problem(text));
+    this.models = new Models(this.state.settings);
+    this.composer = new Composer({
+      submit: () => this.#submit(),
+      stop: () => this.stop(),
+      problem: (text) => this.#problem(text),
+      blind: () => this.models.blind,
+    });
     const keepPrompt = (text) => this.#keep(() => (this.state.prompt = text));
     this.completion = new Completion(prompt, this.state.settings, keepPrompt);
     buildFields(this.state.settings, (name) => this.#settingChanged(name));
     this.presets = new Presets(this.state.settings, () => this.#settingChanged("logprobs"));
     placeSettings();
-    const gone = (id) => {
-      if (id !== this.talk.id) return;
-      this.talk.forgotten = true; // an answer that is still being written must not bring it back
-      this.#open();
-    };
-    const open = (id) => this.#open(storedTalk(id));
-    this.talks = new Talks(() => this.talk, open, gone, () => this.presets.show());
+    this.talks = new Talks({
+      shown: () => this.talk,
+      open: (id) => this.#open(storedTalk(id)),
+      gone: (id) => this.#gone(id),
+      renamed: (id, name) => id === this.talk.id && this.talk.rename(name),
+      presetsRead: () => this.presets.show(),
+    });
     this.#listen();
     this.#restore();
   }
 
   show() {
     if (!this.modelsKnown) this.#loadModels();
+    if (!this.seen && !matchMedia("(pointer: coarse)").matches) this.composer.focus(); // else a keyboard would cover it
+    this.seen = true;
   }
 
   hide() {}
@@ -58,10 +72,8 @@ export class Playground {
 
   async #loadModels() {
     try {
-      const response = await call("/v1/models");
-      const models = (await response.json()).data.map(({ id }) => id);
-      fillModels(models, this.state.settings);
-      this.#showStarters(startersFor(models));
+      await this.models.load();
+      this.#showStarters(startersFor(this.models.names));
       this.modelsKnown = true;
       this.#problem("");
     } catch (error) {
@@ -77,8 +89,8 @@ export class Playground {
   }
 
   #showStarters(texts) {
-    const start = (text) =>
-      el("button", { type: "button", class: "starter", onclick: () => this.#say(text) }, text);
+    const start = (content) =>
+      el("button", { type: "button", class: "starter", onclick: () => this.#say({ role: "user", content }) }, content);
     $("starters").replaceChildren(...texts.map(start));
   }
 
@@ -87,29 +99,15 @@ export class Playground {
       input.addEventListener("change", () => this.#modeChanged(input.value));
     }
     $("system").addEventListener("input", () => this.#keepTalk(() => (this.talk.system = $("system").value)));
-    $("composer").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#submit();
-    });
-    $("stop-button").addEventListener("click", () => this.stop());
-    $("talks").addEventListener("click", () => this.talks.show());
     onOtherTabs((id) => {
+      this.talks.changed();
       if (id !== this.talk.id || !storedTalk(id)) return;
-      if (this.running) this.overtaken = true;
+      if (this.running) this.talk.overtaken = true;
       else this.#open(storedTalk(id));
     });
     $("clear").addEventListener("click", () => this.#clear());
     $("as-curl").addEventListener("click", () => this.#showCode("curl"));
     $("as-python").addEventListener("click", () => this.#showCode("Python"));
-    $("playground").addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.running) this.stop();
-      const sends = event.target.id === "draft" && !event.shiftKey;
-      const sendsPrompt = event.target.id === "prompt" && (event.ctrlKey || event.metaKey);
-      if (event.key === "Enter" && !event.isComposing && (sends || sendsPrompt)) {
-        event.preventDefault();
-        this.#submit();
-      }
-    });
   }
 
   #keep(change) {
@@ -119,24 +117,40 @@ export class Playground {
 
   #keepTalk(change, talk = this.talk) {
     change?.();
-    if (talk.blank || talk.forgotten) return;
+    if (talk.forgotten) return;
+    if (talk.blank) forgetTalk(talk.id);
+    else this.#store(talk);
+    this.talks.changed();
+  }
+
+  #store(talk) {
     talk.updated = Date.now();
-    if (!storeTalk(talk)) this.#problem("The browser's storage is full or forbidden: this conversation is not kept.");
+    const stored = storeTalk(talk);
+    if (stored !== "all") this.#problem(NOT_KEPT[stored]);
   }
 
   /** Shows a stored conversation, or a new one. */
   #open(stored) {
-    this.stop();
+    this.stop(); // what came of an answer stays in its conversation
+    if (this.running) this.#ended();
     this.talk = stored instanceof Talk ? stored : new Talk(stored ?? {});
     $("system").value = this.talk.system;
     $("system-fold").open = Boolean(this.talk.system);
     this.#renderLog();
     setShownTalk(this.talk.id);
     this.#problem("");
+    this.talks.changed();
+  }
+
+  #gone(id) {
+    if (id !== this.talk.id) return;
+    this.talk.forgotten = true; // an answer that is still being written must not bring it back
+    this.#open();
   }
 
   #settingChanged(name) {
     this.#keep();
+    if (name === "model") this.models.chosen();
     this.presets.show();
     showSchemaField(this.state.settings);
     if (name === "json") $("schema").closest(".field").scrollIntoView({ block: "nearest" });
@@ -151,21 +165,17 @@ export class Playground {
     const chat = mode === "chat";
     $("chat").hidden = !chat;
     $("completion").hidden = chat;
-    $("draft").hidden = !chat;
-    $("draft").disabled = !chat;
-    $("attach-label").hidden = !chat;
-    $("attached").hidden = !chat || !this.files.taken.length;
-    $("composer").classList.toggle("bare", !chat);
-    $("send").textContent = chat ? "Send" : "Continue it";
+    this.composer.setMode(chat);
     say($("clear"), chat ? "New" : "Clear");
-    $("talks").hidden = !chat;
-    $("hint").firstElementChild.textContent = chat ? "Enter" : "Ctrl+Enter";
+    this.talks.setMode(chat);
     $("probabilities").hidden = !this.state.settings.logprobs;
   }
 
   /** The request that would be sent now. Throws Error when a setting is not valid. */
   #body(messages) {
     const { mode, prompt, settings } = this.state;
+    if (mode === "chat" && messages.some(showsPictures) && this.models.blind)
+      throw new Error(`There are pictures in this conversation, and ${this.models.blind}`);
     return mode === "chat" ? chatBody(settings, this.talk, messages) : completionBody(settings, prompt);
   }
 
@@ -181,16 +191,20 @@ export class Playground {
   #submit() {
     if (this.running) return;
     if (this.state.mode === "completion") this.#continue();
-    else if ($("draft").value.trim() || this.files.taken.length) this.#say($("draft").value);
+    else if (this.composer.message) this.#say(this.composer.message);
     else if (["user", "tool"].includes(this.talk.messages.at(-1)?.role)) this.#answer();
   }
 
-  #say(text) {
-    if (this.running || !this.#validBody([])) return; // what is typed stays until the settings are valid
-    const files = this.files.empty();
-    this.#add({ role: "user", content: text, ...(files.length && { files }) });
-    $("draft").value = "";
-    this.#answer();
+  async #say(message) {
+    // What is typed stays until the settings are valid.
+    if (this.running || !this.#validBody([...this.talk.messages, message])) return;
+    this.#add(message);
+    this.composer.clear();
+    const { talk } = this;
+    const refused = await this.#answer();
+    // Sent again, with settings that the server takes, it would be there twice.
+    if (refused && talk.messages.at(-1) === message && talk === this.talk && this.composer.restore(message))
+      this.#remove({ message });
   }
 
   #add(message) {
@@ -205,11 +219,12 @@ export class Playground {
     return view;
   }
 
-  /** Asks for an answer to what there is; with `at`, in the place of the messages from there on. */
+  /** Asks for an answer to what there is; with `at`, in the place of the messages from there on. Whether the server
+      refused the request. */
   async #answer(at = this.talk.messages.length) {
     const message = { role: "assistant", content: "", writing: true };
     const body = this.#validBody(this.talk.messages.slice(0, at));
-    if (!body) return;
+    if (!body) return false;
     if (at === this.talk.messages.length) this.#add(message);
     else {
       this.talk.branch(at, [message]);
@@ -217,8 +232,9 @@ export class Playground {
     }
     this.#scroll(true);
     const { talk } = this;
-    await this.#run("chat", body, message, () => this.#refresh(message));
+    const error = await this.#run("chat", body, message, () => this.#refresh(message));
     if (isEmpty(message) && !message.tokens) this.#remove({ message }, talk);
+    return error?.refused ?? false;
   }
 
   /** Goes on with an answer that was cut. */
@@ -236,43 +252,39 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request and reads its answer to the end; `draw` is called to show the progress. */
+  /** Sends one request and reads its answer to the end; `draw` is called to show the progress. The error, if any. */
   async #run(mode, body, message, draw) {
     const { talk } = this;
-    this.running = new AbortController();
+    const running = (this.running = new AbortController());
     this.#problem("");
-    this.#working(true);
+    this.composer.setRunning(true);
     const grown = perFrame(() => {
       const follow = innerHeight + scrollY > document.documentElement.scrollHeight - NEAR_END;
       draw();
       if (follow) this.#scroll();
     });
     try {
-      await ask(PATHS[mode], body, message, this.running.signal, grown);
+      await ask(PATHS[mode], body, message, running.signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
+      return null;
     } catch (error) {
       say($("said"), ""); // the alert says why
       this.#failed(error);
+      return error;
     } finally {
       delete message.writing;
-      this.running = null;
-      this.#working(false);
-      if (this.overtaken) talk.renew(); // another tab has stored the same conversation meanwhile: both are kept
-      this.overtaken = false;
+      if (running === this.running) this.#ended();
+      if (talk.overtaken) talk.renew(); // another tab has stored the same conversation meanwhile: both are kept
+      talk.overtaken = false;
       if (talk === this.talk) setShownTalk(talk.id);
       this.#keepTalk(undefined, talk); // another one may be on the page by now
       draw();
     }
   }
 
-  #working(running) {
-    $("send").hidden = running;
-    $("stop-button").hidden = !running;
-    $("clear").disabled = running;
-    if (running && document.activeElement === $("send")) $("stop-button").focus();
-    else if (!running && document.activeElement === document.body)
-      (this.state.mode === "chat" ? $("draft") : $("send")).focus();
-    if (running) say($("said"), "The model is writing");
+  #ended() {
+    this.running = null;
+    this.composer.setRunning(false);
   }
 
   stop() {
@@ -322,8 +334,8 @@ export class Playground {
 
   /** Asks with another text in the place of a message of the user's and what followed it. */
   #askAs(at, text) {
-    const { files } = this.talk.messages[at];
-    const asked = { role: "user", content: text, ...(files && { files }) };
+    const { files, pictures } = this.talk.messages[at];
+    const asked = { role: "user", content: text, ...(files && { files }), ...(pictures && { pictures }) };
     if (this.running || !this.#validBody([...this.talk.messages.slice(0, at), asked])) return;
     this.talk.branch(at, [asked]);
     this.#renderLog();
@@ -363,25 +375,20 @@ export class Playground {
     if (this.state.mode === "completion") this.completion.clear();
     else {
       this.#open();
-      $("draft").focus();
+      this.composer.focus();
     }
     this.#problem("");
   }
 
   #showCode(kind) {
     try {
-      const { taken: files } = this.files;
-      const draft = $("draft").value.trim() || files.length ? [{ role: "user", content: $("draft").value, files }] : [];
+      const { mode } = this.state;
+      const draft = this.composer.message ? [this.composer.message] : [];
       const asked =
         this.talk.messages.at(-1)?.role === "assistant" && !draft.length
           ? this.talk.messages.slice(0, -1)
           : this.talk.messages;
-      const body = this.#body([...asked, ...draft]);
-      const key = Boolean(loadKey());
-      this.frame.showText(
-        kind === "curl" ? "As a curl command" : "As a Python script",
-        kind === "curl" ? curl(PATHS[this.state.mode], body, key) : python(body, key),
-      );
+      this.frame.showText(...code(kind, PATHS[mode], this.#body([...asked, ...draft]), Boolean(loadKey())));
     } catch (error) {
       this.#failed(error);
     }

@@ -1,6 +1,7 @@
 // The body of the request that the page would send.
 
-import { withFiles } from "./files.js";
+import { withFiles } from "./draft/files.js";
+import { partsWith } from "./draft/pictures.js";
 import { parameters } from "./settings/fields.js";
 
 export const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
@@ -25,7 +26,12 @@ export function completionBody(settings, prompt) {
 const STREAMED = { stream: true, stream_options: { include_usage: true } };
 
 /** A message in the API's form. */
-function wire({ role, content, files, tool_calls, tool_call_id }) {
+function wire({ role, content, files, pictures, tool_calls, tool_call_id }) {
   const text = withFiles(content, files);
-  return { role, content: text, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
+  return {
+    role,
+    content: pictures ? partsWith(text, pictures) : text,
+    ...(tool_calls && { tool_calls }),
+    ...(tool_call_id && { tool_call_id }),
+  };
 }

@@ -11,16 +11,25 @@ const CHAT_ONLY = new Set([
   "reasoning_effort", "service_tier",
 ]);
 
+/** Characters of one argument of a command; Linux takes 128 KiB. */
+const LONGEST_ARGUMENT = 100_000;
+
+/** A request as curl or Python: [title, text]. */
+export const code = (kind, path, body, hasKey) =>
+  kind === "curl" ? ["As a curl command", curl(path, body, hasKey)] : ["As a Python script", python(body, hasKey)];
+
 /** A curl command. It reads the key from an environment variable, so that the key is not saved with it. */
-export function curl(path, body, hasKey) {
+function curl(path, body, hasKey) {
   const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
   if (hasKey) lines.push('-H "Authorization: Bearer $OPENAI_API_KEY"');
-  lines.push(`-d '${JSON.stringify(body, null, 2).replaceAll("'", "'\\''")}'`);
+  const json = JSON.stringify(body, null, 2);
+  const long = json.length > LONGEST_ARGUMENT; // pictures: read from its input then
+  lines.push(long ? `--data-binary @- <<'END'\n${json}\nEND` : `-d '${json.replaceAll("'", "'\\''")}'`);
   return `${lines.join(" \\\n  ")}\n`;
 }
 
 /** A script for the OpenAI SDK. Fields that the SDK does not know go into extra_body. */
-export function python(body, hasKey) {
+function python(body, hasKey) {
   const { stream_options: _, ...rest } = body;
   const chat = "messages" in rest;
   const isKnown = (name) => SDK.has(name) && (chat || !CHAT_ONLY.has(name));

@@ -58,8 +58,12 @@ export function storedTalks() {
 }
 
 export const storedTalk = (id) => parsed(read(localStorage, TALK + id));
-/** Whether it could be stored. */
-export const storeTalk = (talk) => write(localStorage, TALK + talk.id, JSON.stringify(talk));
+/** How much of it could be stored: "all", "text" where its pictures have no room, or "nothing". */
+export function storeTalk(talk) {
+  const names = (key, value) => (key === "pictures" ? value.map(({ name }) => ({ name })) : value);
+  if (write(localStorage, TALK + talk.id, JSON.stringify(talk))) return "all";
+  return write(localStorage, TALK + talk.id, JSON.stringify(talk, names)) ? "text" : "nothing";
+}
 export const forgetTalk = (id) => write(localStorage, TALK + id, null);
 
 /** The id of the conversation that this tab shows. */

@@ -10,9 +10,18 @@ import pytest
 
 from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, MOST_SEQUENCES, SHARED, UNLISTED, take_snapshot
+from quire.engine.core.snapshot import (
+    CACHED,
+    EMPTY,
+    FIRST_OWNER,
+    MOST_SEQUENCES,
+    SHARED,
+    UNLISTED,
+    joined,
+    take_snapshot,
+)
 from quire.engine.core.stats import EngineSnapshot
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import Request, SamplingParams, Span
 
 PAGE = 4
 
@@ -111,3 +120,9 @@ def test_a_queue_without_end_is_cut_and_its_pages_are_still_in_use() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 70_000])
 def test_every_page_has_a_code(num_blocks: int) -> None:
     assert codes(take_snapshot(make(num_blocks=num_blocks))) == [EMPTY] * num_blocks
+
+
+def test_tiles_of_an_image_are_told_as_one_place() -> None:
+    spans = [Span(place, 16, b"") for place in (3, 21, 39, 70, 90)]
+    assert joined(spans) == [(3, 52), (70, 36)]
+    assert joined([]) == []

@@ -33,6 +33,29 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
+def test_a_tool_s_image_is_read_as_transformers_has_it(llm: LLM, path: Path) -> None:
+    image = picture(4, 120, 90)
+    shown = [{"type": "image", "image": image}, {"type": "text", "text": "The camera's."}]
+    talk = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "I look."},
+        {"role": "tool", "content": shown},
+    ]
+    (answer,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    plain = [
+        {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]}
+        if isinstance(turn["content"], str)
+        else {"role": turn["role"], "content": [_bare(part) for part in turn["content"]]}
+        for turn in talk
+    ]
+    tokens = list(answer.outputs[0].token_ids)
+    ids, logprobs = expected(path, plain, [image], tokens)
+    assert answer.prompt_token_ids == ids
+    found = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs or [], tokens, strict=True)]
+    wanted = [float(logprobs[len(ids) - 1 + place, token]) for place, token in enumerate(tokens)]
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
 def test_a_talk_about_several_images_is_as_transformers_has_it(llm: LLM, path: Path) -> None:
     images = [picture(1, 300, 200), picture(2, 90, 400), picture(3, 40, 40)]
     talk = [

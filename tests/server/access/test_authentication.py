@@ -307,6 +307,24 @@ async def test_web_pages_of_other_origins_are_allowed_only_if_configured() -> No
         assert "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.parametrize("allowed", [[], ["https://a.example"]])
+async def test_pages_that_ask_in_vain_are_named_with_the_flag_once(
+    allowed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    page = {"Origin": "https://b.example\t", "Access-Control-Request-Method": "POST"}
+    async with open_api(FakeEngine(LETTERS), allowed_origins=allowed) as api:
+        for _ in range(2):
+            assert (await api.http.options(COMPLETIONS, headers=page)).status_code >= 400
+            await api.http.options(COMPLETIONS, headers={"Origin": "https://b.example"})  # no browser's question
+        assert "--allowed-origins" not in caplog.text
+        for _ in range(9):
+            await api.http.options(COMPLETIONS, headers=page)
+    told = [record.getMessage() for record in caplog.records if "--allowed-origins" in record.getMessage()]
+    assert told == [
+        "web pages of 'https://b.example\\t' may not call this server: --allowed-origins names those that may"
+    ]
+
+
 async def test_logs_contain_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with open_api(FakeEngine(LETTERS, fail_at=4), api_key=["s3cret-key"]) as api:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -47,7 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         self.server.paths.append(self.path)
         self.server.keys.append(self.headers["Authorization"])
-        text = body["messages"][-1]["content"]
+        content = body["messages"][-1]["content"]
+        text = content if isinstance(content, str) else content[-1]["text"]
         if text == "refuse":
             self._reply(400, {"error": {"message": "too long a prompt", "type": "x", "param": None, "code": None}})
             return
@@ -173,6 +176,46 @@ def test_saving_overwrites_saved_conversations_alone(server: ScriptedServer, tmp
     assert notes.read_text() == "my notes\n"
     assert f"4 messages are in {talk}" in out
     assert out.endswith("4 messages; echo goes on; the last one, of the assistant:\nyou said two\u00e9\n")
+
+
+def file_of(path: Path) -> str:
+    """A picture's file; its data: URL."""
+    Image.new("RGB", (8, 6), "red").save(path, "PNG")
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def test_pictures_go_with_the_next_message(server: ScriptedServer, tmp_path: Path) -> None:
+    one, two = tmp_path / "a fox.png", tmp_path / "two.png"
+    urls = file_of(one), file_of(two)
+    plain = str(one).replace(" ", "\\ ")
+    lines = [f"/image {plain}", f"/image '{two}'", "what\\", "is it?", "/retry", "and now?"]
+    lines += [f"/save {tmp_path}/t.json", f"/load {tmp_path}/t.json", "/undo", "/undo", "one"]
+    _, out, err = chat(server, "\n".join([*lines, ""]))
+    assert err == ""
+    assert out.splitlines()[:2] == ["a picture goes with the next message", "2 pictures go with the next message"]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    asked = {"role": "user", "content": [*shown, {"type": "text", "text": "what\nis it?"}]}
+    first, again, later, last = (body["messages"] for body in server.bodies)
+    assert first == again == [asked]
+    assert later == [
+        asked,
+        {"role": "assistant", "content": "you said what\nis it?\u00e9"},
+        {"role": "user", "content": "and now?"},
+    ]
+    assert last == [{"role": "user", "content": "one"}]
+
+
+def test_what_is_no_picture_is_said_in_one_line(server: ScriptedServer, tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("no picture")
+    _, out, err = chat(server, f"/image\n/image {tmp_path}/no.png\n/image {tmp_path}\n/image {text}\none\n")
+    assert out.splitlines()[0] == "/image needs a file's name"
+    assert err.splitlines() == [
+        f"quire chat: cannot read {tmp_path}/no.png: No such file or directory",
+        f"quire chat: cannot read {tmp_path}: Is a directory",
+        f"quire chat: {text}: is not a PNG, JPEG, WEBP or GIF file",
+    ]
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
 
 
 def test_commands(server: ScriptedServer) -> None:

@@ -138,6 +138,7 @@ def test_what_is_on_the_screen_after_every_command(screen: Screen, tmp_path: Pat
     ask(f"/save {tmp_path}/t.json", "2 messages are in")
     ask("/reset", "forgot the conversation")
     ask(f"/load {tmp_path}/t.json", "2 messages; echo goes on")
+    ask("/image nowhere.png", "cannot read nowhere.png: No such file or directory")
     ask("/rset", "/rset: no such command; did you mean /reset?")
     screen.clear()
     screen.type("/exit")

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from quire.server.cli.chat.commands import COMMANDS
 from quire.server.cli.chat.markdown import show, split
-from tests.server.cli.test_chat import ScriptedServer, server  # noqa: F401 - a fixture
+from tests.server.cli.test_chat import ScriptedServer, file_of, server  # noqa: F401 - a fixture
 
 pytest.importorskip("prompt_toolkit")
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_]|[()].)")
@@ -145,6 +145,8 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     assert said(server) == ["three more", "you said three moreé", "four", "you said fouré", "six"]
     ask(f"/load {tmp_path}/nowhere.json", "cannot read")
     ask(f"/save {tmp_path}/no/where.json", "cannot write")
+    file_of(tmp_path / "a fox.png")
+    ask(f"/image '{tmp_path}/a fox.png'", "a picture goes with the next message")
     ask("/exti", "no such command; did you mean /exit?")
     ask("refuse", "too long a prompt")
     chat.send("/exit\r")
@@ -196,6 +198,15 @@ def test_an_answer_is_printed_once_and_its_words_are_whole(cut: int) -> None:
     assert words.count("fox():") == words.count("end.") == 1
     assert " 2 two" in whole
     assert "**" not in whole
+
+
+def test_line_breaks_of_an_answer_are_kept() -> None:
+    verse = "The fox\nran out,\n\n```\na\n\nb\n```\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\n- one\n  more\n- two"
+    lines = [line.strip() for line in rendered(verse).splitlines()]
+    assert lines[:2] == ["The fox", "ran out,"]
+    wanted = ["a", "b", "x  y", "1  2", "• one", "more", "• two"]
+    assert [line for line in lines if line in wanted] == wanted
+    assert rendered(*verse) == rendered(verse)
 
 
 def test_blocks_end_where_nothing_can_change_them() -> None:

@@ -25,8 +25,10 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.images.reader import Asked, image_reader
 from quire.engine.layers.rope import rope_table
 from quire.engine.loop import Engine
+from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.native import ISAS
 from quire.kernels.gpu.libraries.flash import Flash
@@ -43,7 +45,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, f
 from quire.server.cli.plan.rates import machine_key
 from quire.server.cli.plan.report import unserved
 from quire.server.cli.plan.tiers import Offload
-from tests import tiny_models
+from tests import tiny_models, tiny_vision
 from tests.engine.ranks import thread_ranks
 from tests.tiny_encoders import save_tiny_encoder
 
@@ -483,6 +485,37 @@ def test_it_needs_no_torch(coder: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, coder], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("count", "width", "height"), [(1, 200, 120), (3, 64, 64), (2, 30, 400)])
+def test_images_are_planned_as_they_are_read(
+    count: int, width: int, height: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_vision.save_tiny_vision(tmp_path, max_position_embeddings=2048)
+    args = (str(tmp_path), "--images", f"{count}x{width}x{height}", "--dtype", "float32")
+    found = plan(capsys, *args)["images"]
+    shown = [tiny_vision.picture(1, width, height)] * count
+    made = tiny_vision.processor(tmp_path)
+    ids = made(text=["<image>" * count], images=[shown], add_special_tokens=False)["input_ids"][0]
+    tokens = ids.count(tiny_vision.MARK_ID)
+    assert found["tiles"] == tokens // tiny_vision.TILE_TOKENS
+    assert found["tokens"] == len(ids) - count * (found["tiles"] > count), "a byte's tokenizer has two for two breaks"
+    assert found["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
+    reader = image_reader(tmp_path, Tokenizer.load(tmp_path))
+    assert reader is not None
+    read = reader.read("<image>", [Asked("a", shown[0])], lambda text: ids[: len(ids) // count])
+    assert found["pixel_bytes"] == count * sum(len(each.pixels) for each in read.images)
+    assert found["tower_bytes"] > 0
+    assert cli.main(["plan", *args]) == 0
+    assert f"{found['tokens']} tokens of a context of 2,048" in capsys.readouterr().out
+
+
+def test_a_model_without_eyes_plans_no_images(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", coder, "--images", "1x1024x1024"]) == 1
+    assert "--images: this model reads no images here" in capsys.readouterr().err
+    for wrong in ("1024", "0x1x1", "1x99999x99999", "axb"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", coder, "--images", wrong])
 
 
 @pytest.mark.parametrize(

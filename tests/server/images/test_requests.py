@@ -250,6 +250,139 @@ async def test_what_is_no_image_is_refused_with_its_field(api: Api, url: str, sa
     assert error["param"] == "messages"
 
 
+BROKEN = base64.b64encode(b"no image").decode()
+SAYS = "is not a PNG, JPEG, WEBP or GIF file"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "field"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": [BROKEN]}]}, "messages[0].images[0]"),
+        ("/api/generate", {"prompt": "a", "images": [base64.b64encode(PNG).decode(), BROKEN]}, "images[1]"),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 3,
+                "system": "s",
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": BROKEN}}]},
+                ],
+            },
+            "messages[2].content[0].source",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": f"data:;base64,{BROKEN}"}]}]},
+            "input[0].content[0].image_url",
+        ),
+    ],
+)
+async def test_every_api_names_its_own_field(api: Api, endpoint: str, body: dict[str, Any], field: str) -> None:
+    error = (await api.post(endpoint, {"model": "tiny", **body}, 400))["error"]
+    assert (error if isinstance(error, str) else error["message"]) == f"{field}: {SAYS}"
+    by_address = json.loads(json.dumps(body).replace(f"data:;base64,{BROKEN}", "http://127.0.0.1/a.png"))
+    if endpoint == "/v1/responses":
+        error = (await api.post(endpoint, by_address, 400))["error"]
+        assert error["message"].startswith(f"{field}: images are not fetched from 127.0.0.1")
+        assert error["param"] == "input"
+
+
+FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+
+
+async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -> None:
+    """The template shows them in their place, so the prompt is the same whichever API it came by."""
+    image = picture(8, 90, 60)
+    url, encoded = data_url(file_of(image)), base64.b64encode(file_of(image)).decode()
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    told = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "A view."}]
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": told},
+    ]
+    tools = [{"type": "function", "function": FUNCTION}]
+    body = {"messages": messages, "tools": tools, "tool_choice": "none", **SAMPLING}
+    chat = await api.post(CHAT, {**body, "return_token_ids": True})
+    ids, said = chat["prompt_token_ids"], chat["choices"][0]["message"]["content"]
+    tiles = ids.count(MARK_ID) // TILE_TOKENS
+    assert tiles * TILE_TOKENS == ids.count(MARK_ID) > 0
+    assert ids.count(MARK_ID) == tokens_of(path, image).count(MARK_ID)
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    result = [{"type": "image", "source": source}, {"type": "text", "text": "A view."}]
+    blocks = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": result}]},
+    ]
+    given = {
+        "model": "tiny",
+        "messages": blocks,
+        "tools": [{"name": "look", "description": "Looks.", "input_schema": FUNCTION["parameters"]}],
+    }
+    message = await api.post(
+        "/v1/messages",
+        {**given, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "tool_choice": {"type": "none"}},
+    )
+    assert message["content"][0]["text"] == said
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == len(ids)
+    output = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "A view."}]
+    items = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": output},
+    ]
+    asked = {"input": items, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "none"}
+    response = await api.post("/v1/responses", {**asked, "max_output_tokens": 8, "temperature": 0, "ignore_eos": True})
+    assert response["usage"]["input_tokens"] == len(ids)
+    assert response["output"][0]["content"][0]["text"] == said
+    ollama = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+        {"role": "tool", "content": "A view.", "images": [encoded]},
+    ]
+    options = {"num_predict": 8, "temperature": 0}
+    found = await api.post("/api/chat", {"messages": ollama, "tools": tools, "stream": False, "options": options})
+    described = await api.post(CHAT, body | {"tool_choice": "auto"})
+    assert found["prompt_eval_count"] == described["usage"]["prompt_tokens"]
+
+
+async def test_an_image_of_a_tool_is_refused_by_its_field(api: Api) -> None:
+    result = [{"type": "image", "source": {"type": "base64", "data": BROKEN}}]
+    blocks = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": result}]},
+    ]
+    error = (await api.post("/v1/messages", {"model": "tiny", "messages": blocks, "max_tokens": 3}, 400))["error"]
+    assert error["message"] == f"messages[2].content[0].content[0].source: {SAYS}"
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "ftp://x"}]
+    items = [
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": output},
+    ]
+    error = (await api.post("/v1/responses", {"input": items}, 400))["error"]
+    assert error["message"].startswith("input[1].output[1].image_url: must be a data: URL")
+
+
+def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: "
+        "{% for part in m['content'] if m['role'] == 'user' or part['type'] == 'text' %}"
+        "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+        "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{{ c['function']['arguments'] }}{% endfor %}\n"
+        "{% endfor %}"
+    )
+    config, tokenizer = ServerConfig(), Tokenizer.load(path, template)
+    model = ModelSource(config, tokenizer, VOCAB, {}, 2048, images=image_reader(path, tokenizer)).model(expendable=True)
+    result = {"role": "tool", "tool_call_id": "c", "content": asking(data_url(PNG))[0]["content"]}
+    body = json.dumps({"messages": [*asking(data_url(PNG)), result]}).encode()
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content\[0\]\.image_url\.url: this model's chat t"):
+        resolve_chat(body, model, config)
+
+
 async def test_what_does_not_fit_is_refused(api: Api) -> None:
     url = data_url(PNG)
     error = (await api.post(CHAT, {"messages": asking(*[url] * 40)}, 400))["error"]
@@ -260,7 +393,7 @@ async def test_what_does_not_fit_is_refused(api: Api) -> None:
     assert "text may not hold it" in error["message"]
     turn = {"role": "assistant", "content": asking(url)[0]["content"]}
     error = (await api.post(CHAT, {"messages": [*asking(url), turn, *asking(url)]}, 400))["error"]
-    assert "messages of the user" in error["message"]
+    assert "messages of the user and in results of tools" in error["message"]
 
 
 async def test_formats_turned_and_transparent_images(api: Api, path: Path) -> None:

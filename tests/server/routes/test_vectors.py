@@ -228,6 +228,21 @@ async def test_what_a_model_does_not_do_is_refused(encoder: Api) -> None:
     assert (await encoder.post(EMBEDDINGS, {"input": "a", "model": "other"}, 404))["error"]["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"image": "data:image/png;base64,aGk="}]}, "input"),
+        ({"input": ["a", {"type": "image_url", "image_url": {"url": "http://a"}}]}, "input"),
+        ({"input": {"content": [{"type": "text", "text": "a"}]}}, "input"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+    ],
+)
+async def test_images_are_refused_in_a_sentence(encoder: Api, body: dict[str, Any], param: str) -> None:
+    error = (await encoder.post(EMBEDDINGS, body, 400))["error"]
+    assert error["param"] == param
+    assert error["message"].endswith("no model that makes them of images is served yet")
+
+
 async def test_unknown_fields_are_named_and_ids_chosen(encoder: Api) -> None:
     response = await encoder.http.post(
         EMBEDDINGS, json={"input": "a", "user": "me", "flavour": 1}, headers={"X-Request-Id": "mine"}

@@ -51,6 +51,7 @@ export class Requests {
     const row = {
       bar,
       share: el("span", { class: "share" }),
+      images: el("span", { class: "images", role: "img", hidden: true }),
       phase: el("span", { class: "phase" }),
       cached: cell("wide num"),
       pages: cell("wide num"),
@@ -89,7 +90,8 @@ export class Requests {
       },
       el("th", { scope: "row" }, dot, name),
       el("td", {}, row.phase),
-      el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share),
+      el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share,
+        row.images),
       row.cached, row.pages, row.age, el("td", { class: "end" }, row.cancel));
     this.rows.set(id, row);
     return row;
@@ -110,6 +112,7 @@ export class Requests {
       request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks),
     );
     say(row.age, duration(request.age));
+    if (row.images.hidden && request.images.length) showImages(row.images, request);
   }
 
   async #cancel(id) {
@@ -130,6 +133,23 @@ export class Requests {
     }
     element.remove();
   }
+}
+
+/** Where in the prompt its images stand, as a strip. */
+function showImages(strip, { images, prompt_tokens: all }) {
+  const tokens = images.reduce((sum, [, count]) => sum + count, 0);
+  const text = `Images: ${tokens.toLocaleString("en")} of ${all.toLocaleString("en")} prompt tokens`;
+  const ends = images.map(([start, count]) => start + count);
+  const part = (kind, count) => {
+    const piece = el("i", { class: kind });
+    piece.style.flexGrow = String(count);
+    return piece;
+  };
+  strip.hidden = false;
+  strip.title = text;
+  strip.ariaLabel = text;
+  strip.replaceChildren(...images.flatMap(([start, count], index) =>
+    [part("", start - (ends[index - 1] ?? 0)), part("image", count)]), part("", all - (ends.at(-1) ?? 0)));
 }
 
 /** The part of an id that differs between requests. */

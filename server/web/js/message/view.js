@@ -1,7 +1,8 @@
 // One message of the conversation on the page: its text, reasoning, tool calls, tokens and buttons.
 
 import { copyButton, el } from "../dom.js";
-import { bytesOf, size, withFiles } from "../files.js";
+import { bytesOf, size, withFiles } from "../draft/files.js";
+import { pictureRow } from "../draft/pictures.js";
 import { callCards } from "./calls.js";
 import { markdown } from "./markdown.js";
 import { tokenSpans, walkable } from "./tokens.js";
@@ -33,7 +34,8 @@ export class MessageView {
     this.element.setAttribute("aria-busy", String(Boolean(message.writing)));
     this.element.classList.toggle("writing", Boolean(message.writing));
     this.body.replaceChildren(
-      ...this.#reasoning(), ...this.#files(), ...content(message, this.settings), ...callCards(this, this.typed),
+      ...this.#reasoning(), ...this.#files(), ...pictureRow(message.pictures), ...content(message, this.settings),
+      ...callCards(this, this.typed),
     );
     this.note.textContent = note(message.meta);
     this.note.hidden = !this.note.textContent;
@@ -58,8 +60,9 @@ export class MessageView {
       done();
       this.actions.changed(this);
     };
+    const { files, pictures } = this.message;
     const ask = () =>
-      field.value.trim() || this.message.files ? this.actions.askAs(this, field.value) : field.focus();
+      field.value.trim() || files || pictures ? this.actions.askAs(this, field.value) : field.focus();
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") done();
       else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) (user ? ask : save)();

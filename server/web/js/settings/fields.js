@@ -14,6 +14,8 @@ const NUMBERS = [
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }],
   ["repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }],
 ];
+/** What a blank field stands for where no model decides. */
+const BLANK = { max_tokens: "no limit", seed: "random", presence_penalty: "0", frequency_penalty: "0" };
 const JSON_FIELDS = [
   { name: "schema", label: "Its JSON schema; blank: any object", rows: 5, check: checkSchema, example: EXAMPLE_SCHEMA },
   { name: "tools", label: "Tools, a JSON list", rows: 5, check: checkTools, example: EXAMPLE_TOOLS },
@@ -96,7 +98,7 @@ const numberField = (keep) => ([name, label, range]) =>
     id: name,
     type: "number",
     inputMode: "decimal",
-    placeholder: name === "max_tokens" ? "no limit" : "default",
+    placeholder: BLANK[name] ?? "default",
     ...range,
     oninput: (event) => keep(name, event.target.value),
   }));
@@ -131,11 +133,9 @@ function labelled(label, name, control) {
   return el("div", { class: "field" }, el("label", { htmlFor: name }, label), control);
 }
 
-export function fillModels(names, settings) {
-  if (!names.includes(settings.model)) settings.model = names[0] ?? "";
-  $("model").replaceChildren(
-    ...names.map((name) => el("option", { value: name, selected: name === settings.model }, name)),
-  );
+/** A blank field shows what the model samples with: `defaults` by name, from its generation_config.json. */
+export function showDefaults(defaults) {
+  for (const [name] of NUMBERS) $(name).placeholder = BLANK[name] ?? String(defaults[name] ?? "default");
 }
 
 /** The fields that both endpoints have, and those that ask for token probabilities. Throws Error. */

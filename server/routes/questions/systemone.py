@@ -9,10 +9,10 @@ from starlette.responses import Response
 from quire.server.access.admission import GenerationRoute
 from quire.server.errors import SYSTEM_ONE
 from quire.server.generation.answers.systemone import SystemOneWriter
-from quire.server.protocol.systemone import SystemOneRequest
+from quire.server.protocol.questions.systemone import SystemOneRequest
 from quire.server.resolve.translated.systemone import resolve_systemone
 from quire.server.routes.bodies import documented, resolved_spec
-from quire.server.routes.decisions import count_questions
+from quire.server.routes.questions.decisions import count_questions
 from quire.server.routes.reply import reply
 from quire.server.served_model import model_of
 

@@ -1,19 +1,30 @@
 // A conversation: its messages and, where an answer was asked for again or a message changed, the versions of what
 // follows. A version is the tail of the conversation from some message on; its first message holds the others.
 
-import { withFiles } from "./files.js";
+import { withFiles } from "../draft/files.js";
+import { picturesFrom } from "../draft/pictures.js";
+
+const LONGEST_TITLE = 80;
 
 export class Talk {
-  constructor({ id = newId(), updated = Date.now(), system = "", messages = [] } = {}) {
-    Object.assign(this, { id, updated, system, messages });
+  constructor({ id = newId(), updated = Date.now(), name = "", system = "", messages = [] } = {}) {
+    Object.assign(this, { id, updated, name, system, messages });
     const last = messages.length - 1;
     if (last >= 0 && isEmpty(messages[last])) this.remove(last); // the page was closed before its first token
   }
 
+  /** The name that it was given, or how it begins. */
   get title() {
+    if (this.name) return this.name;
     const first = this.messages.find(({ role }) => role === "user");
-    const text = first ? first.content || first.files?.[0].name || "" : this.system;
-    return text.trim().split("\n")[0].slice(0, 80) || "Untitled";
+    const attached = [...(first?.files ?? []), ...(first?.pictures ?? [])];
+    const text = first ? first.content || attached[0]?.name || "" : this.system;
+    return text.trim().split("\n")[0].slice(0, LONGEST_TITLE) || "Untitled";
+  }
+
+  /** Calls it so from now on; nothing: as it begins. */
+  rename(name) {
+    this.name = name.trim().slice(0, LONGEST_TITLE);
   }
 
   get blank() {
@@ -74,8 +85,8 @@ export class Talk {
 
   /** What is stored: tokens with their alternatives are large, so they are shown but not kept. */
   toJSON() {
-    const { id, updated, system, title } = this;
-    return { id, updated, title, system, messages: stored(this.messages) };
+    const { id, updated, name, system, title } = this;
+    return { id, updated, title, ...(name && { name }), system, messages: stored(this.messages) };
   }
 
   /** The conversation as a Markdown document. */
@@ -83,8 +94,9 @@ export class Talk {
     const names = { user: "You", assistant: "Model", tool: "Tool result" };
     const parts = [`# ${this.title}`];
     if (this.system.trim()) parts.push(`## System prompt\n\n${this.system.trim()}`);
-    for (const { role, content: text, files, tool_calls } of this.messages) {
-      const content = withFiles(text, files);
+    for (const { role, content: text, files, pictures = [], tool_calls } of this.messages) {
+      const content = [...pictures.map((each) => `*[picture: ${each.name}]*`), withFiles(text, files)]
+        .filter(Boolean).join("\n\n");
       const calls = (tool_calls ?? []).map((call) => `\`\`\`json\n${JSON.stringify(call.function, null, 2)}\n\`\`\``);
       parts.push([`## ${names[role] ?? role}`, content, ...calls].filter(Boolean).join("\n\n"));
     }
@@ -104,7 +116,9 @@ export function talkFrom(value) {
   const messages = messagesFrom(value?.messages);
   const id = typeof value.id === "string" && ID.test(value.id) ? value.id : newId();
   const updated = Number.isFinite(value.updated) ? value.updated : Date.now();
-  return new Talk({ id, updated, system: typeof value.system === "string" ? value.system : "", messages });
+  const talk = new Talk({ id, updated, system: typeof value.system === "string" ? value.system : "", messages });
+  if (typeof value.name === "string") talk.rename(value.name);
+  return talk;
 }
 
 function messagesFrom(list) {
@@ -117,6 +131,7 @@ function messagesFrom(list) {
       if (typeof each[name] === "string") message[name] = each[name];
     if (each.meta) message.meta = metaFrom(each.meta);
     if (each.files !== undefined) message.files = filesFrom(each.files);
+    if (each.pictures !== undefined) message.pictures = picturesFrom(each.pictures);
     if (each.tool_calls?.length) message.tool_calls = Array.from(each.tool_calls, callFrom);
     if (each.versions !== undefined) Object.assign(message, versionsFrom(each));
     return message;
@@ -150,6 +165,8 @@ function versionsFrom({ versions, version }) {
   if (tails.some((tail) => tail?.length === 0)) throw new Error("none of `versions` is empty");
   return { versions: tails, version };
 }
+
+export const showsPictures = ({ pictures = [] }) => pictures.some(({ url }) => url);
 
 export const isEmpty = ({ role, content, reasoning, tool_calls }) =>
   role === "assistant" && !content && !reasoning && !tool_calls?.length;

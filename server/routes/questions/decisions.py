@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quire.server.access.admission import GenerationRoute
 from quire.server.generation.answers.decisions import DecisionsWriter
 from quire.server.generation.spec import GenerationSpec
-from quire.server.protocol.decisions import DecisionRequest
+from quire.server.protocol.questions.decisions import DecisionRequest
 from quire.server.resolve.translated.decisions import resolve_decisions
 from quire.server.routes.bodies import documented, resolved_spec
 from quire.server.routes.reply import reply

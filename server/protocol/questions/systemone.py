@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.server.protocol.bounds import MAX_PARTS, AtMost
-from quire.server.protocol.decisions import EFFECTIVE, MAX_OPTIONS, MAX_QUESTIONS
+from quire.server.protocol.questions.decisions import EFFECTIVE, MAX_OPTIONS, MAX_QUESTIONS
 from quire.server.protocol.translated import Given, TranslatedBody
 
 ALIAS = "jev-"

@@ -1,0 +1,59 @@
+"""Web pages of other origins: which may call the server, and a word to the operator where pages ask in vain."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.config import ServerConfig
+
+MANY = 3
+"""Preflights that were refused, until the log says so: one alone may be anybody's who looks around."""
+_SHOWN = 100
+log = logging.getLogger("quire.server")
+
+
+def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """An application that web pages of config.allowed_origins may call."""
+    if not config.allowed_origins:
+        return PreflightMiddleware(app)
+    allowing = CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["*"],
+    )
+    return PreflightMiddleware(allowing)
+
+
+class PreflightMiddleware:
+    """Names the flag in the log, once, when browsers ask again and again whether a page may call the server, and it
+    may not: the page itself is told nothing that its user could understand."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refused = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "OPTIONS":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        if "access-control-request-method" not in headers or "origin" not in headers:
+            return await self._app(scope, receive, send)
+
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._count(headers["origin"][:_SHOWN])
+            await send(message)
+
+        await self._app(scope, receive, seen)
+
+    def _count(self, origin: str) -> None:
+        self._refused += 1
+        if self._refused == MANY:
+            log.warning("web pages of %r may not call this server: --allowed-origins names those that may", origin)

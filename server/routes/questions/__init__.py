@@ -1,0 +1,1 @@
+"""Calls that ask questions of a model, answered by probabilities."""
