@@ -20,6 +20,7 @@ FAMILIES = {
     "ernie4_5": "dense.ernie4_5",
     "ernie4_5_moe": "sparse.ernie4_5_moe",
     "exaone4": "dense.exaone4",
+    "exaone_moe": "sparse.exaone_moe",
     "falcon": "classic.falcon",
     "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
@@ -46,6 +47,7 @@ FAMILIES = {
     "lfm2": "lfm2",
     "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
+    "mellum": "sparse.mellum",
     "minicpm3": "latent.minicpm3",
     "minimax_m2": "sparse.minimax_m2",
     "ministral3": "dense.ministral3",
@@ -69,6 +71,7 @@ FAMILIES = {
     "qwen3_next": "sparse.qwen3_next",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
+    "solar_open": "sparse.glm4_moe",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
     "youtu": "latent.youtu",
@@ -131,13 +134,14 @@ of engine/images/config.py read images too."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
-_SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
+_SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
     "dots1": 4096,
+    "mellum": 1024,
     "granite_swa": 128,
     "granitemoe_swa": 128,
 }
 """Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
-_FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """By family: every so many layers one has no window, where config.json does not say which."""
 
 
