@@ -55,10 +55,17 @@ _DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attentio
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
 _GEMMA4 = {
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 24,
-    "per_layer_config": {"02": {"head_dim": 32}},
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
 }
+"""Heads of two sizes, values that are keys, and layers that have those of others."""
 
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _SLIDES, "sliding_window": 24, "rope_parameters": _ROPES},

@@ -260,7 +260,8 @@ def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
 def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_text")
     calls = probe(model_at(tmp_path), 512)
-    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [(24, 16, 2), (24, 16, 2), (None, 32, 2)]
+    sliding, full = (24, 16, 2), (None, 32, 2)
+    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [sliding, sliding, full, sliding, full]
 
 
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
