@@ -54,9 +54,10 @@ _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
+_FIVE = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _GEMMA4 = {
     "num_hidden_layers": 5,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "layer_types": _FIVE,
     "sliding_window": 24,
     "global_head_dim": 32,
     "num_global_key_value_heads": 2,
@@ -74,11 +75,12 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gemma3n_text": {
-        "layer_types": _SLIDES,
-        "num_kv_shared_layers": 0,
+        "num_hidden_layers": 5,
+        "layer_types": _FIVE,
+        "num_kv_shared_layers": 2,
         "sliding_window": 24,
-        "intermediate_size": [128] * 3,
-        "activation_sparsity_pattern": [0.0] * 3,
+        "intermediate_size": [128] * 5,
+        "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
