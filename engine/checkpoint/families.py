@@ -16,11 +16,11 @@ FAMILIES = {
     "cohere2": "classic.cohere2",
     "deepseek_v2": "latent.deepseek_v2",
     "deepseek_v3": "latent.deepseek_v3",
-    "dots1": "sparse.dots1",
+    "dots1": "grouped.dots1",
     "ernie4_5": "dense.ernie4_5",
     "ernie4_5_moe": "sparse.ernie4_5_moe",
     "exaone4": "dense.exaone4",
-    "exaone_moe": "sparse.exaone_moe",
+    "exaone_moe": "grouped.exaone_moe",
     "falcon": "classic.falcon",
     "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
@@ -28,7 +28,7 @@ FAMILIES = {
     "gemma3_text": "gemma3",
     "glm": "dense.glm",
     "glm4": "dense.glm4",
-    "glm4_moe": "sparse.glm4_moe",
+    "glm4_moe": "grouped.glm4_moe",
     "glm4_moe_lite": "latent.deepseek_v3",
     "gpt2": "classic.gpt2",
     "gpt_bigcode": "classic.gpt2",
@@ -71,7 +71,7 @@ FAMILIES = {
     "qwen3_next": "sparse.qwen3_next",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
-    "solar_open": "sparse.glm4_moe",
+    "solar_open": "grouped.glm4_moe",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
     "youtu": "latent.youtu",
@@ -82,7 +82,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", 
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
-    *(kind for kind, module in FAMILIES.items() if module.startswith("sparse.")),
+    *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
 )
 """Those of them that have mixtures of experts."""
