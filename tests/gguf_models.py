@@ -154,8 +154,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Genera
 
 
 def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **changed: Any) -> Path:
-    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for. changed: fields
-    of config.json that are others here."""
+    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for. changed:
+    fields of config.json that are others here."""
     config = json.loads((folder / "config.json").read_text())
     config |= changed
     config |= {name: config[other] for other, name in _GPT2.items() if other in config}

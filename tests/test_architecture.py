@@ -65,6 +65,7 @@ SHARED = {
     "quire.engine.lora.files",
     "quire.engine.lora.modules",
     "quire.engine.gguf.config",
+    "quire.engine.gguf.delta_nets",
     "quire.engine.gguf.files",
     "quire.engine.gguf.header",
     "quire.engine.gguf.names",
