@@ -57,6 +57,7 @@ SHARED = {
     "quire.engine.errors",
     "quire.engine.folder",
     "quire.engine.gguf.config",
+    "quire.engine.gguf.delta_nets",
     "quire.engine.gguf.files",
     "quire.engine.gguf.header",
     "quire.engine.gguf.names",

@@ -54,11 +54,19 @@ _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
+_FIVE = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _GEMMA4 = {
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 5,
+    "layer_types": _FIVE,
     "sliding_window": 24,
-    "per_layer_config": {"02": {"head_dim": 32}},
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
 }
+"""Heads of two sizes, values that are keys, and layers that have those of others."""
 
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _SLIDES, "sliding_window": 24, "rope_parameters": _ROPES},
@@ -67,11 +75,12 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gemma3n_text": {
-        "layer_types": _SLIDES,
-        "num_kv_shared_layers": 0,
+        "num_hidden_layers": 5,
+        "layer_types": _FIVE,
+        "num_kv_shared_layers": 2,
         "sliding_window": 24,
-        "intermediate_size": [128] * 3,
-        "activation_sparsity_pattern": [0.0] * 3,
+        "intermediate_size": [128] * 5,
+        "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,

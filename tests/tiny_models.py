@@ -71,6 +71,7 @@ GEMMA3_ROPES = {
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWED = {"sliding_window": 24, "layer_types": SLIDES}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -115,6 +116,10 @@ LATENTS = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
+}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": SHORT_YARN,
 }
 MSCALE = SHORT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
 
@@ -200,6 +205,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "rope_parameters": ALPHA,
     },
+    "exaone_moe": {**GROUPED, **WINDOWED, "model_type": "exaone_moe", "num_experts": 12, "num_shared_experts": 2},
+    "mellum": {
+        **EXPERTS,
+        **WINDOWED,
+        "model_type": "mellum",
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": TWO_ROPES,
+    },
+    "solar_open": {**GROUPED, "model_type": "solar_open", "head_dim": 32, "first_k_dense_replace": 0},
     "minimax_m2": {"model_type": "minimax_m2", "head_dim": 32, **FIVE, "rotary_dim": 16},
     "phimoe": {
         "model_type": "phimoe",
@@ -252,12 +266,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
     "olmo3": {
         "model_type": "olmo3",
-        "sliding_window": 24,
-        "layer_types": SLIDES,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            "full_attention": SHORT_YARN,
-        },
+        **WINDOWED,
+        "rope_parameters": TWO_ROPES,
     },
     "lfm2": {"model_type": "lfm2", **LFM2},
     "lfm2-biased": {

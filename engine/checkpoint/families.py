@@ -16,10 +16,11 @@ FAMILIES = {
     "cohere2": "classic.cohere2",
     "deepseek_v2": "latent.deepseek_v2",
     "deepseek_v3": "latent.deepseek_v3",
-    "dots1": "sparse.dots1",
+    "dots1": "grouped.dots1",
     "ernie4_5": "dense.ernie4_5",
     "ernie4_5_moe": "sparse.ernie4_5_moe",
     "exaone4": "dense.exaone4",
+    "exaone_moe": "grouped.exaone_moe",
     "falcon": "classic.falcon",
     "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
@@ -27,7 +28,7 @@ FAMILIES = {
     "gemma3_text": "gemma3",
     "glm": "dense.glm",
     "glm4": "dense.glm4",
-    "glm4_moe": "sparse.glm4_moe",
+    "glm4_moe": "grouped.glm4_moe",
     "glm4_moe_lite": "latent.deepseek_v3",
     "gpt2": "classic.gpt2",
     "gpt_bigcode": "classic.gpt2",
@@ -46,6 +47,7 @@ FAMILIES = {
     "lfm2": "lfm2",
     "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
+    "mellum": "sparse.mellum",
     "minicpm3": "latent.minicpm3",
     "minimax_m2": "sparse.minimax_m2",
     "ministral3": "dense.ministral3",
@@ -73,6 +75,7 @@ FAMILIES = {
     "qwen3_vl_text": "qwen3",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
+    "solar_open": "grouped.glm4_moe",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
     "youtu": "latent.youtu",
@@ -83,7 +86,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", 
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
-    *(kind for kind, module in FAMILIES.items() if module.startswith("sparse.")),
+    *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
 )
 """Those of them that have mixtures of experts."""
@@ -153,13 +156,14 @@ many are theirs where mrope_section does not say it."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
-_SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
+_SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
     "dots1": 4096,
+    "mellum": 1024,
     "granite_swa": 128,
     "granitemoe_swa": 128,
 }
 """Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
-_FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """By family: every so many layers one has no window, where config.json does not say which."""
 
 

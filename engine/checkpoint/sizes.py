@@ -50,11 +50,12 @@ _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 _NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
-_HEAD_NORMS |= {"dots1", "hunyuan_v1_moe", "lfm2_moe"}
+_HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """and of all of them together."""
 _CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
+_CORRECTED |= {"exaone_moe", "solar_open"}
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
 """Families whose shared experts have a gate."""

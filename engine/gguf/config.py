@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 from quire.engine.folder import open_file
-from quire.engine.gguf import latents
+from quire.engine.gguf import delta_nets, latents
 from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.tokenizer import end_tokens, vocabulary_size
 from quire.engine.gguf.types import FLOATS
@@ -16,6 +16,7 @@ from quire.engine.gguf.types import FLOATS
 FAMILIES = {
     "arcee": "arcee",
     "cohere2": "cohere2",
+    **delta_nets.FAMILIES,
     "command-r": "cohere",
     latents.ARCH: "deepseek_v2",
     "dots1": "dots1",
@@ -53,7 +54,7 @@ FAMILIES = {
     "starcoder2": "starcoder2",
 }
 """general.architecture to config.json's model_type. Mixtral's files call themselves llama, OLMo 3's olmo2."""
-_PARTLY_ROTATED = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "stablelm")
+_PARTLY_ROTATED = (*delta_nets.FAMILIES, "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "stablelm")
 """Architectures that rotate a part of each head."""
 _MAY_SLIDE = ("cohere2", "exaone4", "olmo2", "phi3", "starcoder2")
 _SCALES = {
@@ -64,7 +65,7 @@ _SCALES = {
 }
 """Granite's."""
 _SPARSE = ("dots1", "ernie4_5-moe", "glm4moe", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe", "phimoe")
-_WITH_EXPERTS = ("gpt-oss", "qwen3moe", "qwen2moe", *_SPARSE)
+_WITH_EXPERTS = (*delta_nets.WITH_EXPERTS, "gpt-oss", "qwen3moe", "qwen2moe", *_SPARSE)
 _OF_DENSE_WIDTH = ("granitemoe", "hunyuan-moe", "minimax-m2", "olmoe", "phimoe")
 """Architectures whose experts are as wide as intermediate_size says."""
 PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
@@ -113,6 +114,7 @@ def config_json(header: Header) -> dict[str, Any]:
         **_of_experts(header, arch),
         **_of_others(header, arch),
         **(latents.fields(header, _family(header, arch)) if arch == latents.ARCH else {}),
+        **(delta_nets.fields(header, arch) if arch in delta_nets.FAMILIES else {}),
     }
     return {key: value for key, value in config.items() if value is not None} | _windows(header, arch)
 
@@ -169,9 +171,9 @@ def _uniform(header: Header, key: str) -> int | None:
 
 
 def _key_value_heads(header: Header, arch: str) -> int | None:
-    """Layers of an LFM2 that have no attention have none."""
+    """Layers without attention have none."""
     key = f"{arch}.attention.head_count_kv"
-    if not arch.startswith("lfm2") or not isinstance(header.metadata.get(key), list):
+    if not (arch.startswith("lfm2") or arch in delta_nets.FAMILIES) or not isinstance(header.metadata.get(key), list):
         return _uniform(header, key)
     attending = set(header.integers(key)) - {0}
     if len(attending) != 1:

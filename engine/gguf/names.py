@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from quire.engine.gguf import delta_nets
+
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OUTSIDE |= {"position_embd": "model.embed_positions"}
 _INSIDE = {
@@ -90,6 +92,9 @@ _BY_FAMILY = {
     "olmoe": _OF_QWEN3_MOE,
     "phimoe": _OF_MIXTRAL,
     "qwen2_moe": _OF_QWEN2_MOE,
+    "qwen3_5_moe_text": _OF_QWEN2_MOE | delta_nets.INSIDE,
+    "qwen3_5_text": _INSIDE | delta_nets.INSIDE,
+    "qwen3_next": _OF_QWEN2_MOE | delta_nets.INSIDE,
     "phi3": _INSIDE | {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": _OF_QWEN3_MOE,
     "seed_oss": _OF_SEED_OSS,
@@ -104,6 +109,8 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
     model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `count` of them along its
     first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known stays."""
     stem, _, kind = name.rpartition(".")
+    if (bare := _LAYER.fullmatch(name)) is not None and bare[2] in delta_nets.BARE:
+        return f"model.layers.{bare[1]}.{delta_nets.BARE[bare[2]]}"
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
         return None
     if stem == "token_embd_norm" and model_type.startswith("lfm2"):  # named wrongly there: it is behind all layers

@@ -25,6 +25,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = Split((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",))
 _QWEN2 = (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}",)
+_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Qwen3.5's, in which marks belong to words."""
 _DIGITS = Split((r"\p{N}", _GPT2))
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -45,6 +47,7 @@ SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), _LLAMA3_WITH_BOS),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(_QWEN2, nfc=True)),
+    "qwen35": Split((rf"{_CONTRACTIONS}|{_MARKED}",), nfc=True),
     "stablelm2": Split(_QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("gpt-4o", "llama4"), Split((rf"{_O200K}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}",))),

@@ -48,6 +48,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "moe_layer_start_index": "first_k_dense_replace",
         "moe_layer_interval": "decoder_sparse_step",
     },
+    "exaone_moe": {"num_shared_experts": "n_shared_experts"},
     "falcon": _MEGATRON_FIELDS,
     "glm4_moe": _ROUTED,
     "glm4_moe_lite": _ROUTED,
@@ -67,6 +68,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "tie_embedding": "tie_word_embeddings",
         "num_dense_layers": "first_k_dense_replace",
     },
+    "mellum": {"num_mtp_layers": "num_nextn_predict_layers"},
     "mpt": {
         "d_model": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -84,6 +86,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
     "phi": _CENTRED,
+    "solar_open": _ROUTED,
     "stablelm": _CENTRED,
     "starcoder2": {"norm_epsilon": "rms_norm_eps"},
 }
@@ -119,6 +122,13 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "moe_norm_min": 1e-12,
     },
     "exaone4": {"rms_norm_eps": 1e-5},
+    "exaone_moe": {
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -152,6 +162,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "conv_L_cache": 3,
         "first_k_dense_replace": 2,
     },
+    "mellum": {"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024},
     "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
     "ministral3": {
         "rms_norm_eps": 1e-5,
@@ -182,6 +193,14 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_next": _QWEN_MOE,
     "seed_oss": {"attention_bias": True, "head_dim": 128},
+    "solar_open": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "intermediate_size": 512,  # of no layer
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "rope_theta": 1_000_000.0,
+    },
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {
         "tie_word_embeddings": True,

@@ -7,7 +7,7 @@ dequantization in ggml-quants.c, https://github.com/ggml-org/ggml.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,13 +27,15 @@ class Gguf(Format):
     """Rows of blocks."""
 
     type: TensorType
+    order: Tensor | None = field(default=None, compare=False)
+    """As GroupedWeight has it."""
 
     def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
         shape = (out_features, in_features // self.type.numbers * self.type.size)
         return {"weight": Stored(shape, torch.uint8)}
 
     def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        return unpacked(tensors["weight"], self.type.name)
+        return replace(unpacked(tensors["weight"], self.type.name), order=self.order)
 
 
 def unpacked(rows: Tensor, kind: str) -> GroupedWeight:

@@ -202,6 +202,8 @@ def inputs_of(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": ids}
     more = {"position_ids": positions, "use_cache": False, "cache_position": positions[0]}
+    # Gemma 4 leaves out tokens, and masks of its own for the others, where a number says which are wanted.
+    more["logits_to_keep"] = torch.arange(ids.shape[1], device=ids.device)
     takes_any = {"position_ids", "use_cache"} if anything else set()
     return inputs | {name: value for name, value in more.items() if name in parameters or name in takes_any}
 

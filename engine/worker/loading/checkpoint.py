@@ -23,6 +23,7 @@ from quire.engine.layers.schemes.formats import formats_of
 from quire.engine.layers.schemes.gguf import Gguf
 from quire.engine.layers.schemes.mixed import MixedScheme
 from quire.engine.worker.loading.experts import experts_apart
+from quire.engine.worker.loading.gguf_delta import DeltaNets
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
 from quire.engine.worker.loading.layout import Arrangement
 from quire.engine.worker.loading.loader import Tensors, TensorStream, checkpoint_stream
@@ -120,7 +121,8 @@ def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.
     arrangement = Arrangement(model_config, gguf=True)
     found = linear_types(header, model_config)
     types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}
-    stored = {name: Gguf(kind) for name, kind in types.items()}
+    deltas = DeltaNets(model_config)
+    stored = {name: Gguf(kind, deltas.order(name)) for name, kind in types.items()}
     scheme = MixedScheme(backend, dtype, stored.get, stored.get("model.embed_tokens"))
     return Weights(scheme, arrangement.arranged(gguf_stream(header, model_config)), said)
 

@@ -17,6 +17,7 @@ from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.names import checkpoint_name
 from quire.engine.gguf.types import TensorType
 from quire.engine.layers.schemes.gguf import GROUPED, unpacked
+from quire.engine.worker.loading.gguf_delta import DeltaNets
 from quire.engine.worker.loading.loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,9 +40,15 @@ def linear_types(header: Header, config: ModelConfig) -> Mapping[str, TensorType
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
-        for name in _names(stored, tensor, config)[0]
+        for name in _apart(_names(stored, tensor, config)[0])
         if tensor.type.name in GROUPED
     }
+
+
+def _apart(names: list[str]) -> list[str]:
+    """Qwen3-Next's files have two linears in one."""
+    parts = [[name.replace("in_proj_ba", f"in_proj_{each}") for each in "ba"] for name in names if "in_proj_ba" in name]
+    return parts[0] if parts else names
 
 
 def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list[str], bool]:
@@ -63,8 +70,8 @@ def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list
 def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     """All tensors of a model's files."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
-    halves: dict[str, Tensor] = {}
-    one = 1.0 if config.model_type.startswith(("gemma", "nemotron")) else 0.0
+    halves, deltas = dict[str, Tensor](), DeltaNets(config)
+    one = 1.0 if config.model_type.startswith(("gemma", "nemotron", "qwen3_5", "qwen3_next")) else 0.0
     for stored_name, stored in header.tensors.items():
         names, stacked = _names(stored_name, stored, config)
         if not names or _drafts(stored_name, config):
@@ -77,6 +84,8 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
             yield from zip(names, rows, strict=True)
         elif names[0].endswith(_ROWS):
             yield names[0], rows.view(1, -1)
+        elif ".linear_attn." in names[0]:
+            yield from deltas.arranged(names[0], rows)
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):

@@ -15,6 +15,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.models.sparse import mixtral
 from tests.engine.harness import Answer, request, run
+from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
 from tests.tiny_models import MSCALE, VOCAB, YARN, save_tiny_model
 
@@ -127,6 +128,23 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
     for key, answer in theirs.items():
         assert ours[key].ids == answer.ids
         assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-grouped", "qwen3_5-moe", "qwen3-next"])
+def test_delta_nets_whose_value_heads_files_have_in_turns(family: str, kind: str, tmp_path: Path) -> None:
+    """Two value heads and more of a key head; in few bits columns are gathered where they are read."""
+    values = {} if family == "qwen3_5-grouped" else {"linear_num_value_heads": 8}
+    widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+    widths = widths if family in ("qwen3_5-moe", "qwen3-next") else {}
+    folder = save_tiny_model(tmp_path / "folder", family, hidden_size=128, **values, **widths)
+    file = write_delta_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        wanted = [each.logprob for each in answer.logprobs]
+        assert [each.logprob for each in ours[key].logprobs] == pytest.approx(wanted, abs=5e-6)
 
 
 @pytest.mark.few(2)

@@ -140,6 +140,7 @@ def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
     [
         ("llama-bpe", "I'LL pay 12345", ["I", "'LL", "Ġpay", "Ġ", "123", "45"]),
         ("qwen2", "I'LL pay 123", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3"]),
+        ("qwen35", "I'LL pay 123", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3"]),
         ("smollm", "I'll pay 12!", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "!"]),
         ("gpt-2", "I'LL pay 123", ["I", "'", "LL", "Ġpay", "Ġ123"]),
         ("tekken", "CamelCASE 12", ["Camel", "CASE", "Ġ", "1", "2"]),

@@ -38,10 +38,10 @@ LENGTHS = (3, 20, 45, 61)
 
 
 @pytest.fixture(scope="module")
-def solar_open(tmp_path_factory: pytest.TempPathFactory) -> str:
+def laguna(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A mixture of experts that no file of ours serves."""
-    path = tmp_path_factory.mktemp("solar_open")
-    save_tiny_class(path, "solar_open")
+    path = tmp_path_factory.mktemp("laguna")
+    save_tiny_class(path, "laguna")
     return str(path)
 
 
@@ -59,10 +59,10 @@ def alone(engine: Engine, **params: object) -> dict[str, Answer]:
     return {each.id: run(engine, [each])[each.id] for each in requests(**params)}
 
 
-def test_the_class_is_chosen_where_there_is_no_file_and_says_so(solar_open: str, tmp_path: Path) -> None:
-    engine = engine_of(solar_open)
-    assert engine.info.notes[0].startswith("transformers' SolarOpenForCausalLM computes it, on Quire's pages")
-    assert "SolarOpenForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
+def test_the_class_is_chosen_where_there_is_no_file_and_says_so(laguna: str, tmp_path: Path) -> None:
+    engine = engine_of(laguna)
+    assert engine.info.notes[0].startswith("transformers' LagunaForCausalLM computes it, on Quire's pages")
+    assert "LagunaForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
     assert engine.info.deterministic
     ours = engine_of(save_tiny_model(tmp_path, "qwen3"))
     assert not any("transformers" in note for note in ours.info.notes)
@@ -89,9 +89,9 @@ def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[st
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
 
 
-def test_a_family_without_a_file_is_refused_where_one_is_asked_for(solar_open: str) -> None:
-    with pytest.raises(ModelError, match="model_impl: no file of Quire serves a solar_open; it has apertus"):
-        engine_of(solar_open, model_impl="quire")
+def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) -> None:
+    with pytest.raises(ModelError, match="model_impl: no file of Quire serves a laguna; it has apertus"):
+        engine_of(laguna, model_impl="quire")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(solar_open: s
     ],
     ids=str,
 )
-def test_no_batch_changes_a_bit(options: dict[str, Any], solar_open: str) -> None:
+def test_no_batch_changes_a_bit(options: dict[str, Any], laguna: str) -> None:
     """Nor chunks, few pages, which preempt, and cached prefixes."""
     asked = {"temperature": 1.0, "logprobs": 2}
-    roomy = engine_of(solar_open, max_num_batched_tokens=256, **options)
+    roomy = engine_of(laguna, max_num_batched_tokens=256, **options)
     wanted = alone(roomy, salt="alone", **asked)
     assert run(roomy, requests(**asked)) == wanted
-    narrow = engine_of(solar_open, num_kv_blocks=10, max_model_len=80, **options)
+    narrow = engine_of(laguna, num_kv_blocks=10, max_model_len=80, **options)
     assert {name: each.ids for name, each in run(narrow, requests(**asked)).items()} == {
         name: each.ids for name, each in wanted.items()
     }
@@ -123,8 +123,8 @@ def test_no_batch_changes_a_bit(options: dict[str, Any], solar_open: str) -> Non
     assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in wanted.items()}
 
 
-def test_few_bits_make_the_weights_smaller_and_stay_close(solar_open: str) -> None:
-    whole, few = engine_of(solar_open), engine_of(solar_open, quantization="int8")
+def test_few_bits_make_the_weights_smaller_and_stay_close(laguna: str) -> None:
+    whole, few = engine_of(laguna), engine_of(laguna, quantization="int8")
     assert few.info.weight_bytes < whole.info.weight_bytes / 2
     asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
     pairs = zip(*(run(each, asked)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
@@ -132,12 +132,12 @@ def test_few_bits_make_the_weights_smaller_and_stay_close(solar_open: str) -> No
     assert 0 < sum(errors) / len(errors) < 0.1
 
 
-def test_other_weights_are_checked_and_take_the_place_of_these(solar_open: str, tmp_path: Path) -> None:
+def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_path: Path) -> None:
     """Their experts are stored one by one and joined by the class's rules."""
-    shutil.copytree(solar_open, tmp_path / "b")
+    shutil.copytree(laguna, tmp_path / "b")
     tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
     save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
-    engine, other = engine_of(solar_open), EngineConfig(model=solar_open, weights=str(tmp_path / "b"), num_kv_blocks=64)
+    engine, other = engine_of(laguna), EngineConfig(model=laguna, weights=str(tmp_path / "b"), num_kv_blocks=64)
     engine.check_weights(other)
     asked = requests(max_tokens=1, logprobs=1)[-1:]
     assert run(Engine(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
@@ -176,18 +176,18 @@ def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str, Any], solar_open: str) -> None:
+def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str, Any], laguna: str) -> None:
     field = next(iter(options))
-    with pytest.raises(ConfigError, match=f"{field}: a solar_open is computed by transformers' class") as refused:
-        engine_of(solar_open, **options)
+    with pytest.raises(ConfigError, match=f"{field}: a laguna is computed by transformers' class") as refused:
+        engine_of(laguna, **options)
     assert refused.value.param == field
 
 
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_class_drafts_and_is_drafted_for(drafts: bool, solar_open: str, tmp_path: Path) -> None:
+def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: Path) -> None:
     """A model of ours beside it; no token changes, and what a model guesses of itself is right."""
     path = save_tiny_model(tmp_path, "llama")
-    served, guesses = (path, solar_open) if drafts else (solar_open, path)
+    served, guesses = (path, laguna) if drafts else (laguna, path)
     for draft in (guesses, served):
         asked: dict[str, Any] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
         engine = engine_of(served, max_num_batched_tokens=256, speculative_config=asked)
@@ -219,6 +219,16 @@ def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, r
         engine_of(tmp_path, model_impl="transformers")
 
 
+def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
+    """Llama 4's: what is in one chunk sees all before it."""
+    save_tiny_class(tmp_path, "llama4_text")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_chunk_size": 64}))
+    with pytest.raises(ModelError, match="neither causal nor a window"):
+        engine_of(tmp_path)
+    assert run(engine_of(tmp_path, max_model_len=64), requests(max_tokens=3))["1"].ids
+
+
 def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "bart")
     file = tmp_path / "config.json"
@@ -236,7 +246,7 @@ def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) 
         engine_of(tmp_path, model_impl="transformers")
 
 
-def test_a_class_that_counts_positions_itself_is_refused(solar_open: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial at the start finds it: no sequence would have its own numbers beside others."""
     from quire.engine.models.adapted import decoder
 
@@ -245,7 +255,7 @@ def test_a_class_that_counts_positions_itself_is_refused(solar_open: str, monkey
 
     monkeypatch.setattr(decoder, "inputs_of", counting)
     with pytest.raises(ModelError, match="it does not take positions as they are given"):
-        engine_of(solar_open)
+        engine_of(laguna)
 
 
 def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
@@ -260,7 +270,8 @@ def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
 def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_text")
     calls = probe(model_at(tmp_path), 512)
-    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [(24, 16, 2), (24, 16, 2), (None, 32, 2)]
+    sliding, full = (24, 16, 2), (None, 32, 2)
+    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [sliding, sliding, full, sliding, full]
 
 
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.tiny_models import save_tiny_model
 
 LINEARS: dict[str, tuple[str, ...]] = {
     "olmo": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
-    "solar_open": ("q_proj", "k_proj", "v_proj", "o_proj"),  # its MLPs are experts
+    "laguna": ("q_proj", "k_proj", "v_proj", "o_proj"),  # its MLPs are experts
     "persimmon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "gemma4_text": ("q_proj", "o_proj", "gate_proj", "per_layer_input_gate", "per_layer_projection"),
     "axk1": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
@@ -110,7 +110,7 @@ def test_what_peft_writes_and_computes(tmp_path: Path) -> None:
 
 def test_an_llm_serves_them_and_others_are_refused(tmp_path: Path) -> None:
     """What is of another model, of experts, or of an embedding, by the tensor's name."""
-    path = made(tmp_path / "model", "solar_open")
+    path = made(tmp_path / "model", "laguna")
     llm = LLM(str(path), num_kv_blocks=32, enable_lora=True, skip_tokenizer_init=True)
     base, params = whole(path), SamplingParams(max_tokens=4, temperature=0)
     folder = save_adapter(tmp_path / "good", base, 4, targets=("q_proj",), seed=1)

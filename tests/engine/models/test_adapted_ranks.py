@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("one_thread"),
 ]
-KINDS = ["solar_open", "olmo", "mimo_v2_flash", "gemma4_text", "axk1", "exaone_moe", "laguna", "mellum", "nanochat"]
+KINDS = ["laguna", "olmo", "mimo_v2_flash", "gemma4_text", "axk1", "hy_v3", "nanochat"]
 """Experts, soft caps, sinks, heads of several sizes, latents."""
 
 
@@ -57,7 +57,7 @@ def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}], ids=str)
 def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     """Each rank quantizes its own part."""
-    path = made(tmp_path / "model", "solar_open")
+    path = made(tmp_path / "model", "laguna")
     base = AutoModelForCausalLM.from_pretrained(path)
     folder = save_adapter(tmp_path / "a", base, 8, targets=("q_proj", "o_proj", "lm_head"), seed=5)
     settings = {"enable_lora": True, "max_lora_rank": 8, "num_kv_blocks": 64}
@@ -81,8 +81,8 @@ def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     ("kind", "ranks", "said"),
     [
         ("persimmon", 2, "PersimmonForCausalLM has no plan of tensor parallelism"),
-        ("solar_open", 3, "3 ranks do not divide 64 numbers"),
-        ("solar_open", 4, "SolarOpenForCausalLM"),
+        ("laguna", 3, "3 ranks do not divide 64 numbers"),
+        ("laguna", 4, "LagunaForCausalLM"),
         ("longcat_flash", 2, "its plan of tensor parallelism"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_same_model_comes_of_both_formats(options: dict[str, Any], tmp_path:
 
 def test_a_class_of_transformers_reads_them_too(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    save_tiny_class(tmp_path / "a", "solar_open")
+    save_tiny_class(tmp_path / "a", "laguna")
     assert answer(pickled(tmp_path / "a", tmp_path / "b")) == answer(tmp_path / "a")
 
 
