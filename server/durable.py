@@ -28,9 +28,17 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    store: Store
+    data: Data
     batches: BatchRunner
     streams: Streams
+
+    @property
+    def store(self) -> Store:
+        return self.data.store
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        return self.data.sizes
 
     @property
     def open_batches(self) -> int:
@@ -53,7 +61,7 @@ async def durable(
     batches = BatchRunner(app, data.batches, data.files, tenants, config, queued)
     streams = Streams(data.calls, config.stream_grace)
     try:
-        yield Durable(data.store, batches, streams)
+        yield Durable(data, batches, streams)
     finally:
         await batches.close()
         await streams.close()

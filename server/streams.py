@@ -28,7 +28,7 @@ log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
 """The scope's key of a Resumed: the call is made again."""
 CLAIMS = "quire.claims"
-"""The scope's key of a list of the Idempotency-Keys that are kept for the request, with their owners."""
+"""The scope's key of a list of the Claims that the request has."""
 BODY = "quire.kept_body"
 """The scope's key of a body that may go into the journal."""
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -56,6 +56,16 @@ class Resumed:
     """From 1; 0: it is in the background, and what is known of it is its answer."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """An Idempotency-Key whose request is about to be in the journal."""
+
+    owner: str
+    key: str
+    until: float
+    """Of time.monotonic(): how long it is waited for."""
+
+
 @dataclass(eq=False, slots=True)
 class Running:
     progress: Progress
@@ -75,11 +85,16 @@ class Streams:
         self._calls = calls
         self._grace = grace
         self._running: dict[tuple[str, str], Running] = {}
-        self._claimed: dict[tuple[str, str], float] = {}
-        """Owners and keys of calls that are about to be in the journal: until when they are waited for."""
+        self._claims: dict[tuple[str, str], Claim] = {}
+        """By owner and key."""
         self.resumptions = 0
         """Calls that were made again."""
         self._task = asyncio.create_task(self._note_always())
+
+    @property
+    def num_running(self) -> int:
+        """Calls whose progress goes into the journal."""
+        return len(self._running)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -111,30 +126,34 @@ class Streams:
             return None
         if not 0 < len(key) <= MAX_KEY:
             raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
-        busy = HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
         now = time.monotonic()
-        self._claimed = {claim: until for claim, until in self._claimed.items() if until > now}
-        if (owner, key) in self._claimed:
-            raise busy
-        self._claimed[owner, key] = now + _CLAIM_SECONDS
-        request.scope.get(CLAIMS, []).append((owner, key))
+        if (other := self._claims.get((owner, key))) is not None and other.until > now:
+            raise _busy()
+        claim = self._claims[owner, key] = Claim(owner, key, now + _CLAIM_SECONDS)
+        request.scope[CLAIMS].append(claim)
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
         if call is None:
             return None  # `begin` takes the claim away, or the request's end
-        del self._claimed[owner, key]
+        self.release([claim])
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:
             return Resumed(call, (), attempt=0)
-        running = self._running.get((owner, call.pins.id))
-        if not stream and running is not None and not running.ended.is_set():
-            raise busy
+        if not stream:
+            self.check_free(owner, call.pins.id)
         return await self.resumed(owner, call, ())
 
-    def release(self, claims: Iterable[tuple[str, str]]) -> None:
-        """Take the claims of a request away that has ended."""
+    def check_free(self, owner: str, id: str) -> None:
+        """Raises HTTPException while a call is answered."""
+        running = self._running.get((owner, id))
+        if running is not None and not running.ended.is_set():
+            raise _busy()
+
+    def release(self, claims: Iterable[Claim]) -> None:
+        """Nobody needs to wait for them any more. Does nothing the second time."""
         for claim in claims:
-            self._claimed.pop(claim, None)
+            if self._claims.get((claim.owner, claim.key)) is claim:
+                del self._claims[claim.owner, claim.key]
 
     async def begin(
         self,
@@ -159,15 +178,15 @@ class Streams:
         try:
             await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
         except sqlite3.OperationalError as error:
-            if key is not None:  # else it would be answered twice
+            if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
                 raise
-            log.error("%s cannot be resumed: data_dir cannot be written: %s", spec.answer_id, error)
+            log.error("%s is not in the journal, or not so far: data_dir cannot be written: %s", spec.answer_id, error)
         except BaseException:
             _end(running, close)
             raise
         finally:
-            self._claimed.pop((owner, key or ""), None)
+            self.release(request.scope.get(CLAIMS, ()))
         return running.close
 
     async def forget(self, owner: str, id: str, *, with_key: bool = True) -> None:
@@ -205,6 +224,10 @@ class Streams:
                 del self._running[owner, id]
         if notes:
             await asyncio.to_thread(self._calls.note, notes)
+
+
+def _busy() -> HTTPException:
+    return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
 
 
 def _nothing() -> None:

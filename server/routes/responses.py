@@ -100,8 +100,8 @@ async def create_response(request: Request) -> Response:
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, server, spec, writer = runtime_of(request), server_of(request), keeper.spec, keeper.writer
     resumed = request.scope.get(RESUMED)
-    if resumed is not None and not resumed.attempt:
-        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+    if resumed is not None and not resumed.attempt and (known := await _known(request, spec)) is not None:
+        return known
     held = hold_of(request.scope).moved()
     assert spec.response is not None
     close = held.end
@@ -129,9 +129,21 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
     running = Running(writer, close, [] if spec.stream else None)
     events = events_of(generation, writer, spec, runtime.turns, nothing)
     server.background.start((keeper.owner, spec.answer_id), running, events, ended)
-    if spec.stream and resumed is None:
+    if spec.stream and (resumed is None or not resumed.attempt):
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
     return Response(queued, 200, dict(spec.headers), "application/json")
+
+
+async def _known(request: Request, spec: GenerationSpec) -> Response | None:
+    """The response of a call that had its Idempotency-Key before; None where the server ended between the call's row in
+    the journal and the response's own. Raises HTTPException while it is between them."""
+    try:
+        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+    except RequestNotFound:
+        streams = server_of(request).streams
+        assert streams is not None
+        streams.check_free(owner_of(request), spec.id)
+        return None
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)

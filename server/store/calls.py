@@ -72,11 +72,16 @@ class Calls:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes: Counter[str] = Counter(dict(rows))
 
+    @property
+    def size(self) -> int:
+        """Bytes of all calls."""
+        return self._sizes.total()
+
     def put(self, owner: str, call: Call, ends: float) -> bool:
         """Note a call until a time of the Unix clock. False where another one has its key."""
         size = ROW + len(call.body)
         row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             if call.key is not None:
                 other = connection.execute("select id from calls where owner = ? and name = ?", (owner, call.key))
                 if (known := other.fetchone()) is not None and known[0] != call.pins.id:
@@ -104,12 +109,12 @@ class Calls:
         return self._found("name", owner, key)
 
     def delete(self, owner: str, id: str) -> None:
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             self._drop(connection, owner, id)
 
     def sweep(self) -> None:
         """Forget those whose time is over."""
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
             for owner, id in over:
                 self._drop(connection, owner, id)
