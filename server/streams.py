@@ -134,11 +134,11 @@ class Streams:
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
         if call is None:
             return None  # `begin` takes the claim away, or the request's end
-        self.release([claim])
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
-        if call.pins.background:
+        if call.pins.background:  # which may have to be begun: the claim stays
             return Resumed(call, (), attempt=0)
+        self.release([claim])
         if not stream:
             self.check_free(owner, call.pins.id)
         return await self.resumed(owner, call, ())

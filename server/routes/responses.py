@@ -27,6 +27,7 @@ from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
+from quire.server.store.patience import patiently
 from quire.server.store.store import Known, Put, Store, Stored
 from quire.server.streams import RESUMED
 
@@ -116,13 +117,18 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
         held.end()
         raise
 
+    def leaving() -> bool:
+        return server.background.closing or admission_of(request).draining
+
+    async def kept() -> None:
+        await keeper.keep()
+        if server.streams is not None:
+            await server.streams.forget(keeper.owner, spec.id, with_key=False)
+
     async def ended() -> None:
         try:
-            if writer.unfinished and (server.background.closing or admission_of(request).draining):
-                return  # the next process goes on with it
-            await keeper.keep()
-            if server.streams is not None:
-                await server.streams.forget(keeper.owner, spec.id, with_key=False)
+            if not (writer.unfinished and leaving()):  # else the next process goes on with it
+                await patiently(f"the end of {spec.answer_id} waits", kept, leaving)
         finally:
             held.end()
 

@@ -23,6 +23,8 @@ class World(Protocol):
     """Where clients live."""
 
     rng: random.Random
+    seeds: Mapping[str, int]
+    """Of all requests to engines, by their id."""
 
     @property
     def excused(self) -> float:
@@ -84,12 +86,13 @@ class Streaming(Client):
         self.kind = self.rng.choice(("chat", "two", "completion", "response", "message"))
         self.count = self.rng.choice((3, 12, 40, 130))
         self.key = self.rng.choice((None, f"key {number}"))
+        self.seeded = self.rng.random() < 0.5
         self.path, self.body = self._request()
         self.events: dict[str, bytes] = {}
         self.stream = ""
 
     def _request(self) -> tuple[str, dict[str, Any]]:
-        body: dict[str, Any] = {"model": NAME, "stream": True, "seed": self.seed}
+        body: dict[str, Any] = {"model": NAME, "stream": True, **({"seed": self.seed} if self.seeded else {})}
         messages = [{"role": "user", "content": f"text {self.number}"}]
         match self.kind:
             case "completion":
@@ -108,16 +111,15 @@ class Streaming(Client):
                 await self._read()
             await asyncio.sleep(self.rng.choice((0.0, 0.01, 0.5, 3.0)))
         self._check()
-        again = self.events
-        self.events = {}
-        if self.stream and self.world.excused < self.since:  # all of it once more: the same to the byte
-            status, answer = await self.ask("GET", f"/v1/streams/{self.stream}")
-            assert status == 200 or self.world.excused >= self.since, f"{self.kind}: {status}"
-            if status == 200:
-                self._take(answer)
-                same = {id: _timeless(event) for id, event in self.events.items()}
-                if self.kind != "two":  # whose choices come in any order, which the ids tell
-                    assert same == {id: _timeless(event) for id, event in again.items()}, self.kind
+        status, answer = await self.ask("GET", f"/v1/streams/{self.stream}")  # all of it once more
+        if self.world.excused >= self.since:
+            return
+        assert status == 200, f"{self.kind}: {status}"
+        first, self.events = self.events, {}
+        self._take(answer)
+        if self.kind != "two":  # whose choices come in any order, which the ids tell
+            same = {id: _timeless(event) for id, event in self.events.items()}
+            assert same == {id: _timeless(event) for id, event in first.items()}, "it is not the same to the byte"
 
     async def _read(self) -> None:
         """What comes until the connection ends."""
@@ -183,8 +185,10 @@ class Streaming(Client):
             numbers.append(told.get("sequence_number"))
             for index, text in _texts(told):
                 texts[index] = texts.get(index, "") + text
-        params = SamplingParams(seed=self.seed)
-        expected = {at: text_of(params.choice_seed(at), self.count) for at in range(2 if self.kind == "two" else 1)}
+        params, choices = SamplingParams(seed=self.seed), range(2 if self.kind == "two" else 1)
+        seeds = {at: self.world.seeds[f"{self.stream}-{at}"] for at in choices}
+        assert not self.seeded or seeds == {at: params.choice_seed(at) for at in choices}
+        expected = {at: text_of(seeds[at], self.count) for at in choices}
         assert texts == expected, f"{self.kind}: a token was lost, repeated or changed"
         if self.kind == "response":
             assert numbers == list(range(len(numbers))), f"sequence_number: {numbers}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
+import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,10 +60,21 @@ class Loop(asyncio.SelectorEventLoop):
         self.selector = _Selector()
         super().__init__(self.selector)
         self._rng = rng
+        self.tasks = 0
+        """That were ever begun."""
         self.set_task_factory(_owned)
 
     def time(self) -> float:
         return self.selector.now
+
+    def end_all(self) -> None:
+        """Cancel what still runs, after a failure."""
+        self.selector.turns = 0
+        for _ in range(20):
+            if tasks := asyncio.all_tasks(self):
+                for task in tasks:
+                    task.cancel()
+                self.run_until_complete(asyncio.wait(tasks, timeout=1))
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A thread's work is done at one moment, some time from now."""
@@ -78,7 +92,7 @@ class Loop(asyncio.SelectorEventLoop):
             return
         try:
             result = func(*args)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, as a thread's is
+        except BaseException as error:
             if not future.done():
                 future.set_exception(error)
         else:
@@ -86,8 +100,21 @@ class Loop(asyncio.SelectorEventLoop):
                 future.set_result(result)
 
 
+class _Task(asyncio.Task[Any]):
+    """Sets of tasks are in the order in which these were made, whatever the memory's."""
+
+    def __init__(self, *args: Any, number: int, **more: Any) -> None:
+        self._number = number
+        super().__init__(*args, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 def _owned(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-    task = asyncio.Task(coroutine, loop=loop, **more)
+    assert isinstance(loop, Loop)
+    loop.tasks += 1
+    task = _Task(coroutine, loop=loop, number=loop.tasks, **more)
     if (process := PROCESS.get()) is not None:
         process.tasks[task] = None
         task.add_done_callback(lambda ended: process.tasks.pop(ended, None))
@@ -99,14 +126,19 @@ def virtual_time(rng: random.Random) -> Iterator[Loop]:
     """A loop; within the block its clock is that of the module `time`, and what is drawn at random comes from `rng`."""
     loop = Loop(rng)
     with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("quire.") and getattr(module, "monotonic", None) is time.monotonic:
+                patch.setattr(module, "monotonic", loop.time)
         patch.setattr("time.time", lambda: EPOCH + loop.time())
         patch.setattr("time.monotonic", loop.time)
         patch.setattr("secrets.token_hex", lambda size=32: f"{rng.getrandbits(8 * size):0{2 * size}x}")
+        patch.setattr("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4))
         patch.setattr("secrets.randbits", rng.getrandbits)
         patch.setattr("anyio.to_thread.run_sync", _in_turn)
         try:
             yield loop
         finally:
+            loop.end_all()
             loop.close()
 
 

@@ -35,9 +35,13 @@ def text_of(seed: int, count: int) -> str:
 class SimulatedProcess(EngineProcess):
     """Messages come late but in order; those that are on their way when it ends are lost."""
 
-    def __init__(self, on_begun: Callable[[Sequence[str]], None], rng: random.Random, alive: Alive) -> None:
+    def __init__(
+        self, on_begun: Callable[[Sequence[str]], None], rng: random.Random, alive: Alive, seeds: dict[str, int]
+    ) -> None:
+        """`seeds`: those of all requests, of earlier processes too, by id without the number of the attempt."""
         self._rng = rng
         self._alive = alive
+        self._seeds = seeds
         self._begun_by = on_begun
         loop = asyncio.get_running_loop()
         self._to_engine: asyncio.Queue[ToEngine] = asyncio.Queue()
@@ -95,6 +99,8 @@ class SimulatedProcess(EngineProcess):
                     assert request.id not in self.running, "it was sent twice"
                     known = [letter(request.seed, place) for place in range(len(request.emitted_ids))]
                     assert request.emitted_ids == known, "what it has is not what it was given"
+                    seed = self._seeds.setdefault(request.id.partition(".")[0], request.seed)
+                    assert seed == request.seed, "it is made again with another seed"
                     self.running[request.id] = request, len(request.emitted_ids)
                 self._begun_by([request.id for request in requests])
             case Abort(ids):
