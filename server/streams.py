@@ -8,10 +8,12 @@ seed and time, so that the events are the same to the byte; those that were seen
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import sqlite3
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
@@ -54,6 +56,15 @@ class Resumed:
     """Events that its reader has; see answers/numbered.py."""
     attempt: int
     """From 1; 0: it is in the background, and what is known of it is its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What computes in this process."""
+
+    fingerprint: str
+    weights: str
+    """What the fingerprint says of the weights alone: with others, no answer goes on."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -160,7 +171,7 @@ class Streams:
         request: Request,
         owner: str,
         spec: GenerationSpec,
-        fingerprint: str,
+        here: Here,
         progress: Progress,
         close: Callable[[], None],
     ) -> Callable[[], None]:
@@ -168,9 +179,18 @@ class Streams:
         body = request.scope.pop(BODY)
         resumed: Resumed | None = request.scope.get(RESUMED)
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
-        adapter = "" if spec.adapter is None else spec.adapter.digest
-        background = spec.response is not None and spec.response.background
-        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background, spec.model)
+        pins = Pins(
+            id=spec.id,
+            name=spec.name,
+            created=spec.created,
+            seed=spec.params.seed,
+            adapter="" if spec.adapter is None else spec.adapter.digest,
+            kernels=here.fingerprint,
+            background=spec.response is not None and spec.response.background,
+            model=spec.model,
+            before=() if resumed is None else computed_by(resumed, here)[:-1],
+            given=given(spec, here),
+        )
         call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         running = Running(progress, self._grace if key is None else KEPT_KEYS)
         running.close = partial(_end, running, close)
@@ -266,13 +286,39 @@ def _resumable(spec: GenerationSpec) -> bool:
     return spec.stream or (spec.response is not None and spec.response.background)
 
 
-def why_not_again(resumed: Resumed, spec: GenerationSpec, fingerprint: str) -> str | None:
-    """Why a call that is made again would have another answer than it had; None: it has the same."""
+def given(spec: GenerationSpec, here: Here) -> str:
+    """Digest of the weights and of the prompts as the model reads them."""
+    digest = hashlib.blake2b(here.weights.encode(), digest_size=12)
+    for prompt in spec.prompts:
+        digest.update(b"%d:" % len(prompt.ids))
+        digest.update(array("I", prompt.ids).tobytes())
+        for span in prompt.spans:
+            digest.update(repr(span).encode())
+    return digest.hexdigest()
+
+
+def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
+    """The fingerprints of all that compute a call, in their order."""
+    pins = resumed.call.pins
+    return (*pins.before, pins.kernels) + ((here.fingerprint,) if pins.kernels != here.fingerprint else ())
+
+
+def moved(resumed: Resumed, here: Here) -> bool:
+    """Whether what computes a call is not what it began with: then tokens that it has stand, and it goes on from
+    them. What follows them would not be the same a second time."""
+    return resumed.call.pins.kernels != here.fingerprint
+
+
+def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
+    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
     pins = resumed.call.pins
     if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
         return "The adapter of this answer has been changed since"
-    if pins.kernels != fingerprint:
-        return "The model of this answer, or what computes it, has been changed since: ask for a new one"
+    if moved(resumed, here):
+        if pins.given != given(spec, here):
+            return "The model of this answer has been changed since: ask for a new one"
+        if not _resumable(spec) or spec.logprobs or spec.prompt_logprobs is not None:
+            return "What computes this answer has been changed since, and all of it would be computed again: ask anew"
     if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
         return "Last-Event-ID is the id of no event of this stream"
     return None

@@ -18,14 +18,18 @@ from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
 from quire.server.generation.turns import Turns
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, here_of, owner_of
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEY, RESUMED
+from quire.server.streams import BODY, KEY, RESUMED, computed_by, moved
 
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
+
+
+COMPUTED_BY = "X-Computed-By"
+"""The header of a stream whose tokens were not all computed by the same: the fingerprints, in their order."""
 
 
 async def nothing() -> None:
@@ -45,9 +49,13 @@ async def reply(
         transport = request.scope.get(TRANSPORT)
         headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
         if spec.resumable:
-            resumed = request.scope.get(RESUMED)
-            writer = NumberedWriter(writer, spec, () if resumed is None else resumed.seen)
+            resumed, here = request.scope.get(RESUMED), here_of(request)
+            others = resumed is not None and moved(resumed, here)
+            seen = () if resumed is None else resumed.seen
+            writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if others else None)
             headers[STREAM_ID] = spec.id
+            if resumed is not None and len(by := computed_by(resumed, here)) > 1:
+                headers[COMPUTED_BY] = ", ".join(by)
         events = events_of(generation, writer, spec, runtime.turns, ended, transport)
         return EventStream(
             *(events, close, headers, runtime.config),
@@ -91,7 +99,7 @@ async def journaled(
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
-    known = (owner_of(request), spec, model_of(request).fingerprint, generation.progress)
+    known = (owner_of(request), spec, here_of(request), generation.progress)
     try:
         return await streams.begin(request, *known, close)
     except BaseException:
