@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import secrets
 import sqlite3
 import time
@@ -23,6 +24,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from quire.engine.errors import InvalidRequest
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call, Calls, Pins, Progress
 
@@ -39,6 +41,8 @@ KEY = "idempotency-key"
 KEPT_KEYS = 86_400.0
 """Seconds that an answer with an Idempotency-Key can be asked for again, from its begin."""
 MAX_KEY = 255
+KEEP_ALIVE = "x-keep-alive-seconds"
+"""The header that lets a stream go on for a while when its reader has left."""
 _RUNNING_SECONDS = 86_400.0
 """So long a call may run; then its row ends."""
 _CLAIM_SECONDS = 30.0
@@ -284,6 +288,19 @@ def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool
 
 def _resumable(spec: GenerationSpec) -> bool:
     return spec.stream or (spec.response is not None and spec.response.background)
+
+
+def keep_alive(request: Request, most: float) -> float:
+    """Seconds for which a stream goes on without its reader; 0: it does not. `most`: --stream-grace, or 0 where nothing
+    is kept. Raises InvalidRequest."""
+    given = request.headers.get(KEEP_ALIVE)
+    if given is None:
+        return 0.0
+    if not most:
+        raise InvalidRequest(f"{KEEP_ALIVE}: this server keeps no streams: see --data-dir", param=KEEP_ALIVE)
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", given) or not float(given) <= most:
+        raise InvalidRequest(f"{KEEP_ALIVE} must be a number from 0 to {most:g} (--stream-grace)", param=KEEP_ALIVE)
+    return float(given)
 
 
 def given(spec: GenerationSpec, here: Here) -> str:

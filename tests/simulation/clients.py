@@ -138,6 +138,8 @@ class Streaming(Client):
             self.since = asyncio.get_running_loop().time()
         if self.rng.random() < 0.1 and (headers or method == "GET"):
             await self.world.connect(method, url, json.dumps(self.body).encode(), headers)  # nobody reads this one
+        if self.rng.random() < 0.3:
+            headers["X-Keep-Alive-Seconds"] = "2"
         connection = await self.world.connect(method, url, json.dumps(self.body).encode(), headers)
         if self.rng.random() < 0.5:
             asyncio.get_running_loop().call_later(4 * self.rng.random() ** 3, self._cut, connection)
