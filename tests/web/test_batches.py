@@ -11,6 +11,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.e2e.server import Server
 from tests.web.browser import Browser
+from tests.web.test_access import overflowing, violations
 from tests.web.test_playground import LAST, STORY, answer, flat, said, settled, visited
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,11 @@ def test_a_file_of_requests_is_answered(browser: Browser, keeping: Server, tmp_p
     assert browser.one("#batch-list progress").get_property("value") == 6
     assert browser.text("#batch-list .buttons") == "Results"
     assert browser.text("#file-list").count("jsonl") == 2, "what was asked, and the results"
+    for width in (1440, 390):
+        browser.resize(width, 900)
+        assert violations(browser) == []
+        assert overflowing(browser, width) == []
+    browser.resize(1440, 1000)
     browser.one("#batch-file").send_keys(str(tmp_path / "wrong.jsonl"))
     browser.click("#batch-form button")
     browser.until(lambda: "not JSON" in browser.text("#batch-problem"))

@@ -18,7 +18,7 @@ export async function ask(path, body, message, signal, grown) {
 }
 
 /** The same for an answer whose stream was left when the page was reloaded: all of it comes again, and what follows. */
-export async function follow(stream, message, signal, grown) {
+export async function takeUp(stream, message, signal, grown) {
   try {
     await receive(() => call(`/v1/streams/${stream}`, { signal }), message, grown, () => {});
   } finally {

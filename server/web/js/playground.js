@@ -1,7 +1,7 @@
 // The playground: a conversation, or a text that the model continues.
 
 import { call } from "./api.js";
-import { ask, follow, leftStream } from "./answer.js";
+import { ask, leftStream, takeUp } from "./answer.js";
 import { Completion } from "./completion.js";
 import { $, el, perFrame, say } from "./dom.js";
 import { Files } from "./files.js";
@@ -245,7 +245,7 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request, or takes up a stream, and reads its answer to the end; `draw` is called to show the progress. */
+  /** Sends one request, or takes up a stream, and reads its answer to the end; `draw` shows the progress. */
   async #run(mode, body, message, draw, stream = null) {
     const { talk } = this;
     this.running = new AbortController();
@@ -259,7 +259,7 @@ export class Playground {
     try {
       const { signal } = this.running;
       if (stream === null) await ask(PATHS[mode], body, message, signal, grown);
-      else await follow(stream, message, signal, grown);
+      else await takeUp(stream, message, signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
     } catch (error) {
       say($("said"), ""); // the alert says why

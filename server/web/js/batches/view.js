@@ -68,11 +68,13 @@ export class Batches {
     const buttons = [
       [batch.output_file_id, "Results"],
       [batch.error_file_id, "Errors"],
-    ].map(([id, label]) => id && this.#button(label, `${label} of ${name}`, () => save(id, `${batch.id}-${label}.jsonl`)));
+    ].map(([id, label]) =>
+      id && this.#button(label, `${label} of ${name}`, () => save(id, `${batch.id}-${label}.jsonl`)));
     if (!ENDED.has(batch.status) && batch.status !== "cancelling")
       buttons.push(this.#button("Cancel", `Cancel ${name}`, () => this.#post(`/v1/batches/${batch.id}/cancel`)));
     return el("li", { id: batch.id },
-      el("span", { class: "what" }, name, el("span", { class: "note" }, ` ${batch.endpoint}, ${time(batch.created_at)}`)),
+      el("span", { class: "what" }, name,
+        el("span", { class: "note" }, ` ${batch.endpoint}, ${time(batch.created_at)}`)),
       el("span", { class: "note" }, `${batch.status.replace("_", " ")}, ${counts}`),
       el("progress", { max: Math.max(total, 1), value: completed + failed, "aria-label": `Progress of ${name}` }),
       errors.length ? el("span", { class: "problem" }, errors.join("; ")) : null,
@@ -89,7 +91,8 @@ export class Batches {
   }
 
   #button(text, label, act) {
-    return el("button", { type: "button", class: "quiet small", "aria-label": label, onclick: () => this.#try(act) }, text);
+    const onclick = () => this.#try(act);
+    return el("button", { type: "button", class: "quiet small", "aria-label": label, onclick }, text);
   }
 
   async #post(path) {
@@ -129,7 +132,7 @@ async function endpointOf(file) {
   try {
     return JSON.parse(first).url ?? "/v1/chat/completions";
   } catch {
-    throw new Error("The first line of the file is not JSON: each line is a request with custom_id, method, url, body.");
+    throw new Error("The first line is not JSON: each line is a request with custom_id, method, url and body.");
   }
 }
 
