@@ -34,7 +34,8 @@ class World:
     def __init__(self, seed: int, folder: Path, program: Program) -> None:
         self._program = program
         self.rng = random.Random(seed)
-        self._excused = -1.0
+        self._excused = self.upgraded = -1.0
+        self.version = 0
         self._folder = folder
         self._number = 0
         self._engines: Alive = {}
@@ -92,7 +93,7 @@ class World:
         """All that goes wrong."""
         for _ in range(self._faults):
             await self._some_time()
-            what = self.rng.choice(("kill", "kill", "power", "stop", "engine", "crash", "full", "statement"))
+            what = self.rng.choice(("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade"))
             if what == "crash" and self._crashes:  # a request that is there each time is given up
                 what = "engine"
             self._crashes += what == "crash"
@@ -105,6 +106,10 @@ class World:
                     await self._end(power=True)
                 case "stop":
                     await self._restart()
+                case "upgrade":
+                    self.version += 1
+                    self.upgraded = asyncio.get_running_loop().time()
+                    await (self._restart() if self.rng.random() < 0.5 else self._end())
                 case "engine":
                     self._end_engine(crash=False)
                 case "crash":
@@ -211,6 +216,7 @@ def simulate(seed: int, folder: Path, program: Program) -> list[str]:
 
 async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.engine.client.supervisor.EngineProcess", world.process)
+    patch.setattr("quire.server.runtime.fingerprint", lambda *_: f"fp_{world.version}_deterministic")
     try:
         await world.run()
     except BaseException:
