@@ -87,7 +87,7 @@ class World:
         return self._folder / str(self._number)
 
     def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
-        return SimulatedProcess(on_begun, self.rng, self._engines, self.seeds)
+        return SimulatedProcess(on_begun, self.rng, self._engines, self.seeds, self.version)
 
     async def _befall(self) -> None:
         """All that goes wrong."""
