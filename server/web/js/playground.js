@@ -1,7 +1,7 @@
 // The playground: a conversation, or a text that the model continues.
 
 import { call } from "./api.js";
-import { ask } from "./answer.js";
+import { ask, leftStream, takeUp } from "./answer.js";
 import { Completion } from "./completion.js";
 import { $, el, perFrame, say } from "./dom.js";
 import { Files } from "./files.js";
@@ -44,6 +44,7 @@ export class Playground {
     this.talks = new Talks(() => this.talk, open, gone, () => this.presets.show());
     this.#listen();
     this.#restore();
+    this.#resume(leftStream(this.talk));
   }
 
   show() {
@@ -221,6 +222,14 @@ export class Playground {
     if (isEmpty(message) && !message.tokens) this.#remove({ message }, talk);
   }
 
+  /** Goes on with an answer whose stream was left when the page was reloaded. */
+  async #resume(stream) {
+    if (stream === null) return;
+    const message = { role: "assistant", content: "", writing: true };
+    this.#add(message);
+    await this.#run("chat", null, message, () => this.#refresh(message), stream);
+  }
+
   /** Goes on with an answer that was cut. */
   async #more({ message }) {
     const last = this.talk.messages.indexOf(message);
@@ -236,8 +245,8 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request and reads its answer to the end; `draw` is called to show the progress. */
-  async #run(mode, body, message, draw) {
+  /** Sends one request, or takes up a stream, and reads its answer to the end; `draw` shows the progress. */
+  async #run(mode, body, message, draw, stream = null) {
     const { talk } = this;
     this.running = new AbortController();
     this.#problem("");
@@ -248,7 +257,9 @@ export class Playground {
       if (follow) this.#scroll();
     });
     try {
-      await ask(PATHS[mode], body, message, this.running.signal, grown);
+      const { signal } = this.running;
+      if (stream === null) await ask(PATHS[mode], body, message, signal, grown);
+      else await takeUp(stream, message, signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
     } catch (error) {
       say($("said"), ""); // the alert says why
