@@ -6,6 +6,7 @@ QuireError
 │   └── AdapterError          an adapter cannot be read or understood, or is not made for the model
 ├── ModelNotFound             a request names a model that is not served
 ├── RequestNotFound           no open request has that id
+├── Conflict                  what is kept is not what is asked for
 ├── RateLimited               a tenant exceeded its requests or tokens per minute
 ├── Overloaded                the server has no room for the request now; a later try may succeed
 │   └── QueueTimeout          the request did not start within its queue_timeout
@@ -53,6 +54,10 @@ class ModelNotFound(QuireError):
 
 class RequestNotFound(QuireError):
     code = "request_not_found"
+
+
+class Conflict(QuireError):
+    code = "conflict"
 
 
 class RateLimited(QuireError):

@@ -8,9 +8,10 @@ from collections import Counter
 class Budget:
     """Counts what each owner holds; an owner is a tenant's name, empty on a server without keys."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, held_by: Counter[str] | None = None) -> None:
+        """`held_by`: counts by owner that others read, or set back."""
         self._size = size
-        self._held_by: Counter[str] = Counter()
+        self._held_by: Counter[str] = Counter() if held_by is None else held_by
 
     @property
     def held(self) -> int:

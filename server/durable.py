@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -28,9 +28,19 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    store: Store
+    data: Data
     batches: BatchRunner
     streams: Streams
+    left: Sequence[tuple[str, str]]
+    """Owners and ids of the responses that the last process worked on when it ended."""
+
+    @property
+    def store(self) -> Store:
+        return self.data.store
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        return self.data.sizes
 
     @property
     def open_batches(self) -> int:
@@ -51,9 +61,10 @@ async def durable(
 ) -> AsyncIterator[Durable]:
     """`queued`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
     batches = BatchRunner(app, data.batches, data.files, tenants, config, queued)
+    left = await asyncio.to_thread(data.store.unfinished)  # before this process begins any
     streams = Streams(data.calls, config.stream_grace)
     try:
-        yield Durable(data.store, batches, streams)
+        yield Durable(data, batches, streams, left)
     finally:
         await batches.close()
         await streams.close()
@@ -72,7 +83,7 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
                 log.exception("the response %s cannot be made again now; the next start tries it again", id)
 
     async with asyncio.TaskGroup() as group:
-        for owner, id in await asyncio.to_thread(parts.store.unfinished):
+        for owner, id in parts.left:
             group.create_task(answer(owner, id))
 
 

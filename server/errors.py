@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.errors import (
+    Conflict,
     ContextLengthExceeded,
     EngineError,
     InvalidRequest,
@@ -38,6 +39,7 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (InvalidRequest, 400, INVALID),
     (ModelNotFound, 404, "not_found_error"),
     (RequestNotFound, 404, "not_found_error"),
+    (Conflict, 409, INVALID),
     (RateLimited, 429, "rate_limit_error"),
     (Overloaded, 503, SERVER),
     (Timeout, 408, SERVER),

@@ -8,10 +8,13 @@ seed and time, so that the events are the same to the byte; those that were seen
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import secrets
 import sqlite3
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
@@ -21,6 +24,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from quire.engine.errors import InvalidRequest
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call, Calls, Pins, Progress
 
@@ -28,7 +32,7 @@ log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
 """The scope's key of a Resumed: the call is made again."""
 CLAIMS = "quire.claims"
-"""The scope's key of a list of the Idempotency-Keys that are kept for the request, with their owners."""
+"""The scope's key of a list of the Claims that the request has."""
 BODY = "quire.kept_body"
 """The scope's key of a body that may go into the journal."""
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -37,6 +41,8 @@ KEY = "idempotency-key"
 KEPT_KEYS = 86_400.0
 """Seconds that an answer with an Idempotency-Key can be asked for again, from its begin."""
 MAX_KEY = 255
+KEEP_ALIVE = "x-keep-alive-seconds"
+"""The header that lets a stream go on for a while when its reader has left."""
 _RUNNING_SECONDS = 86_400.0
 """So long a call may run; then its row ends."""
 _CLAIM_SECONDS = 30.0
@@ -54,6 +60,25 @@ class Resumed:
     """Events that its reader has; see answers/numbered.py."""
     attempt: int
     """From 1; 0: it is in the background, and what is known of it is its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What computes in this process."""
+
+    fingerprint: str
+    weights: str
+    """What the fingerprint says of the weights alone: with others, no answer goes on."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """An Idempotency-Key whose request is about to be in the journal."""
+
+    owner: str
+    key: str
+    until: float
+    """Of time.monotonic(): how long it is waited for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,11 +100,16 @@ class Streams:
         self._calls = calls
         self._grace = grace
         self._running: dict[tuple[str, str], Running] = {}
-        self._claimed: dict[tuple[str, str], float] = {}
-        """Owners and keys of calls that are about to be in the journal: until when they are waited for."""
+        self._claims: dict[tuple[str, str], Claim] = {}
+        """By owner and key."""
         self.resumptions = 0
         """Calls that were made again."""
         self._task = asyncio.create_task(self._note_always())
+
+    @property
+    def num_running(self) -> int:
+        """Calls whose progress goes into the journal."""
+        return len(self._running)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -111,37 +141,41 @@ class Streams:
             return None
         if not 0 < len(key) <= MAX_KEY:
             raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
-        busy = HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
         now = time.monotonic()
-        self._claimed = {claim: until for claim, until in self._claimed.items() if until > now}
-        if (owner, key) in self._claimed:
-            raise busy
-        self._claimed[owner, key] = now + _CLAIM_SECONDS
-        request.scope.get(CLAIMS, []).append((owner, key))
+        if (other := self._claims.get((owner, key))) is not None and other.until > now:
+            raise _busy()
+        claim = self._claims[owner, key] = Claim(owner, key, now + _CLAIM_SECONDS)
+        request.scope[CLAIMS].append(claim)
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
         if call is None:
             return None  # `begin` takes the claim away, or the request's end
-        del self._claimed[owner, key]
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
-        if call.pins.background:
+        if call.pins.background:  # which may have to be begun: the claim stays
             return Resumed(call, (), attempt=0)
-        running = self._running.get((owner, call.pins.id))
-        if not stream and running is not None and not running.ended.is_set():
-            raise busy
+        self.release([claim])
+        if not stream:
+            self.check_free(owner, call.pins.id)
         return await self.resumed(owner, call, ())
 
-    def release(self, claims: Iterable[tuple[str, str]]) -> None:
-        """Take the claims of a request away that has ended."""
+    def check_free(self, owner: str, id: str) -> None:
+        """Raises HTTPException while a call is answered."""
+        running = self._running.get((owner, id))
+        if running is not None and not running.ended.is_set():
+            raise _busy()
+
+    def release(self, claims: Iterable[Claim]) -> None:
+        """Nobody needs to wait for them any more. Does nothing the second time."""
         for claim in claims:
-            self._claimed.pop(claim, None)
+            if self._claims.get((claim.owner, claim.key)) is claim:
+                del self._claims[claim.owner, claim.key]
 
     async def begin(
         self,
         request: Request,
         owner: str,
         spec: GenerationSpec,
-        fingerprint: str,
+        here: Here,
         progress: Progress,
         close: Callable[[], None],
     ) -> Callable[[], None]:
@@ -149,9 +183,18 @@ class Streams:
         body = request.scope.pop(BODY)
         resumed: Resumed | None = request.scope.get(RESUMED)
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
-        adapter = "" if spec.adapter is None else spec.adapter.digest
-        background = spec.response is not None and spec.response.background
-        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background, spec.model)
+        pins = Pins(
+            id=spec.id,
+            name=spec.name,
+            created=spec.created,
+            seed=spec.params.seed,
+            adapter="" if spec.adapter is None else spec.adapter.digest,
+            kernels=here.fingerprint,
+            background=spec.response is not None and spec.response.background,
+            model=spec.model,
+            before=() if resumed is None else computed_by(resumed, here)[:-1],
+            given=given(spec, here),
+        )
         call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         running = Running(progress, self._grace if key is None else KEPT_KEYS)
         running.close = partial(_end, running, close)
@@ -159,15 +202,15 @@ class Streams:
         try:
             await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
         except sqlite3.OperationalError as error:
-            if key is not None:  # else it would be answered twice
+            if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
                 raise
-            log.error("%s cannot be resumed: data_dir cannot be written: %s", spec.answer_id, error)
+            log.error("%s is not in the journal, or not so far: data_dir cannot be written: %s", spec.answer_id, error)
         except BaseException:
             _end(running, close)
             raise
         finally:
-            self._claimed.pop((owner, key or ""), None)
+            self.release(request.scope.get(CLAIMS, ()))
         return running.close
 
     async def forget(self, owner: str, id: str, *, with_key: bool = True) -> None:
@@ -207,6 +250,10 @@ class Streams:
             await asyncio.to_thread(self._calls.note, notes)
 
 
+def _busy() -> HTTPException:
+    return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
+
+
 def _nothing() -> None:
     pass
 
@@ -243,13 +290,52 @@ def _resumable(spec: GenerationSpec) -> bool:
     return spec.stream or (spec.response is not None and spec.response.background)
 
 
-def why_not_again(resumed: Resumed, spec: GenerationSpec, fingerprint: str) -> str | None:
-    """Why a call that is made again would have another answer than it had; None: it has the same."""
+def keep_alive(request: Request, most: float) -> float:
+    """Seconds for which a stream goes on without its reader; 0: it does not. `most`: --stream-grace, or 0 where nothing
+    is kept. Raises InvalidRequest."""
+    given = request.headers.get(KEEP_ALIVE)
+    if given is None:
+        return 0.0
+    if not most:
+        raise InvalidRequest(f"{KEEP_ALIVE}: this server keeps no streams: see --data-dir", param=KEEP_ALIVE)
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", given) or not float(given) <= most:
+        raise InvalidRequest(f"{KEEP_ALIVE} must be a number from 0 to {most:g} (--stream-grace)", param=KEEP_ALIVE)
+    return float(given)
+
+
+def given(spec: GenerationSpec, here: Here) -> str:
+    """Digest of the weights and of the prompts as the model reads them."""
+    digest = hashlib.blake2b(here.weights.encode(), digest_size=12)
+    for prompt in spec.prompts:
+        digest.update(b"%d:" % len(prompt.ids))
+        digest.update(array("I", prompt.ids).tobytes())
+        for span in prompt.spans:
+            digest.update(repr(span).encode())
+    return digest.hexdigest()
+
+
+def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
+    """The fingerprints of all that compute a call, in their order."""
+    pins = resumed.call.pins
+    return (*pins.before, pins.kernels) + ((here.fingerprint,) if pins.kernels != here.fingerprint else ())
+
+
+def moved(resumed: Resumed, here: Here) -> bool:
+    """Whether what computes a call is not what it began with: then tokens that it has stand, and it goes on from
+    them. What follows them would not be the same a second time."""
+    return resumed.call.pins.kernels != here.fingerprint
+
+
+def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
+    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
     pins = resumed.call.pins
     if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
         return "The adapter of this answer has been changed since"
-    if pins.kernels != fingerprint:
-        return "The model of this answer, or what computes it, has been changed since: ask for a new one"
+    if moved(resumed, here):
+        if pins.given != given(spec, here):
+            return "The model of this answer has been changed since: ask for a new one"
+        if not _resumable(spec) or spec.logprobs or spec.prompt_logprobs is not None:
+            return "What computes this answer has been changed since, and all of it would be computed again: ask anew"
     if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
         return "Last-Event-ID is the id of no event of this stream"
     return None

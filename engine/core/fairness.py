@@ -28,30 +28,34 @@ OUTPUT_COST = 2
 
 BEHIND = 16
 """Tokens that what is less urgent gets of a step at least."""
+LATELY, SHORT = 200, 64
+"""For so many steps after the last one with something more urgent, steps have so many tokens at most: more of it may
+come, and would wait for the step that is under way."""
 
 
 class TokenBudget:
-    """The tokens of a step. While something more urgent runs or waits, what is less urgent gets as many as that has,
-    and at least BEHIND: it goes on, and costs the others little of their time."""
+    """The tokens of a step. While something more urgent runs or waits, what is less urgent gets as many as that
+    generates, and at least BEHIND: it goes on, and costs the others little of their time. Of a step with a prompt that
+    is more urgent it gets no more than that: somebody waits for its first token."""
 
     def __init__(self, tokens: int, running: SequenceOf[Sequence], first: Sequence | None) -> None:
         """`first`: of those that wait."""
         self.left = tokens
         known = running if first is None else (*running, first)
-        self._urgency = min((seq.request.priority for seq in known), default=0)
+        self.urgency = min((seq.request.priority for seq in known), default=0)
         self._urgent = self._behind = 0
 
     def most(self, seq: Sequence) -> int:
         """How many tokens a sequence may compute."""
-        if seq.request.priority <= self._urgency:
+        if seq.request.priority <= self.urgency:
             return self.left
         return min(self.left, max(BEHIND, self._urgent) - self._behind)
 
     def take(self, seq: Sequence, count: int) -> None:
         """A negative count gives back."""
         self.left -= count
-        if seq.request.priority <= self._urgency:
-            self._urgent += count
+        if seq.request.priority <= self.urgency:
+            self._urgent += count if seq.num_output else 0
         else:
             self._behind += count
 
@@ -60,12 +64,24 @@ class FairQueue:
     """The waiting sequences in order. It knows no clock, no pages and no steps."""
 
     def __init__(self) -> None:
+        self._urgency = self._steps = 0
+        """What was the most urgent lately, and after how many steps without it that is forgotten."""
         self._served: dict[str, float] = {}
         """Virtual token counters, by tenant."""
         self._lines: dict[tuple[int, str], list[Sequence]] = {}
         """By (priority, tenant): the waiting sequences in the order of their places. Empty lists are removed."""
         self._last_left = 0.0
         """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
+
+    def budget(self, tokens: int, running: SequenceOf[Sequence], *, whole: bool) -> TokenBudget:
+        """Of the next step. `whole`: prompts are never cut, so it cannot be short."""
+        budget = TokenBudget(tokens, running, self.peek())
+        if budget.urgency <= self._urgency or not self._steps:
+            self._urgency, self._steps = budget.urgency, LATELY
+        else:
+            self._steps -= 1
+            budget.left = tokens if whole else min(tokens, SHORT)
+        return budget
 
     def rank(self, seq: Sequence) -> tuple[int, float, tuple[float, int]]:
         """The smallest goes first; among running sequences the largest is preempted first."""

@@ -225,7 +225,7 @@ class Scheduler:
 
     def _plan_running(self) -> tuple[dict[Sequence, int], TokenBudget]:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
-        budget = TokenBudget(self._max_tokens, self._running, self._waiting.peek())
+        budget = self._waiting.budget(self._max_tokens, self._running, whole=self._whole_prompts)
         planned: dict[Sequence, int] = {}
         pending = {seq: seq.pending for seq in self._running}
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)

@@ -150,13 +150,16 @@ class EngineClient:
     # What readers ask
 
     def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
-        """Submit a group of requests, all of one tenant and with new ids, of the API call `call`.
+        """Submit a group of requests, all of one tenant and with new ids, of the API call `call`. A group of none has
+        ended.
 
         Raises EngineError when the engine is gone for good.
         """
         ids = [request.id for request in requests]
-        stream = OutputStream(self.abort, ids, requests[0].tenant, call, self.link.weights_version)
-        self.add(requests, stream)
+        tenant = requests[0].tenant if requests else ""
+        stream = OutputStream(self.abort, ids, tenant, call, self.link.weights_version)
+        if requests:
+            self.add(requests, stream)
         return stream
 
     def add(self, requests: Sequence[Request], reader: Reader) -> None:

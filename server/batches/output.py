@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -61,7 +62,8 @@ def finish(batches: Batches, files: Files, owner: str, batch: Batch) -> None:
         input_tokens=used.prompt_tokens + used.input_tokens,
         output_tokens=used.completion_tokens + used.output_tokens,
     )
-    batches.change(owner, batch.id, lambda _: ended, lambda connection: files.add(owner, *new, connection=connection))
+    add = partial(files.add, owner, *new)
+    batches.change(owner, batch.id, lambda _: ended, lambda connection: add(connection=connection), files.sizes)
 
 
 def _write(files: Files, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:

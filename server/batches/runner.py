@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 from msgspec.structs import replace as changed
@@ -32,6 +30,7 @@ from quire.server.batches.reader import read_lines
 from quire.server.config import ServerConfig
 from quire.server.store.batches import ENDED, Batch, Batches, Line, LineError, Result
 from quire.server.store.files import Files
+from quire.server.store.patience import Done, patiently
 
 log = logging.getLogger("quire.server")
 BEHIND = 1 << 20
@@ -45,10 +44,7 @@ _QUEUED = 256
 _LOOK_SECONDS = 0.005
 _AHEAD = 64
 """Lines that are read from the database at once."""
-_PATIENCE = 5.0
-"""Seconds between two tries of what the disk refused."""
 _SWEEP_SECONDS = 600.0
-Done = TypeVar("Done")
 
 
 class BatchRunner:
@@ -231,12 +227,7 @@ class BatchRunner:
 
     async def _patiently(self, do: Callable[[], Done]) -> Done:
         """What a thread does, again and again while the disk is full or refuses it: nothing is lost meanwhile."""
-        while True:
-            try:
-                return await asyncio.to_thread(do)
-            except (sqlite3.OperationalError, OSError) as error:
-                log.error("batches wait: data_dir cannot be written: %s", error)
-                await asyncio.sleep(_PATIENCE)
+        return await patiently("batches wait", partial(asyncio.to_thread, do))
 
     async def _sweep(self) -> None:
         """Delete files whose time is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from quire.server.generation.answers.writer import AnswerWriter
 logger = logging.getLogger("quire.server")
 Key = tuple[str, str]
 """An answer's owner and its id."""
+MOST_LEFT = 16
+"""Answers of an owner that go on without the reader who asked for that."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +65,8 @@ class Background:
 
     def __init__(self) -> None:
         self._running: dict[Key, Running] = {}
+        self._left: Counter[str] = Counter()
+        """By owner: answers that their readers have left."""
         self.closing = False
         """Whether all are ended because the process ends."""
 
@@ -92,7 +97,26 @@ class Background:
                 logger.exception("the end of %s could not be kept", key[1])
             finally:
                 running.end()
-                del self._running[key]
+                if self._running.get(key) is running:  # else it was taken over
+                    del self._running[key]
+
+    def leave(self, key: Key, running: Running, seconds: float) -> None:
+        """Its reader has left: it goes on for so long, or ends now where MOST_LEFT of its owner do already."""
+        owner = key[0]
+        if running.ended or running.task is None:
+            return
+        if self._left[owner] >= MOST_LEFT or self.closing:
+            return running.close()
+        self._left[owner] += 1
+        timer = asyncio.get_running_loop().call_later(seconds, running.close)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            timer.cancel()
+            self._left[owner] -= 1
+            if not self._left[owner]:
+                del self._left[owner]
+
+        running.task.add_done_callback(ended)
 
     async def cancel(self, key: Key) -> bool:
         """End one early, and wait until it has ended. Whether there was one."""

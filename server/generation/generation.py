@@ -100,6 +100,8 @@ class Generation(ABC):
         self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
         self.progress = Progress()
         """Of a resumable spec: what it has so far."""
+        self.fresh = True
+        """Whether the last step is new, and does not tell again what an answer had before."""
         self._cut_short = False
         """Whether some choice was ended before it was complete."""
         self._began = time.monotonic()

@@ -21,7 +21,7 @@ from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
-from quire.server.store.calls import Progress
+from quire.server.store.calls import End, Progress
 
 
 class Sampling(Generation):
@@ -36,38 +36,47 @@ class Sampling(Generation):
         single = msgspec.structs.replace(params, n=1)
         again = f".{spec.attempt}" if spec.attempt else ""
         self._by_id = {f"{spec.id}-{choice.index}{again}": choice for choice in self._choices}
-        self.progress = Progress([self._known(i) for i in range(spec.num_choices)], [-1] * spec.num_choices)
-        if spec.progress is not None and spec.progress.cached:
-            self.progress.cached = list(spec.progress.cached)
+        self.progress = self._known()
+        self.fresh = False
+        seeds = [params.choice_seed(choice.index % params.n) for choice in self._choices]
         requests = [
-            spec.request(id, choice.prompt, single, params.choice_seed(choice.index % params.n), [*known])
-            for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True)
+            spec.request(id, choice.prompt, single, seeds[choice.index], [*known])
+            for (id, choice), known, end in zip(self._by_id.items(), self.progress.ids, self.progress.ends, strict=True)
+            if end is None
         ]
         self._stream = client.submit(requests, spec.answer_id)
-        self._timeline = client.history.find(requests[0].id) if spec.timed else None
+        self._timeline = client.history.find(requests[0].id) if spec.timed and requests else None
         self._records: dict[str, ChoiceReceipt] = {}
         """By request, where they are recorded."""
         if spec.recorded:
-            self._records = {each.id: ChoiceReceipt(index=index, seed=each.seed) for index, each in enumerate(requests)}
-            self._stream.versions = {each.id: [] for each in requests}
-            for each in requests:
-                add_tokens(self._stream.versions[each.id], self._stream.weights_version, len(each.emitted_ids))
+            self._stream.versions = {id: [] for id in self._by_id}
+            for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True):
+                self._records[id] = ChoiceReceipt(index=choice.index, seed=seeds[choice.index])
+                add_tokens(self._stream.versions[id], self._stream.weights_version, len(known))
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
-    def _known(self, choice: int) -> list[int]:
-        """Tokens that the engine need not compute again: all but the last, for with that comes the answer's end. None
-        where their log probabilities are asked for, too."""
-        spec = self._spec
-        if spec.progress is None or not spec.progress.ids or spec.logprobs or spec.prompt_logprobs is not None:
-            return []
-        return spec.progress.ids[choice][:-1]
+    def _known(self) -> Progress:
+        """What the engine need not compute again. Nothing where log probabilities are asked for, which the journal does
+        not have."""
+        spec, count = self._spec, self._spec.num_choices
+        had = spec.progress
+        if had is None or not had.ids:
+            return Progress([[] for _ in range(count)], [-1] * count, [None] * count)
+        if spec.logprobs or spec.prompt_logprobs is not None:
+            return Progress([[] for _ in range(count)], list(had.cached), [None] * count)
+        if not had.ends:  # a journal of before: what ends an answer comes with its last token
+            return Progress([ids[:-1] for ids in had.ids], list(had.cached), [None] * count)
+        return had.copy()
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
-            for request_id, known in zip(self._by_id, [*map(tuple, self.progress.ids)], strict=True):
-                for delta in self._pushed_again(request_id, known):
+            for request_id, known, end in zip(
+                self._by_id, [*map(tuple, self.progress.ids)], [*self.progress.ends], strict=True
+            ):
+                for delta in self._pushed_again(request_id, known, end):
                     yield [delta]
+            self.fresh = True
             async for outputs in self._stream:
                 if self._spec.params.prompt_logprobs is None:
                     for step in self._pushed(outputs):
@@ -80,11 +89,16 @@ class Sampling(Generation):
         finally:
             self.close()
 
-    def _pushed_again(self, request_id: str, known: Sequence[int]) -> Iterator[ChoiceDelta]:
-        """The deltas of tokens that a choice had before."""
+    def _pushed_again(self, request_id: str, known: Sequence[int], end: End | None) -> Iterator[ChoiceDelta]:
+        """The deltas of tokens that a choice had before, and of the end that it had come to."""
         choice = self._by_id[request_id]
-        for id in known:
-            output = RequestOutput(request_id, [id], cached_tokens=self.progress.cached[choice.index])
+        cached = self.progress.cached[choice.index]
+        outputs = [RequestOutput(request_id, [id], cached_tokens=cached) for id in known]
+        if end is not None:
+            with_token = bool(known) and end.with_token
+            last = outputs.pop() if with_token else RequestOutput(request_id, [], cached_tokens=cached)
+            outputs.append(msgspec.structs.replace(last, finish_reason=end.reason, stop_reason=end.stop_reason))
+        for output in outputs:
             if not choice.finished and (delta := self._taken(choice, output)) is not None:
                 yield delta
                 self._end_with(request_id, delta)
@@ -133,6 +147,8 @@ class Sampling(Generation):
         says what was cached when it was made first."""
         index, cached = self._by_id[output.id].index, self.progress.cached
         self.progress.ids[index] += output.new_ids
+        if output.finish_reason == "stop" or output.finish_reason == "length":
+            self.progress.ends[index] = End(output.finish_reason, output.stop_reason, bool(output.new_ids))
         if cached[index] < 0:
             cached[index] = output.cached_tokens
         elif output.cached_tokens != cached[index]:

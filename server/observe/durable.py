@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 
 class Counted(Protocol):
-    """What batches and streams count in this process."""
+    """What batches and streams count in this process, and what is kept."""
 
     @property
     def open_batches(self) -> int: ...
@@ -20,6 +20,10 @@ class Counted(Protocol):
 
     @property
     def resumed_streams(self) -> int: ...
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """Bytes in --data-dir, by kind."""
 
 
 class DurableCollector(Collector):
@@ -40,3 +44,8 @@ class DurableCollector(Collector):
         streams = CounterMetricFamily("quire:streams_resumed", text, labels=["model_name"])
         streams.add_metric([self._model_name], self._counted.resumed_streams)
         yield streams
+        text = "Bytes of what is kept in --data-dir."
+        kept = GaugeMetricFamily("quire:kept_bytes", text, labels=["model_name", "kind"])
+        for kind, size in self._counted.kept.items():
+            kept.add_metric([self._model_name, kind], size)
+        yield kept

@@ -30,7 +30,7 @@ from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
 from quire.server.store.calls import Progress
-from quire.server.streams import BODY, KEY, PATHS, RESUMED, pinned, why_not_again
+from quire.server.streams import BODY, KEY, PATHS, RESUMED, Here, pinned, why_not_again
 
 Result = TypeVar("Result")
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]
@@ -112,7 +112,7 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
     if resumed is None:
         resumed = await streams.claimed(request, owner, request.scope[BODY], stream=spec.stream)
         request.scope[RESUMED] = resumed
-    if resumed is not None and (why := why_not_again(resumed, spec, model_of(request).fingerprint)) is not None:
+    if resumed is not None and (why := why_not_again(resumed, spec, here_of(request))) is not None:
         if not resumed.call.pins.background:
             raise HTTPException(409, why)
         resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=Progress()))
@@ -126,6 +126,19 @@ def wants_receipt(request: Request, spec: GenerationSpec) -> bool:
         what = "use_beam_search" if spec.beam_search else "Ollama's API"
         raise InvalidRequest(f"{RECEIPT} is not available with {what}", param=RECEIPT)
     return spec.receipt or asked
+
+
+def here_of(request: Request) -> Here:
+    runtime = runtime_of(request)
+    info, config = runtime.info, runtime.config
+    weights = (
+        info.model,
+        info.dtype,
+        runtime.client.link.weights_version,
+        config.quantization,
+        config.quantize_embedding,
+    )
+    return Here(model_of(request).fingerprint, repr(weights))
 
 
 def owner_of(request: Request) -> str:

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.errors import InvalidRequest
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
+from quire.server.access.held import hold_of
 from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.background import Running
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, here_of, owner_of
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEY, RESUMED
+from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, computed_by, keep_alive, moved
 
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
+
+
+COMPUTED_BY = "X-Computed-By"
+"""The header of a stream whose tokens were not all computed by the same: the fingerprints, in their order."""
 
 
 async def nothing() -> None:
@@ -38,23 +46,13 @@ async def reply(
 
     Raises what `begin` and Kept.call's function raise, and EngineError when the engine failed a whole answer."""
     runtime = runtime_of(request)
+    keep = keep_alive(request, 0 if server_of(request).streams is None else runtime.config.stream_grace)
+    if keep and not (spec.stream and spec.resumable):
+        raise InvalidRequest(f"{KEEP_ALIVE}: only for a stream that can be resumed", param=KEEP_ALIVE)
     generation, close = begin(request, spec)
     close = await journaled(request, spec, generation, close)
     if spec.stream:
-        transport = request.scope.get(TRANSPORT)
-        headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
-        if spec.resumable:
-            resumed = request.scope.get(RESUMED)
-            writer = NumberedWriter(writer, spec, () if resumed is None else resumed.seen)
-            headers[STREAM_ID] = spec.id
-        events = events_of(generation, writer, spec, runtime, ended, transport)
-        return EventStream(
-            *(events, close, headers, runtime.config),
-            media=writer.MEDIA,
-            ping=writer.ping,
-            failed=writer.failed,
-            transport=transport,
-        )
+        return _streamed(request, spec, writer, generation, close, ended, keep)
     with runtime.kept.call() as count:
         async with closing_on_disconnect(request.receive, close):
             answers = await _folded(request, spec, generation, count)
@@ -71,6 +69,62 @@ async def reply(
     await ended()
     headers = {**spec.headers, WEIGHTS_VERSION: writer.weights_version}
     return Response(body, 200, headers, "application/json")
+
+
+def _streamed(
+    request: Request,
+    spec: GenerationSpec,
+    writer: AnswerWriter,
+    generation: Generation,
+    close: Callable[[], None],
+    ended: Callable[[], Awaitable[None]],
+    keep: float,
+) -> Response:
+    """`keep`: seconds for which it goes on without its reader."""
+    runtime, transport = runtime_of(request), request.scope.get(TRANSPORT)
+    headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
+    if spec.resumable:
+        resumed, here = request.scope.get(RESUMED), here_of(request)
+        others = resumed is not None and moved(resumed, here)
+        seen = () if resumed is None else resumed.seen
+        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if others else None)
+        headers[STREAM_ID] = spec.id
+        if resumed is not None and len(by := computed_by(resumed, here)) > 1:
+            headers[COMPUTED_BY] = ", ".join(by)
+    if keep:
+        transport = None
+        events, close = _kept_alive(request, spec, writer, generation, close, ended, keep)
+    else:
+        events = events_of(generation, writer, spec, runtime, ended, transport)
+    return EventStream(
+        *(events, close, headers, runtime.config),
+        media=writer.MEDIA,
+        ping=writer.ping,
+        failed=writer.failed,
+        transport=transport,
+    )
+
+
+def _kept_alive(
+    request: Request,
+    spec: GenerationSpec,
+    writer: AnswerWriter,
+    generation: Generation,
+    close: Callable[[], None],
+    ended: Callable[[], Awaitable[None]],
+    seconds: float,
+) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
+    """The events of a stream that goes on for a while when its reader has left, and what its reader's end calls."""
+    background, key = server_of(request).background, (owner_of(request), spec.id)
+    held = hold_of(request.scope).moved()
+
+    async def end() -> None:
+        held.end()
+
+    running = Running(writer, close, [])
+    events = events_of(generation, writer, spec, runtime_of(request), ended)
+    background.start(key, running, events, end)
+    return running.follow(-1), partial(background.leave, key, running, seconds)
 
 
 async def _folded(
@@ -92,7 +146,7 @@ async def journaled(
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
-    known = (owner_of(request), spec, model_of(request).fingerprint, generation.progress)
+    known = (owner_of(request), spec, here_of(request), generation.progress)
     try:
         return await streams.begin(request, *known, close)
     except BaseException:

@@ -27,6 +27,7 @@ from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
+from quire.server.store.patience import patiently
 from quire.server.store.store import ItemSummary, Put, Store, Stored
 from quire.server.streams import RESUMED
 
@@ -100,8 +101,8 @@ async def create_response(request: Request) -> Response:
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, server, spec, writer = runtime_of(request), server_of(request), keeper.spec, keeper.writer
     resumed = request.scope.get(RESUMED)
-    if resumed is not None and not resumed.attempt:
-        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+    if resumed is not None and not resumed.attempt and (known := await _known(request, spec)) is not None:
+        return known
     held = hold_of(request.scope).moved()
     assert spec.response is not None
     close = held.end
@@ -116,22 +117,39 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
         held.end()
         raise
 
+    def leaving() -> bool:
+        return server.background.closing or admission_of(request).draining
+
+    async def kept() -> None:
+        await keeper.keep()
+        if server.streams is not None:
+            await server.streams.forget(keeper.owner, spec.id, with_key=False)
+
     async def ended() -> None:
         try:
-            if writer.unfinished and (server.background.closing or admission_of(request).draining):
-                return  # the next process goes on with it
-            await keeper.keep()
-            if server.streams is not None:
-                await server.streams.forget(keeper.owner, spec.id, with_key=False)
+            if not (writer.unfinished and leaving()):  # else the next process goes on with it
+                await patiently(f"the end of {spec.answer_id} waits", kept, leaving)
         finally:
             held.end()
 
     running = Running(writer, close, [] if spec.stream else None)
     events = events_of(generation, writer, spec, runtime, nothing)
     server.background.start((keeper.owner, spec.answer_id), running, events, ended)
-    if spec.stream and resumed is None:
+    if spec.stream and (resumed is None or not resumed.attempt):
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
     return Response(queued, 200, dict(spec.headers), "application/json")
+
+
+async def _known(request: Request, spec: GenerationSpec) -> Response | None:
+    """The response of a call that had its Idempotency-Key before; None where the server ended between the call's row in
+    the journal and the response's own. Raises HTTPException while it is between them."""
+    try:
+        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+    except RequestNotFound:
+        streams = server_of(request).streams
+        assert streams is not None
+        streams.check_free(owner_of(request), spec.id)
+        return None
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)

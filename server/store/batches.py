@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -98,10 +99,11 @@ class Batches:
         id: str,
         change: Callable[[Batch], Batch],
         also: Callable[[sqlite3.Connection], None] | None = None,
+        sizes: Counter[str] | None = None,
     ) -> Batch | None:
-        """Put what `change` makes of a batch; None where there is none. `also` is done in the same transaction. The
-        lines of one that has ended are forgotten."""
-        with self._database.writing() as connection:
+        """Put what `change` makes of a batch; None where there is none. `also` is done in the same transaction, and
+        counts `sizes`. The lines of one that has ended are forgotten."""
+        with self._database.writing(sizes) as connection:
             before = _find(connection, owner, id)
             if before is None:
                 return None

@@ -9,10 +9,20 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from quire.server.store.database import ROW, Database
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """How a choice ended, as the engine said it."""
+
+    reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    with_token: bool
+    """Whether that came with its last token, not behind it."""
 
 
 class Progress(msgspec.Struct):
@@ -23,12 +33,15 @@ class Progress(msgspec.Struct):
     cached: list[int] = []
     """How many tokens of its prompt were cached when it began, as its caller was told."""
 
+    ends: list[End | None] = []
+    """None: a choice has not ended. Of journals of before, and where log probabilities are asked for: empty."""
+
     @property
     def count(self) -> int:
         return sum(map(len, self.ids))
 
     def copy(self) -> Progress:
-        return Progress([list(ids) for ids in self.ids], list(self.cached))
+        return Progress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -49,6 +62,10 @@ class Pins(msgspec.Struct, frozen=True):
     """Whether it is a response that goes on without its caller."""
     model: str = ""
     """The name of the model that it is for, where there are several; "" in journals of before: as the body says."""
+    before: tuple[str, ...] = ()
+    """The fingerprints of those that computed its first tokens, where these were others."""
+    given: str = ""
+    """Digest of weights and prompts, without which it cannot go on; "" in journals of before."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,11 +89,16 @@ class Calls:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes: Counter[str] = Counter(dict(rows))
 
+    @property
+    def size(self) -> int:
+        """Bytes of all calls."""
+        return self._sizes.total()
+
     def put(self, owner: str, call: Call, ends: float) -> bool:
         """Note a call until a time of the Unix clock. False where another one has its key."""
         size = ROW + len(call.body)
         row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             if call.key is not None:
                 other = connection.execute("select id from calls where owner = ? and name = ?", (owner, call.key))
                 if (known := other.fetchone()) is not None and known[0] != call.pins.id:
@@ -104,12 +126,12 @@ class Calls:
         return self._found("name", owner, key)
 
     def delete(self, owner: str, id: str) -> None:
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             self._drop(connection, owner, id)
 
     def sweep(self) -> None:
         """Forget those whose time is over."""
-        with self._database.writing() as connection:
+        with self._database.writing(self._sizes) as connection:
             over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
             for owner, id in over:
                 self._drop(connection, owner, id)

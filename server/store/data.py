@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,11 @@ class Data:
     batches: Batches
     calls: Calls
     close: Callable[[], None]
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of what is kept, by its kind."""
+        return {"responses": self.store.size, "files": self.files.size, "journal": self.calls.size}
 
 
 def open_data(folder: Path, max_bytes: int) -> Data:

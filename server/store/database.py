@@ -6,6 +6,7 @@ import fcntl
 import os
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,13 +56,19 @@ class Database:
             yield self._connection
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, of which nothing is left where the block raises."""
+    def writing(self, sizes: Counter[str] | None = None) -> Iterator[sqlite3.Connection]:
+        """One transaction, of which nothing is left where the block raises, or where it cannot be committed. `sizes`:
+        what the block counts of it."""
         with self._mutex:
+            before = None if sizes is None else sizes.copy()
             self._connection.execute("begin immediate")
             try:
                 yield self._connection
+                self._connection.execute("commit")
             except BaseException:
-                self._connection.execute("rollback")
+                if self._connection.in_transaction:  # SQLite takes back itself what some errors end, but not all
+                    self._connection.execute("rollback")
+                if sizes is not None and before is not None:
+                    sizes.clear()
+                    sizes.update(before)
                 raise
-            self._connection.execute("commit")

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ class Files:
         self._database = database
         self._folder = database.folder / "files"
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._budget = Budget(max_bytes)
+        self.sizes: Counter[str] = Counter()
+        """Bytes by owner."""
+        self._budget = Budget(max_bytes, self.sizes)
         self.uploads = Budget(MAX_UPLOADS)
         """Of the server, by owner; the event loop's."""
         with database.reading() as connection:
@@ -57,6 +60,11 @@ class Files:
         for path in self._folder.iterdir():  # a process that ended between the two left what nobody knows
             if path.name not in known:
                 path.unlink(missing_ok=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self._budget.held
 
     def path(self, id: str) -> Path:
         """Of the content of a file that is there."""
@@ -82,9 +90,10 @@ class Files:
         os.close(os.open(self.path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
     def add(self, owner: str, *files: StoredFile, connection: sqlite3.Connection | None = None) -> None:
-        """Make files known whose content is written. `connection`: that of a transaction of which this is a part."""
+        """Make files known whose content is written. `connection`: that of a transaction of which this is a part, and
+        which knows of `sizes`."""
         if connection is None:
-            with self._database.writing() as own:
+            with self._database.writing(self.sizes) as own:
                 return self.add(owner, *files, connection=own)
         for file in files:
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
@@ -127,14 +136,15 @@ class Files:
             row = self._drop(owner, id)
         if row is None:
             return False
-        self._budget.take(owner, -row[0] - ROW)
         self.path(id).unlink(missing_ok=True)
         return True
 
     def _drop(self, owner: str, id: str) -> tuple[int] | None:
-        with self._database.writing() as connection:
+        with self._database.writing(self.sizes) as connection:
             query = "delete from files where owner = ? and id = ? returning bytes"
             row: tuple[int] | None = connection.execute(query, (owner, id)).fetchone()
+            if row is not None:
+                self._budget.take(owner, -row[0] - ROW)
             return row
 
     def expired(self) -> list[tuple[str, str]]:

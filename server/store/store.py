@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -88,12 +89,12 @@ class Store:
         self._max_bytes = max_bytes
         with database.reading() as connection:
             sizes = connection.execute("select owner, sum(size) from objects group by owner").fetchall()
-        self._sizes: dict[str, int] = {owner: int(size) for owner, size in sizes}
+        self._sizes: Counter[str] = Counter({owner: int(size) for owner, size in sizes})
 
     @property
     def size(self) -> int:
         """Bytes of all that is kept."""
-        return sum(self._sizes.values())
+        return self._sizes.total()
 
     def get(self, owner: str, kind: Kind, id: str) -> Stored | None:
         with self._database.reading() as database:
@@ -104,7 +105,7 @@ class Store:
             return _known(database, owner, kind, id)
 
     def put(self, owner: str, new: Put) -> None:
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             self._drop(database, owner, new.id)
             stored = new.stored
             size = ROW + len(stored.data) + size_of(new.items)
@@ -113,14 +114,14 @@ class Store:
                 "insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(stored.about), stored.data)
             )
             _insert(database, owner, new.id, new.items, 0)
-            self._sizes[owner] = self._sizes.get(owner, 0) + size
+            self._sizes[owner] += size
             self._make_room(database)
 
     def append(
         self, owner: str, id: str, items: Sequence[Item], check: Callable[[ItemSummary], None] | None = None
     ) -> bool:
         """Add items behind the others of a conversation. Whether there is one. `check` may raise what refuses them."""
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             known = _known(database, owner, "conversation", id)
             if known is None:
                 return False
@@ -136,7 +137,7 @@ class Store:
     def change(self, owner: str, id: str, change: Callable[[bytes], bytes]) -> bytes | None:
         """Put what `change` makes of a conversation, whose items stay, with no other change between. None where there
         is none."""
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             stored = _get(database, owner, "conversation", id)
             if stored is None:
                 return None
@@ -176,7 +177,7 @@ class Store:
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
         """Whether there was one."""
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             where = "from items where owner = ? and parent = ? and id = ?"
             row = database.execute(f"select length(data) {where}", (owner, id, item_id)).fetchone()
             if row is not None:
@@ -186,7 +187,7 @@ class Store:
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             return self._drop(database, owner, id)
 
     def unfinished(self) -> list[tuple[str, str]]:
@@ -196,7 +197,7 @@ class Store:
 
     def end(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> None:
         """Put what `change` makes of a response that nobody works on any more. Its items stay."""
-        with self._writing() as database:
+        with self._database.writing(self._sizes) as database:
             if (before := _get(database, owner, "response", id)) is None:
                 return
             now = change(before)
@@ -204,24 +205,14 @@ class Store:
             database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
             self._grow(database, owner, id, len(now.data) - len(before.data), 0)
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._database.writing() as database:
-            sizes = dict(self._sizes)
-            try:
-                yield database
-            except BaseException:
-                self._sizes = sizes
-                raise
-
     def _grow(self, database: sqlite3.Connection, owner: str, id: str, size: int, count: int) -> None:
         grown = "update objects set size = size + ?, count = count + ?, at = ? where owner = ? and id = ?"
         database.execute(grown, (size, count, time.time(), owner, id))
-        self._sizes[owner] = self._sizes.get(owner, 0) + size
+        self._sizes[owner] += size
 
     def _make_room(self, database: sqlite3.Connection) -> None:
         while self.size > self._max_bytes:
-            largest = max(self._sizes, key=lambda name: self._sizes[name])
+            ((largest, _),) = self._sizes.most_common(1)
             oldest = "select id from objects where owner = ? order by at limit 1"
             self._drop(database, largest, database.execute(oldest, (largest,)).fetchone()[0])
 

@@ -16,6 +16,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
 from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
+MODEL = "fake"
 Script = Callable[[Request, int], int]
 
 
@@ -79,7 +80,7 @@ class FakeEngine(EngineLink):
     async def start(self) -> EngineInfo:
         self._task = asyncio.create_task(self._run())
         return EngineInfo(
-            model="fake",
+            model=MODEL,
             dtype="float32",
             device="cpu",
             backend="none",

@@ -8,9 +8,10 @@ order among one another may be another the next time, which is why each is count
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from quire.engine.errors import Conflict
 from quire.server.encoding import END
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
@@ -33,8 +34,17 @@ class NumberedWriter(AnswerWriter):
 
     MEDIA: ClassVar[bytes]
 
-    def __init__(self, writer: AnswerWriter, spec: GenerationSpec, seen: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        writer: AnswerWriter,
+        spec: GenerationSpec,
+        seen: Sequence[int] = (),
+        known: Callable[[], bool] | None = None,
+    ) -> None:
+        """`known`: whether a step tells what is in the journal; None: what is computed again is the same. Where it is
+        not, the first other step raises Conflict if the reader has more than the journal."""
         self._writer = writer
+        self._known = known
         self._id = spec.id.encode()
         self._sent = [0] * (spec.num_choices + 2)
         self._seen = [*seen, *self._sent[len(seen) :]]
@@ -55,6 +65,10 @@ class NumberedWriter(AnswerWriter):
         return self._numbered(0, self._writer.first())
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        if self._known is not None and not self._known():
+            self._known = None
+            if any(seen > sent for seen, sent in zip(self._seen[1:-1], self._sent[1:-1], strict=True)):
+                raise Conflict("What its reader has of this answer is not all kept, and would not come again")
         self._writer.weights_version = self.weights_version
         if len(deltas) == 1:
             return self._numbered(1 + deltas[0].index, self._writer.step(deltas))

@@ -39,6 +39,8 @@ class ResponsesWriter(AnswerWriter):
         self._created = spec.created
         self.number = 0
         """Of the next event."""
+        self._end: int | None = None
+        """Of the first of the events with which it ends, once these are made."""
         self._parts = Parts()
         self._open: Part | None = None
         self._input = CustomInput()
@@ -68,6 +70,7 @@ class ResponsesWriter(AnswerWriter):
         return b"".join(events)
 
     def last(self, usage: Usage) -> bytes:
+        self._end = self.number
         events = [] if self._parts.all else self._opening(Part("text"))
         self.status = ended(self._finish_reason)
         events += self._closing(self.status)
@@ -76,6 +79,8 @@ class ResponsesWriter(AnswerWriter):
         return b"".join([*events, self._event(kind, response=self.final)])
 
     def failed(self, error: Exception) -> bytes:
+        if self._end is not None:  # they are not sent: this comes in their place
+            self.number = self._end
         opening = b"" if self.number else self.first()
         told = {"code": "server_error", "message": failure(error).message}
         self.status = "failed"

@@ -17,7 +17,7 @@ from quire.server.access.bodies import READ, Body
 from quire.server.generation.answers.numbered import parse_id
 from quire.server.routes.bodies import owner_of
 from quire.server.runtime import server_of
-from quire.server.streams import CLAIMS, PATHS, RESUMED, Resumed
+from quire.server.streams import CLAIMS, PATHS, RESUMED, Claim, Resumed
 
 router = APIRouter()
 LAST = "last-event-id"
@@ -81,7 +81,7 @@ class ResumptionMiddleware:
         if last is not None:
             path = f"/v1/streams/{last.rpartition(':')[0] or '-'}"
             return await self._app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, send)
-        claims: list[tuple[str, str]] = []
+        claims: list[Claim] = []
         try:
             await self._app({**scope, CLAIMS: claims}, receive, send)
         finally:

@@ -1,6 +1,7 @@
 // Streams one answer and builds up a message from its chunks.
 
 import { call, events } from "./api.js";
+import { shownTalk } from "./store.js";
 import { tokensOf } from "./message/tokens.js";
 
 /**
@@ -8,11 +9,51 @@ import { tokensOf } from "./message/tokens.js";
  * after each chunk. Returns without an error when `signal` aborts it. Throws ApiError.
  */
 export async function ask(path, body, message, signal, grown) {
-  const began = performance.now();
-  const seconds = () => (performance.now() - began) / 1000;
+  const open = () => call(path, { method: "POST", body, signal });
+  try {
+    await receive(open, message, grown, remember);
+  } finally {
+    if (!leaving) sessionStorage.removeItem(LEFT);
+  }
+}
+
+/** The same for an answer whose stream was left when the page was reloaded: all of it comes again, and what follows. */
+export async function takeUp(stream, message, signal, grown) {
+  try {
+    await receive(() => call(`/v1/streams/${stream}`, { signal }), message, grown, () => {});
+  } finally {
+    if (!leaving) sessionStorage.removeItem(LEFT);
+  }
+}
+
+/** The stream that this tab read when it was reloaded, in a conversation whose last message it answers; null: none. */
+export function leftStream(talk) {
+  const left = JSON.parse(sessionStorage.getItem(LEFT) ?? "null");
+  const last = talk.messages.at(-1);
+  return left?.talk === talk.id && ["user", "tool"].includes(last?.role) ? left.stream : null;
+}
+
+const LEFT = "quire.stream";
+let leaving = false;
+addEventListener("pagehide", () => {
+  leaving = true;
+});
+addEventListener("pageshow", () => {
+  leaving = false;
+});
+
+function remember(response) {
+  const stream = response.headers.get("X-Stream-Id"); // where the server keeps streams
+  if (stream) sessionStorage.setItem(LEFT, JSON.stringify({ talk: shownTalk(), stream }));
+}
+
+async function receive(open, message, grown, began) {
+  const start = performance.now();
+  const seconds = () => (performance.now() - start) / 1000;
   message.meta = {};
   try {
-    const response = await call(path, { method: "POST", body, signal });
+    const response = await open();
+    began(response);
     for await (const { data } of events(response)) {
       if (data === "[DONE]") break;
       if (data.error) throw new Error(data.error.message);

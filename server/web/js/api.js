@@ -24,14 +24,15 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   const key = loadKey();
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const given = body === undefined || body instanceof FormData; // as it is: the browser tells a form's type
+  if (!given) headers["Content-Type"] = "application/json";
   let response;
   try {
     response = await fetch(path, {
       method,
       headers,
       signal,
-      body: body === undefined ? undefined : JSON.stringify(body),
+      body: given ? body : JSON.stringify(body),
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;

@@ -1,16 +1,18 @@
-// The page around the two views: which of them is shown, the theme, the API key, and the dialogs that both use.
+// The page around the views: which of them is shown, the theme, the API key, and the dialogs that both use.
 
 import { $, copy, say } from "./dom.js";
 import { explain } from "./explain.js";
 import { keepsKey, loadKey, loadTheme, saveKey, saveTheme } from "./store.js";
+import { Batches } from "./batches/view.js";
 import { Dashboard } from "./engine/dashboard.js";
 import { Playground } from "./playground.js";
 
 const frame = { askForKey, showText, explain: (id) => explain(id, showText) };
 const KEY_WHY = $("key-why").textContent;
 // These are not ids of elements, because a browser would scroll to those.
-const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
-const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
+const ROUTES = { "#/": "playground", "#/engine": "dashboard", "#/batches": "batches" };
+const TITLES = { playground: "Quire", dashboard: "Engine · Quire", batches: "Batches · Quire" };
+const views = { playground: new Playground(frame), dashboard: new Dashboard(frame), batches: new Batches(frame) };
 
 function route() {
   if (location.hash === "#main") return; // the skip link
@@ -21,7 +23,7 @@ function route() {
     if (name === chosen) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = chosen === "dashboard" ? "Engine · Quire" : "Quire";
+  document.title = TITLES[chosen];
   showVisible();
 }
 

@@ -1,6 +1,7 @@
 // The playground: a conversation, or a text that the model continues.
 
-import { ask } from "./answer.js";
+import { call } from "./api.js";
+import { ask, leftStream, takeUp } from "./answer.js";
 import { Completion } from "./completion.js";
 import { Composer } from "./draft/composer.js";
 import { $, el, perFrame, say } from "./dom.js";
@@ -56,6 +57,7 @@ export class Playground {
     });
     this.#listen();
     this.#restore();
+    this.#resume(leftStream(this.talk));
   }
 
   show() {
@@ -237,6 +239,14 @@ export class Playground {
     return error?.refused ?? false;
   }
 
+  /** Goes on with an answer whose stream was left when the page was reloaded. */
+  async #resume(stream) {
+    if (stream === null) return;
+    const message = { role: "assistant", content: "", writing: true };
+    this.#add(message);
+    await this.#run("chat", null, message, () => this.#refresh(message), stream);
+  }
+
   /** Goes on with an answer that was cut. */
   async #more({ message }) {
     const last = this.talk.messages.indexOf(message);
@@ -252,8 +262,8 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request and reads its answer to the end; `draw` is called to show the progress. The error, if any. */
-  async #run(mode, body, message, draw) {
+  /** Sends one request, or takes up a stream, and reads its answer to the end; `draw` shows the progress. The error, if any. */
+  async #run(mode, body, message, draw, stream = null) {
     const { talk } = this;
     const running = (this.running = new AbortController());
     this.#problem("");
@@ -264,7 +274,9 @@ export class Playground {
       if (follow) this.#scroll();
     });
     try {
-      await ask(PATHS[mode], body, message, running.signal, grown);
+      const { signal } = running;
+      if (stream === null) await ask(PATHS[mode], body, message, signal, grown);
+      else await takeUp(stream, message, signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
       return null;
     } catch (error) {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core import fairness
 from quire.engine.core.batch import StepOutput
-from quire.engine.core.fairness import BEHIND, OUTPUT_COST, FairQueue
+from quire.engine.core.fairness import BEHIND, LATELY, OUTPUT_COST, SHORT, FairQueue
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence
 from quire.engine.types import Request, SamplingParams
@@ -288,13 +288,21 @@ def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
     assert rows() == {"calm": 80}
     scheduler.add(request("prompt", "a", prompt=250, priority=5))
     scheduler.add(request("urgent", "b", prompt=30, max_tokens=50))
-    assert rows() == {"calm": BEHIND, "urgent": 30, "prompt": 30 - BEHIND}
+    assert rows() == {"calm": BEHIND, "urgent": 30}, "its first token is waited for"
     assert rows() == {"calm": BEHIND, "urgent": 1}
     scheduler.add(request("asked", "b", prompt=150, max_tokens=2))
     assert rows() == {"calm": BEHIND, "urgent": 1, "asked": 150}
     while rows().get("urgent"):
         pass
-    assert rows()["calm"] == 20, "alone they have all of it again"
+    assert rows() == {"calm": 20, "prompt": SHORT - 20}, "alone they have more of it, but more that is urgent may come"
+    scheduler.add(request("urgent", "b", prompt=2, max_tokens=1))
+    assert rows()["urgent"] == 2
+    for _ in range(LATELY):
+        for name in ("prompt", "another"):
+            scheduler.abort(name)
+        scheduler.add(request("another", "a", prompt=250, priority=5))
+        assert sum(rows().values()) <= SHORT
+    assert rows()["another"] > SHORT, "they have all of it again"
 
 
 def test_priorities_go_before_fairness() -> None:

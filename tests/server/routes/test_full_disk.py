@@ -26,7 +26,8 @@ async def test_what_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.Monk
             for path, asked in ((PATH, body()), (PATH, body(background=True)), ("/v1/conversations", {})):
                 assert "disk is full" in (await api.post(path, asked, 503))["error"]["message"]
             streamed = (await api.http.post(PATH, json=body(stream=True))).text
-            last = json.loads(re.findall("^data: (.*)$", streamed, re.MULTILINE)[-1])
+            *_, last = told = [json.loads(each) for each in re.findall("^data: (.*)$", streamed, re.MULTILINE)]
+            assert [each["sequence_number"] for each in told] == [*range(len(told))]
             assert last["type"] == "response.failed", "what is said to be complete is kept"
             assert "disk is full" in last["response"]["error"]["message"]
             assert (await api.post(PATH, body(store=False)))["status"] == "completed"

@@ -188,7 +188,8 @@ async def test_a_key_has_one_answer(stream: bool, tmp_path: Path) -> None:
         ):
             http.headers["x-api-key"] = "ka"
             answers += [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
-            assert len({each.seed for each in engine.seen}) == 1
+            assert len({each.seed for each in engine.seen}) <= 1
+            assert not (stream and answers[2:] and engine.seen), "a stream that has ended is not computed again"
             other = await http.post(CHAT, json=body | {"max_tokens": 3}, headers=key)
             assert other.status_code == 422
             assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": NAME}, headers=key)).status_code == 422
@@ -229,14 +230,71 @@ async def test_a_request_that_is_refused_does_not_hold_its_key(tmp_path: Path) -
         assert (await http.post(CHAT, json=late | {"timeout": 60}, headers=key)).status_code == 200
 
 
-async def test_what_answers_depend_on_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _, body = CALLS["chat"]
-    async with keeping(tmp_path) as (port, _):
-        names = ids(await read(port.url, path, body))
+@pytest.mark.parametrize("name", ["chat", "two", "response", "message"])
+async def test_an_answer_goes_on_where_something_else_computes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade: the tokens that it has stand, and the others are the new engine's."""
+    path, _, body = CALLS[name]
+    async with keeping(tmp_path, engine={"step_seconds": 0.01, "burst": 1}, stream_grace=600) as (port, _):
+        got = await read(port.url, path, body, events=12)
     monkeypatch.setattr("quire.server.served_model.VERSION", "another")
+    last = ids(got)[-1]
+    stream = last.rpartition(":")[0]
+    fakes = FakeEngine(hashed(b"ABCDEFGH"), eos=[EOS], max_model_len=2048)
+    options: dict[str, Any] = {"data_dir": tmp_path, "chat_template": HERMES, "reasoning_parser": "think"}
+    async with serving(fakes, **options) as port, httpx.AsyncClient(base_url=port.url) as http:
+        answer = await http.get(f"/v1/streams/{stream}", headers={"Last-Event-ID": last})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-computed-by"].count("fp_") == 2, "it is marked"
+        got += answer.content
+        assert len(set(ids(got))) == len(ids(got))
+        known = [len(each.emitted_ids) for each in fakes.seen]
+        whole = await http.get(f"/v1/streams/{stream}")
+        assert whole.headers["x-computed-by"].count("fp_") == 2
+        assert not fakes.seen[len(known) :], "it has ended, and nothing of it is computed again"
+    texts = [_texts(each) for each in (got, whole.content)]
+    assert texts[0] == texts[1]
+    for text, count in zip(texts[0].values(), known, strict=True):
+        assert count > 0
+        assert re.fullmatch(rb"[^A-H]+[A-H]+", text), text
+
+
+def _texts(events: bytes) -> dict[bytes, bytes]:
+    """By choice."""
+    found: dict[bytes, bytes] = {}
+    for event in events.split(b"\n\n"):
+        if text := re.search(rb'"(?:content|delta|text)":"([^"]*)"', event):
+            index = re.search(rb'"index":(\d)', event)
+            choice = b"" if index is None else index[1]
+            if b"event: response." not in event or b"text.delta" in event:
+                found[choice] = found.get(choice, b"") + text[1]
+    return found
+
+
+async def test_what_cannot_go_on_where_something_else_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = {}
+    async with keeping(tmp_path) as (port, engine):
+        for name in ("chat", "logprobs"):
+            path, _, body = CALLS[name]
+            last[name] = ids(await read(port.url, path, body))[3]
+        whole = {"model": NAME, **TEXT}
+        key = {"Idempotency-Key": "k"}
+        async with httpx.AsyncClient(base_url=port.url) as http:
+            assert (await http.post(CHAT, json=whole, headers=key)).status_code == 200
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("quire.server.served_model.VERSION", "another")
+        async with keeping(tmp_path) as (port, engine), httpx.AsyncClient(base_url=port.url) as http:
+            for asked in (
+                await http.post(CHAT, json=whole, headers=key),
+                await http.post(CHAT, headers={"Last-Event-ID": last["logprobs"]}),
+            ):
+                assert asked.status_code == 409, asked.text
+            assert not engine.seen
+    monkeypatch.setattr("tests.server.fake.MODEL", "another")
     async with keeping(tmp_path) as (port, engine), httpx.AsyncClient(base_url=port.url) as http:
-        stream = names[0].partition(":")[0]
-        assert (await http.get(f"/v1/streams/{stream}", headers={"Last-Event-ID": names[2]})).status_code == 409
+        answer = await http.post(CHAT, headers={"Last-Event-ID": last["chat"]})
+        assert answer.status_code == 409, "other weights"
         assert not engine.seen
 
 
@@ -271,3 +329,47 @@ async def test_a_response_in_the_background_is_not_begun_twice(tmp_path: Path) -
         assert [*told, again["id"]] == [id] * 3
         assert again["output"] == now["output"]
         assert len(engine.seen) == 1
+
+
+async def test_a_stream_goes_on_without_its_reader(tmp_path: Path) -> None:
+    path, _, body = CALLS["chat"]
+    asked = body | {"max_tokens": 60}
+    slow = {"step_seconds": 0.01, "burst": 1}
+    async with keeping(tmp_path, engine=slow) as (port, engine), httpx.AsyncClient(base_url=port.url) as http:
+        got = await read(port.url, path, asked, events=4, **{"X-Keep-Alive-Seconds": "30"})
+        async with asyncio.timeout(20):
+            while engine.generated < 60:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        last = ids(got)[-1]
+        got += await read(port.url, f"/v1/streams/{last.rpartition(':')[0]}", **{"Last-Event-ID": last})
+        assert len(engine.seen) == 1, "all of it was there"
+        assert by_choice(got) == by_choice(await read(port.url, f"/v1/streams/{last.rpartition(':')[0]}"))
+        for headers, more in (
+            ({"X-Keep-Alive-Seconds": "soon"}, {}),
+            ({"X-Keep-Alive-Seconds": "601"}, {}),
+            ({"X-Keep-Alive-Seconds": "5"}, {"stream": False}),
+        ):
+            answer = await http.post(path, json={"model": NAME, "stream": True, **body, **more}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-keep-alive-seconds")
+        await read(port.url, path, asked, events=4, **{"X-Keep-Alive-Seconds": "0.1"})
+        async with asyncio.timeout(20):
+            while not engine.aborted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert engine.generated < 120
+    async with serving(FakeEngine(hashed(LETTERS))) as port, httpx.AsyncClient(base_url=port.url) as http:
+        answer = await http.post(
+            path, json={"model": NAME, "stream": True, **body}, headers={"X-Keep-Alive-Seconds": "5"}
+        )
+        assert answer.status_code == 400
+
+
+async def test_readers_who_leave_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.generation.background.MOST_LEFT", 2)
+    path, _, body = CALLS["chat"]
+    async with keeping(tmp_path, engine={"step_seconds": 0.01, "burst": 1}) as (port, engine):
+        for _ in range(4):
+            await read(port.url, path, body | {"max_tokens": 1500}, events=3, **{"X-Keep-Alive-Seconds": "30"})
+        async with asyncio.timeout(20):
+            while len(engine.running) > 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(engine.aborted) == 2

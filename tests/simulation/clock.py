@@ -1,0 +1,146 @@
+"""An event loop whose time is not the machine's, and whose threads are turns of its own: one seed decides the order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+EPOCH = 1_800_000_000.0
+"""Seconds of the Unix clock at which every simulation begins."""
+
+MOST_TURNS = 200_000
+
+
+class Gone(Exception):
+    """What is asked of a process that is not there any more."""
+
+
+class Owned:
+    """A process, as the loop sees it."""
+
+    dead = False
+
+    def __init__(self) -> None:
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        """Those that have not ended, in the order of their begin."""
+
+
+PROCESS: ContextVar[Owned | None] = ContextVar("process", default=None)
+"""Whose task this is; None: somebody outside, whom nothing ends."""
+
+
+class _Selector(selectors.SelectSelector):
+    """Nothing comes from outside: to wait is to move the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.turns = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "everybody waits for somebody else"
+        self.now += max(timeout, 0)
+        self.turns += 1
+        assert self.turns < MOST_TURNS, "somebody asks again and again"
+        return []
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self, rng: random.Random) -> None:
+        self.selector = _Selector()
+        super().__init__(self.selector)
+        self._rng = rng
+        self.tasks = 0
+        """That were ever begun."""
+        self.set_task_factory(_owned)
+
+    def time(self) -> float:
+        return self.selector.now
+
+    def end_all(self) -> None:
+        """Cancel what still runs, after a failure."""
+        self.selector.turns = 0
+        for _ in range(20):
+            if tasks := asyncio.all_tasks(self):
+                for task in tasks:
+                    task.cancel()
+                self.run_until_complete(asyncio.wait(tasks, timeout=1))
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """A thread's work is done at one moment, some time from now."""
+        future, process = self.create_future(), PROCESS.get()
+        delay = self._rng.choice((0.0, 0.0002, 0.001, 0.004, 0.03))
+        self.call_later(delay, self._do, future, process, func, args)
+        return future
+
+    def _do(
+        self, future: asyncio.Future[Any], process: Owned | None, func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        if process is not None and process.dead:
+            if not future.done():
+                future.set_exception(Gone())
+            return
+        try:
+            result = func(*args)
+        except BaseException as error:
+            if not future.done():
+                future.set_exception(error)
+        else:
+            if not future.done():
+                future.set_result(result)
+
+
+class _Task(asyncio.Task[Any]):
+    """Sets of tasks are in the order in which these were made, whatever the memory's."""
+
+    def __init__(self, *args: Any, number: int, **more: Any) -> None:
+        self._number = number
+        super().__init__(*args, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _owned(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+    assert isinstance(loop, Loop)
+    loop.tasks += 1
+    task = _Task(coroutine, loop=loop, number=loop.tasks, **more)
+    if (process := PROCESS.get()) is not None:
+        process.tasks[task] = None
+        task.add_done_callback(lambda ended: process.tasks.pop(ended, None))
+    return task
+
+
+@contextmanager
+def virtual_time(rng: random.Random) -> Iterator[Loop]:
+    """A loop; within the block its clock is that of the module `time`, and what is drawn at random comes from `rng`."""
+    loop = Loop(rng)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("quire.") and getattr(module, "monotonic", None) is time.monotonic:
+                patch.setattr(module, "monotonic", loop.time)
+        patch.setattr("time.time", lambda: EPOCH + loop.time())
+        patch.setattr("time.monotonic", loop.time)
+        patch.setattr("secrets.token_hex", lambda size=32: f"{rng.getrandbits(8 * size):0{2 * size}x}")
+        patch.setattr("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4))
+        patch.setattr("secrets.randbits", rng.getrandbits)
+        patch.setattr("anyio.to_thread.run_sync", _in_turn)
+        try:
+            yield loop
+        finally:
+            loop.end_all()
+            loop.close()
+
+
+async def _in_turn(func: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    return await asyncio.to_thread(func, *args)

@@ -1,0 +1,162 @@
+"""An engine process without a model, which computes one seed's letters, slowly and unevenly, and can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.engine.core.stats import EngineStats
+from quire.engine.link.engine_messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine, together
+from quire.engine.link.process import EngineProcess
+from quire.engine.processes.exit_cause import ExitCause
+from quire.engine.types import Request, RequestOutput
+from tests.engine.fake_process import CRASHED, INFO, KILLED
+
+LETTERS = b"abcdefghijklmnopqrstuvwxyz "
+CONTEXT = 2048
+ENGINE = msgspec.structs.replace(INFO, max_model_len=CONTEXT, num_blocks=1000, deterministic=True)
+
+
+def letter(seed: int, place: int, version: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {place} {version}".encode(), digest_size=4).digest()
+    return LETTERS[int.from_bytes(digest, "big") % len(LETTERS)]
+
+
+def is_answer(text: bytes, seed: int, newest: int) -> bool:
+    """Whether it is what a request with this seed is answered, by one version after another up to the newest."""
+    version = 0
+    for place, each in enumerate(text):
+        while letter(seed, place, version) != each:
+            version += 1
+            if version > newest:
+                return False
+    return True
+
+
+class SimulatedProcess(EngineProcess):
+    """Messages come late but in order; those that are on their way when it ends are lost."""
+
+    def __init__(
+        self,
+        on_begun: Callable[[Sequence[str]], None],
+        rng: random.Random,
+        alive: Alive,
+        seeds: dict[str, int],
+        version: int,
+    ) -> None:
+        """`seeds`: those of all requests, of earlier processes too, by id without the number of the attempt."""
+        self._rng = rng
+        self._alive = alive
+        self._seeds = seeds
+        self._version = version
+        self._begun_by = on_begun
+        loop = asyncio.get_running_loop()
+        self._to_engine: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._from_engine: asyncio.Queue[FromEngine] = asyncio.Queue()
+        self._exit: asyncio.Future[ExitCause] = loop.create_future()
+        self.running: dict[str, tuple[Request, int]] = {}
+        """Requests, and how many tokens each has."""
+        self._stderr_lines: Any = []
+        self._task: asyncio.Task[None] | None = None
+        alive[self] = None
+
+    @property
+    def connected(self) -> bool:
+        return self._task is not None
+
+    @property
+    def pid(self) -> int:
+        return 1
+
+    @property
+    def silence(self) -> float:
+        return 0.0
+
+    def connect(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    def send(self, message: ToEngine) -> None:
+        if not self._exit.done():
+            self._to_engine.put_nowait(message)
+
+    async def receive(self) -> FromEngine:
+        return await self._from_engine.get()
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self._rng.choice((0.0, 0.1, 2.0)))
+        self._from_engine.put_nowait(Ready(ENGINE))
+        while True:
+            if not self.running:
+                self._take(await self._to_engine.get())
+            await asyncio.sleep(self._rng.choice((0.001, 0.005, 0.02)))
+            while not self._to_engine.empty():
+                self._take(self._to_engine.get_nowait())
+            if outputs := [self._step(each) for each in list(self.running)]:
+                message = Stepped(outputs, EngineStats(running=len(self.running)))
+                asyncio.get_running_loop().call_soon(self._arrive, message)
+
+    def _arrive(self, message: FromEngine) -> None:
+        if not self._exit.done():
+            self._from_engine.put_nowait(message)
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit(requests, images):
+                for request in together(requests, images):
+                    assert request.id not in self.running, "it was sent twice"
+                    known = bytes(request.emitted_ids)
+                    assert is_answer(known, request.seed, self._version), "what it has is not what it was given"
+                    seed = self._seeds.setdefault(request.id.partition(".")[0], request.seed)
+                    assert seed == request.seed, "it is made again with another seed"
+                    self.running[request.id] = request, len(request.emitted_ids)
+                self._begun_by([request.id for request in requests])
+            case Abort(ids):
+                for id in ids:
+                    self.running.pop(id, None)
+
+    def _step(self, id: str) -> RequestOutput:
+        """One token, or more at once, as drafts give."""
+        request, had = self.running[id]
+        most = request.params.max_tokens or CONTEXT
+        count = self._rng.choice((1, 1, 1, 3))
+        ids = [letter(request.seed, place, self._version) for place in range(had, min(most, had + count))]
+        self.running[id] = request, had + len(ids)
+        reason = None
+        if had + len(ids) >= most:
+            reason = "length"
+            del self.running[id]
+        return RequestOutput(id, ids, finish_reason=reason, cached_tokens=had % 5)
+
+    def exit(self, cause: ExitCause = KILLED) -> None:
+        self._alive.pop(self, None)
+        if self._task is not None:
+            self._task.cancel()
+        if not self._exit.done():
+            self._exit.set_result(cause)
+
+    def crash(self) -> None:
+        self.exit(CRASHED)
+
+    async def wait_for_exit(self) -> ExitCause:
+        return await asyncio.shield(self._exit)
+
+    async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+        await asyncio.wait([exited])
+
+    def end(self) -> None:
+        self.exit()
+
+    async def stop(self) -> None:
+        self.exit()
+
+    def close(self) -> None:
+        assert self._exit.done()
+
+
+Alive = dict[SimulatedProcess, None]
+"""The engine processes that have not ended."""

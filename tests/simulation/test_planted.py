@@ -1,0 +1,128 @@
+"""The simulation finds faults: each of these, planted, is found by one of the first seeds."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.link.client import EngineClient
+from quire.engine.types import Request
+from quire.server import streams
+from quire.server.generation.answers.numbered import NumberedWriter
+from quire.server.generation.sampling import Sampling
+from quire.server.generation.spec import GenerationSpec
+from quire.server.store.calls import Calls
+from quire.server.store.database import Database
+from quire.server.store.store import Store
+from tests.simulation.server import Program
+from tests.simulation.test_simulation import simulate
+
+SEEDS = 150
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def writing(self: Any, sizes: Any = None) -> Iterator[sqlite3.Connection]:
+        with self._mutex:
+            self._connection.execute("begin immediate")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("rollback")
+                raise
+            self._connection.execute("commit")
+
+    patch.setattr(Database, "writing", writing)
+
+
+def background_answers_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Store, "unfinished", lambda self: [])
+
+
+def an_event_twice(patch: pytest.MonkeyPatch) -> None:
+    made = NumberedWriter.__init__
+
+    def init(self: Any, writer: Any, spec: Any, seen: Sequence[int] = ()) -> None:
+        made(self, writer, spec, [max(0, each - 1) for each in seen])
+
+    patch.setattr(NumberedWriter, "__init__", init)
+
+
+def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
+    def request(self: Any, id: str) -> Request:
+        first: Request = self._open[id].request
+        return first
+
+    patch.setattr(EngineClient, "request", request)
+
+
+def another_seed(patch: pytest.MonkeyPatch) -> None:
+    pinned = streams.pinned
+
+    def loose(spec: GenerationSpec, resumed: Any, *, deterministic: bool) -> GenerationSpec:
+        found = pinned(spec, resumed, deterministic=deterministic)
+        return replaced(found, params=msgspec.structs.replace(found.params, seed=spec.params.seed))
+
+    patch.setattr("quire.server.routes.bodies.pinned", loose)
+
+
+def the_last_token_left_out(patch: pytest.MonkeyPatch) -> None:
+    known = Sampling._known
+    patch.setattr(Sampling, "_known", lambda self, choice: known(self, choice)[1:])
+
+
+def calls_not_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Calls, "put", lambda self, owner, call, ends: True)
+
+
+# What the simulation found, once more:
+
+
+def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
+    async def once(what: str, do: Callable[[], Any], given_up: Any = None) -> Any:
+        return await do()
+
+    patch.setattr("quire.server.routes.responses.patiently", once)
+
+
+def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
+    writing = Database.writing
+    patch.setattr(Database, "writing", lambda self, sizes=None: writing(self))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        no_rollback_of_commits,
+        background_answers_left,
+        an_event_twice,
+        tokens_forgotten_at_a_replay,
+        another_seed,
+        the_last_token_left_out,
+        calls_not_written,
+        ends_not_kept_on_a_full_disk,
+        sizes_not_set_back,
+    ],
+)
+def test_a_planted_fault_is_found(
+    plant: Plant, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    for seed in range(SEEDS):
+        (folder := tmp_path / str(seed)).mkdir()
+        try:
+            simulate(seed, folder, program)
+        except (Exception, BaseExceptionGroup) as error:
+            print(f"seed {seed}: {error!r}")
+            return
+    pytest.fail(f"no seed below {SEEDS} finds it")

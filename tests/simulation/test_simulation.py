@@ -1,0 +1,245 @@
+"""Nothing accepted is lost, whatever ends when: the real store, streams, batches, book of requests and supervisor, with
+clients, network, engine, disk and clock that one seed drives.
+
+`pytest "tests/simulation/test_simulation.py::test_one[17]"` runs one seed alone, and tells what happened when. A bug
+that is found is planted in test_planted.py: it would be found again, whatever seeds mean by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.store.data import open_data
+from tests.simulation import clients, disk
+from tests.simulation.clock import virtual_time
+from tests.simulation.engine import Alive, SimulatedProcess
+from tests.simulation.server import Connection, Program, ServerProcess
+
+LONGEST = 600.0
+"""Seconds, of the simulation's, in which everything has ended."""
+KINDS = (clients.Streaming, clients.Streaming, clients.Streaming, clients.Whole, clients.InBackground, clients.Batching)
+GIGABYTE = 1 << 30
+
+
+class World:
+    """Servers one after another in the same folder, their clients, and what befalls them."""
+
+    def __init__(self, seed: int, folder: Path, program: Program) -> None:
+        self._program = program
+        self.rng = random.Random(seed)
+        self._excused = self.upgraded = -1.0
+        self.version = 0
+        self._folder = folder
+        self._number = 0
+        self._engines: Alive = {}
+        self.seeds: dict[str, int] = {}
+        self._server: ServerProcess | None = None
+        self._up = asyncio.Event()
+        self.told: list[str] = []
+        self._crashes = 0
+        self._faults = self.rng.choice((0, 1, 2, 3, 5, 8))
+
+    @property
+    def excused(self) -> float:
+        if self._server is not None and self._server.disk.full:
+            self._excuse()
+        return self._excused
+
+    def tell(self, what: str) -> None:
+        self.told.append(f"{asyncio.get_running_loop().time():9.4f} {what}")
+
+    async def connect(
+        self, method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Connection:
+        while self._server is None or not self._server.answers:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return Connection(self._server, self.rng, method, url, body, headers)
+
+    async def run(self) -> None:
+        (self._folder / "0").mkdir()
+        await self._start()
+        count = self.rng.choice((1, 2, 4))
+        async with asyncio.timeout(LONGEST), asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(self.rng.choice(KINDS)(self, number).run())
+            group.create_task(self._befall())
+        await asyncio.sleep(10)
+        self._check_rest()
+        assert self._server is not None
+        await self._server.stop()
+        self._check_kept()
+
+    async def _start(self) -> None:
+        self._server = ServerProcess(self._program, self._path, self.rng, self._engines)
+        while not self._server.answers:
+            assert not self._server.task.done(), self._server.task.exception()
+            await asyncio.sleep(0.05)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / str(self._number)
+
+    def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
+        return SimulatedProcess(on_begun, self.rng, self._engines, self.seeds, self.version)
+
+    async def _befall(self) -> None:
+        """All that goes wrong."""
+        for _ in range(self._faults):
+            await self._some_time()
+            what = self.rng.choice(("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade"))
+            if what == "crash" and self._crashes:  # a request that is there each time is given up
+                what = "engine"
+            self._crashes += what == "crash"
+            self.tell(what)
+            match what:
+                case "kill":
+                    await self._end()
+                case "power":
+                    self._excuse()
+                    await self._end(power=True)
+                case "stop":
+                    await self._restart()
+                case "upgrade":
+                    self.version += 1
+                    self.upgraded = asyncio.get_running_loop().time()
+                    await (self._restart() if self.rng.random() < 0.5 else self._end())
+                case "engine":
+                    self._end_engine(crash=False)
+                case "crash":
+                    self._end_engine(crash=True)
+                case "full":
+                    await self._fill()
+                case "statement":
+                    await self._end_in_statement()
+
+    async def _some_time(self) -> None:
+        """A moment by the clock, or some turns of the loop from now."""
+        if self.rng.random() < 0.5:
+            return await asyncio.sleep(4 * self.rng.random() ** 2)
+        for _ in range(self.rng.randrange(1000)):
+            await asyncio.sleep(0)
+
+    def _excuse(self) -> None:
+        self._excused = asyncio.get_running_loop().time()
+
+    async def _end(self, *, power: bool = False) -> None:
+        assert self._server is not None
+        await self._server.kill(self._folder / str(self._number + 1), power=power)
+        self._number += 1
+        await asyncio.sleep(self.rng.choice((0.0, 0.5)))
+        await self._start()
+
+    async def _restart(self) -> None:
+        assert self._server is not None
+        await self._server.stop()
+        await self._start()
+
+    def _end_engine(self, *, crash: bool) -> None:
+        for engine in list(self._engines):
+            engine.crash() if crash else engine.exit()
+
+    async def _fill(self) -> None:
+        assert self._server is not None
+        self._excuse()
+        self._server.disk.full = True
+        await asyncio.sleep(5 * self.rng.random())
+        self._server.disk.full = False
+        self._excuse()
+
+    async def _end_in_statement(self) -> None:
+        """Just before a statement that the database is about to do."""
+        server, reached = self._server, asyncio.Event()
+        assert server is not None
+        last = server.disk.statements + self.rng.randrange(1, 60)
+
+        def end(statement: int) -> None:
+            if statement >= last and not server.dead:
+                server.die(self._folder / str(self._number + 1), power=False)
+                reached.set()
+
+        server.disk.at_statement = end
+        try:
+            await asyncio.wait_for(reached.wait(), 5)
+        except TimeoutError:
+            server.disk.at_statement = lambda statement: None
+        else:
+            await self._end()
+
+    async def end(self) -> None:
+        """Leave nothing behind, also after a failure."""
+        if self._server is not None:
+            await self._server.kill(self._folder / "end")
+
+    def _check_rest(self) -> None:
+        """Nobody wants anything any more: nothing runs, and nothing is taken."""
+        assert self._server is not None
+        client, server = self._server.runtime.client, self._server.server
+        assert client.alive
+        assert not client.num_open, "a request goes on for nobody"
+        assert not client.queued_tokens
+        assert not client.open_by_tenant
+        assert not any(engine.running for engine in self._engines)
+        assert server.batches is not None
+        assert not server.batches.num_open
+        assert server.streams is not None
+        assert not server.streams.num_running, "a stream that has ended is still noted"
+
+    def _check_kept(self) -> None:
+        """What the last process counted is what is there."""
+        assert self._server is not None
+        assert self._server.server.durable is not None
+        counted = self._server.server.durable.kept
+        kept = open_data(self._path, GIGABYTE)
+        try:
+            assert counted == kept.sizes
+            assert not kept.store.unfinished()
+            assert not kept.batches.open()
+        finally:
+            kept.close()
+
+
+def simulate(seed: int, folder: Path, program: Program) -> list[str]:
+    """Returns what happened."""
+    world = World(seed, folder, program)
+    with virtual_time(random.Random(-seed)) as loop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sqlite3.connect", disk.connect)
+        loop.run_until_complete(_run(world, patch))
+    return [*world.told, f"{loop.selector.turns} turns"]
+
+
+async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("quire.engine.link.supervisor.EngineProcess", world.process)
+    patch.setattr("quire.server.runtime.fingerprint", lambda *_: f"fp_{world.version}_deterministic")
+    try:
+        await world.run()
+    except BaseException:
+        print("\n".join(world.told))
+        raise
+    finally:
+        await world.end()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_one(seed: int, tmp_path: Path, program: Program) -> None:
+    simulate(seed, tmp_path, program)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("hundred", range(2, 100))
+def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        (folder := tmp_path / str(seed)).mkdir()
+        try:
+            simulate(seed, folder, program)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        shutil.rmtree(folder)
