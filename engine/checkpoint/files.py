@@ -16,6 +16,7 @@ from typing import Any
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.alike.fields import named_alike
+from quire.engine.checkpoint.alike.rope import positions_of, rope_of
 from quire.engine.checkpoint.alike.told import names_in_file, told_as_in_file
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
@@ -31,7 +32,6 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import (
     ALIASES,
-    MAX_POSITIONS,
     AdaptedFields,
     GenerationFields,
     PlannedFields,
@@ -215,7 +215,7 @@ def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
         generation = _read_generation_config(files)
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
-        vocab_size, rope = _integer(raw, "vocab_size"), _rope(raw)
+        vocab_size, rope = _integer(raw, "vocab_size"), rope_of(raw)
         eos = _ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
         config = ModelConfig(
             model_type=raw.get("model_type") or "",
@@ -226,7 +226,7 @@ def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
             num_heads=heads,
             num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
             head_dim=raw.get("head_dim") or hidden // heads,
-            max_position=_positions(raw, rope),
+            max_position=positions_of(raw, rope),
             norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=stored_dtype(raw),
@@ -367,31 +367,6 @@ def _integer(raw: ServedFields, key: str) -> int:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _rope(raw: ServedFields) -> dict[str, Any]:
-    """The rotary embedding's parameters, as one object with both rope_theta and rope_type.
-
-    Files of transformers 4 have rope_theta beside an object rope_scaling, those of transformers 5 both in
-    rope_parameters.
-    """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
-    for name in ("partial_rotary_factor", "rotary_dim"):
-        if (value := raw.get(name)) is not None:
-            rope.setdefault(name, value)
-    return rope
-
-
-def _positions(raw: ServedFields, rope: Mapping[str, Any]) -> int:
-    """Positions of the model. YaRN's may be more than config.json says where it was added to it, as Qwen advises."""
-    given = raw.get("max_position_embeddings") or 2048
-    if rope["rope_type"] != "yarn":
-        return given
-    return max(given, min(int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 1)), MAX_POSITIONS))
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

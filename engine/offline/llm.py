@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.core.executor import call_of, results_of
 from quire.engine.errors import EngineError, InvalidRequest
@@ -28,9 +25,9 @@ from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.model import Encoded, Message, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams, each_params, each_priority
 from quire.engine.offline.receipts import Receipts, read_receipt
-from quire.engine.offline.running import RunningEngine
+from quire.engine.offline.running import RunningEngine, shown_progress
 from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.replay import Verdict
@@ -337,7 +334,7 @@ class LLM:
         self._check_all(prompts, room=0)
         check_params(each, self.info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        with _progress("reading", len(prompts), show_progress) as done:
+        with shown_progress("reading", len(prompts), show_progress) as done:
             asked = [prompt[:2] for prompt in prompts]
             return self._run(pool_all(self._client, asked, each, adapters, done, self._model.pooling))
 
@@ -351,26 +348,13 @@ class LLM:
         *,
         receipts: bool = False,
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            many = [params or self.get_default_sampling_params()] * len(prompts)
-        else:
-            many = list(params) if isinstance(params, list | tuple) else [params]  # type: ignore[list-item]
-        if wrong := [one for one in many if not isinstance(one, SamplingParams)]:
-            raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
-        if len(many) != len(prompts):
-            raise InvalidRequest(f"sampling_params: {len(many)} for {len(prompts)} prompts", param="sampling_params")
-        urgency = [0] * len(prompts) if priority is None else list(priority)
-        if len(urgency) != len(prompts) or not all(isinstance(each, int) for each in urgency):
-            raise InvalidRequest(f"priority: {len(prompts)} prompts need a list of as many integers", param="priority")
-        tasks = [
-            self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
-            for prompt, one in zip(prompts, many, strict=True)
-        ]
+        defaults = self.get_default_sampling_params
+        many, urgency = each_params(params, len(prompts), defaults), each_priority(priority, len(prompts))
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        tasks = [
-            replace(task, adapter=adapter, priority=first)
-            for task, adapter, first in zip(tasks, adapters, urgency, strict=True)
-        ]
+        tasks = []
+        for prompt, one, adapter, first in zip(prompts, many, adapters, urgency, strict=True):
+            task = self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
+            tasks.append(replace(task, adapter=adapter, priority=first))
         self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
         answer = partial(self._generate, receipts=self._receipts if receipts else None)
         return self._each(tasks, answer, "generating", show_progress)
@@ -392,7 +376,7 @@ class LLM:
         async def everything(done: Callable[[], None]) -> list[_T]:
             return await asyncio.gather(*(one(each, done) for each in work))
 
-        with _progress(doing, len(work), show_progress) as done:
+        with shown_progress(doing, len(work), show_progress) as done:
             return self._run(everything(done))
 
     def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
@@ -406,12 +390,3 @@ class LLM:
 
 async def _called(function: Callable[[], None]) -> None:
     function()
-
-
-@contextmanager
-def _progress(doing: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; what it gives is called when one more is done."""
-    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        bar = progress.add_task("", total=total)
-        yield lambda: progress.advance(bar)

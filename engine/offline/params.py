@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -236,3 +236,25 @@ class BeamSearchParams:
                 raise InvalidRequest(f"{name} must be at least 1 and at most {most}, got {value!r}", param=name)
         if self.temperature != 0:
             raise InvalidRequest("temperature must be 0: beam search looks for the most likely", param="temperature")
+
+
+def each_params(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
+) -> list[SamplingParams]:
+    """Those of each of so many prompts. Raises InvalidRequest."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or default()] * count
+    many: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if wrong := [one for one in many if not isinstance(one, SamplingParams)]:
+        raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
+    if len(many) != count:
+        raise InvalidRequest(f"sampling_params: {len(many)} for {count} prompts", param="sampling_params")
+    return many
+
+
+def each_priority(given: Sequence[int] | None, count: int) -> list[int]:
+    """Those of each of so many prompts. Raises InvalidRequest."""
+    found = [0] * count if given is None else list(given)
+    if len(found) != count or not all(isinstance(each, int) for each in found):
+        raise InvalidRequest(f"priority: {count} prompts need a list of as many integers", param="priority")
+    return found

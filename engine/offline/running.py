@@ -6,9 +6,13 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
@@ -68,3 +72,12 @@ def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threadin
     asyncio.run_coroutine_threadsafe(client.link.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+
+
+@contextmanager
+def shown_progress(doing: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; what it gives is called when one more is done."""
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda: progress.advance(bar)

@@ -10,8 +10,8 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
-from quire.engine.worker.loading.draft_head import LoadedHead, load_draft_head, start_heads
-from quire.engine.worker.loading.draft_model import (
+from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.drafts.model import (
     DraftModel,
     DraftWorker,
     load_draft_model,

@@ -31,8 +31,8 @@ from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.draft_head import LoadedHead
-from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, spare_pages
+from quire.engine.worker.loading.drafts.head import LoadedHead
+from quire.engine.worker.loading.drafts.model import DraftModel, DraftWorker, spare_pages
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer

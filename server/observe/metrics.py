@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from quire.engine.core.history import Step, Timeline, TimelinePhase
 from quire.engine.core.stats import TierStats
 from quire.engine.link.client import EngineClient
 from quire.engine.types import EngineInfo
+from quire.server.observe.collectors import AdapterCollector, RefusalCollector, by_label, length_buckets
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.prefix_use import MissCounters
 from quire.server.observe.rolling_stats import RollingStats
@@ -307,7 +307,7 @@ class EngineCollector(Collector):
         # Who waits here waits for a slot or for pages; nothing else holds a request back.
         reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
         name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
-        yield _by(self._model_name, GaugeMetricFamily, name, text, "reason", reasons)
+        yield by_label(self._model_name, GaugeMetricFamily, name, text, "reason", reasons)
         for name, text, field in STATES:
             states = [float(getattr(each, field)) for each in self._client.link.engines]
             yield self._family(GaugeMetricFamily, name, text, states)
@@ -326,7 +326,7 @@ class EngineCollector(Collector):
         """Those of tiers of KV pages, where there are some."""
         for kind, name, text, field in TIERS if any(tiers) else ():
             values = [{tier.name: getattr(tier, field) for tier in each} for each in tiers]
-            yield _by(self._model_name, kind, name, text, "tier", values)
+            yield by_label(self._model_name, kind, name, text, "tier", values)
 
     def _accepted(self, by_place: Sequence[Sequence[int]]) -> Iterable[Metric]:
         totals, text = [sum(each) for each in by_place], "Guessed tokens that were right."
@@ -335,7 +335,7 @@ class EngineCollector(Collector):
         values = [{str(place): count for place, count in enumerate(each)} for each in by_place]
         if any(by_place):
             name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-            yield _by(self._model_name, CounterMetricFamily, name, text, "position", values)
+            yield by_label(self._model_name, CounterMetricFamily, name, text, "position", values)
 
     def _family(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
         """`values`: one for each engine."""
@@ -343,62 +343,3 @@ class EngineCollector(Collector):
         for engine, value in enumerate(values):
             family.add_metric([self._model_name, str(engine)], value)
         return family
-
-
-class RefusalCollector(Collector):
-    """Counts the calls that this process refused, and the answers that it gave up."""
-
-    def __init__(self, client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> None:
-        self._client = client
-        self._model_name = model_name
-        self._rejections = rejections
-
-    def collect(self) -> Iterable[Metric]:
-        text = "Answers given up because nobody read them."
-        counter = CounterMetricFamily("quire:slow_readers", text, labels=["model_name"])
-        counter.add_metric([self._model_name], self._client.slow_readers)
-        yield counter
-        name, text = "vllm:admission_rejections", "Requests answered 503, by why."
-        yield _by(self._model_name, CounterMetricFamily, name, text, "reason", [self._rejections])
-
-
-def _by(
-    model_name: str,
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    text: str,
-    label: str,
-    values: Sequence[Mapping[str, float]],
-) -> Metric:
-    """`values`: for each engine, by that label."""
-    family = kind(name, text, labels=["model_name", "engine", label])
-    for engine, by_label in enumerate(values):
-        for key, value in by_label.items():
-            family.add_metric([model_name, str(engine), key], value)
-    return family
-
-
-class AdapterCollector(Collector):
-    """Names the adapters of the open requests, in the labels of a metric whose value is the time."""
-
-    def __init__(self, client: EngineClient, max_loras: int) -> None:
-        self._client = client
-        self._max_loras = str(max_loras)
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the open requests.", labels=labels)
-        waiting, running = (
-            ",".join(sorted({adapter.name for adapter in adapters}))
-            for adapters in (self._client.waiting_adapters, self._client.running_adapters)
-        )
-        family.add_metric([self._max_loras, waiting, running], time.time())
-        yield family
-
-
-def length_buckets(longest: int) -> list[int]:
-    """1, 2, 5, 10, … up to the first that holds the longest."""
-    buckets: list[int] = []
-    while not buckets or buckets[-1] < longest:
-        buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))
-    return buckets

@@ -78,9 +78,7 @@ def resolved(
     of token ids than the answers may carry.
     """
     check_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
-    for param, grammar in grammars:
-        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"{param} is longer than {MAX_GRAMMAR_BYTES} bytes", param=param)
+    _check_grammars(grammars)
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
     check_carried(params, len(prompts) * params.n)
@@ -117,6 +115,12 @@ def resolved(
         headers=headers,
     )
     return Resolved(spec, grammars, parts)
+
+
+def _check_grammars(grammars: Sequence[tuple[str, Grammar]]) -> None:
+    for param, grammar in grammars:
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"{param} is longer than {MAX_GRAMMAR_BYTES} bytes", param=param)
 
 
 def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:

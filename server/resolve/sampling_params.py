@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.types import SamplingParams
@@ -41,12 +43,7 @@ def sampling_params(
     if body.logprob_token_ids and logprobs is None:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    for text in stop:
-        check_text(text, "stop")
-    check_text(body.cache_salt, "cache_salt")
-    check_text(body.session_id, "session_id")
-    for text in body.bad_words:
-        check_text(text, "bad_words")
+    _check_texts(stop=stop, cache_salt=[body.cache_salt], session_id=[body.session_id], bad_words=body.bad_words)
     return SamplingParams(
         n=body.n,
         temperature=_first(body.temperature, defaults["temperature"]),
@@ -71,6 +68,12 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
+
+
+def _check_texts(**texts: Sequence[str]) -> None:
+    for name, several in texts.items():
+        for text in several:
+            check_text(text, name)
 
 
 def _first(*values: float | None) -> float:

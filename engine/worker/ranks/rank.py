@@ -25,7 +25,7 @@ from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.draft_head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler
 from quire.engine.worker.loading.room import make_room

@@ -134,13 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="weights and KV cache; default: auto"
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", *KV_CODE_SCALE_BYTES), help="the KV cache, in 8 bits")
-    kinds, named = (*QUANTIZED_BITS, *get_args(Stored)), f"{{{','.join(QUANTIZED_BITS)}}}"
-    parser.add_argument("--quantization", choices=kinds, metavar=named, help="of the weights at load")
-    parser.add_argument(
-        "--quantize-embedding",
-        action=argparse.BooleanOptionalAction,
-        help="embedding and head to int8 at load; default: with --quantization",
-    )
+    _add_quantization(parser)
     parser.add_argument(
         "--gpu-memory-utilization",
         type=number(float, 0, 1, above=True),
@@ -167,6 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     for action in add_fields(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).values():
         action.help = argparse.SUPPRESS
     return parser
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    kinds, named = (*QUANTIZED_BITS, *get_args(Stored)), f"{{{','.join(QUANTIZED_BITS)}}}"
+    parser.add_argument("--quantization", choices=kinds, metavar=named, help="of the weights at load")
+    parser.add_argument(
+        "--quantize-embedding",
+        action=argparse.BooleanOptionalAction,
+        help="embedding and head to int8 at load; default: with --quantization",
+    )
 
 
 def _length(text: str) -> int:

@@ -33,7 +33,7 @@ class Draft:
         return self.stored.floats * width + self.stored.other_bytes
 
     def spare(self, block_size: int) -> int:
-        """Pages of each sequence for drafts beyond its own, as engine/worker/loading/draft_model.py has them."""
+        """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/model.py has them."""
         return 1 + -(-self.asked.num_speculative_tokens // block_size)
 
 

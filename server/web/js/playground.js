@@ -14,19 +14,12 @@ import { placeSettings } from "./beside.js";
 import { code } from "./snippets.js";
 import { startersFor } from "./starters.js";
 import {
-  forgetTalk, loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
+  NOT_KEPT, forgetTalk, loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
 } from "./store.js";
 import { isEmpty, showsPictures, Talk } from "./talks/talk.js";
 import { Talks } from "./talks/panel.js";
 
 const NEAR_END = 160;
-/** What is said where not all of a conversation could be stored. */
-const NOT_KEPT = {
-  text: "The browser's storage is full: of this conversation's pictures only their names are kept. " +
-    "Delete conversations that you need no more.",
-  nothing: "The browser's storage is full or forbidden: this conversation is not kept.",
-};
-
 export class Playground {
   constructor(frame) {
     this.frame = frame;
@@ -262,7 +255,7 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request, or takes up a stream, and reads its answer to the end; `draw` shows the progress. The error, if any. */
+  /** Sends one request, or takes up a stream, and reads its answer to the end; the error, if any. `draw` shows the progress. */
   async #run(mode, body, message, draw, stream = null) {
     const { talk } = this;
     const running = (this.running = new AbortController());
@@ -286,8 +279,7 @@ export class Playground {
     } finally {
       delete message.writing;
       if (running === this.running) this.#ended();
-      if (talk.overtaken) talk.renew(); // another tab has stored the same conversation meanwhile: both are kept
-      talk.overtaken = false;
+      talk.keepBoth(); // where another tab has stored the same conversation meanwhile
       if (talk === this.talk) setShownTalk(talk.id);
       this.#keepTalk(undefined, talk); // another one may be on the page by now
       draw();

@@ -34,6 +34,13 @@ function parsed(text) {
   }
 }
 
+/** What is said where not all of a conversation could be stored. */
+export const NOT_KEPT = {
+  text: "The browser's storage is full: of this conversation's pictures only their names are kept. " +
+    "Delete conversations that you need no more.",
+  nothing: "The browser's storage is full or forbidden: this conversation is not kept.",
+};
+
 export function loadState(defaults) {
   return { ...defaults, ...parsed(read(localStorage, STATE)) };
 }

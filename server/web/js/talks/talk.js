@@ -67,6 +67,12 @@ export class Talk {
     this.id = newId();
   }
 
+  /** Another tab may have stored the same conversation meanwhile: then this one gets an id of its own. */
+  keepBoth() {
+    if (this.overtaken) this.renew();
+    this.overtaken = false;
+  }
+
   /** Takes one message away. Where it was the last, an earlier version of it comes back. */
   remove(at) {
     const [{ versions, version }] = this.messages.splice(at, 1);

@@ -28,7 +28,7 @@ from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
-from quire.engine.worker.loading.draft_model import spare_pages
+from quire.engine.worker.loading.drafts.model import spare_pages
 from quire.engine.worker.loading.loader import load_weights, present, stored_tensors, unpickled
 from quire.engine.worker.memory import allocate_pages
 from quire.kernels.backend import Backend

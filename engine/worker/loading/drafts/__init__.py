@@ -1,0 +1,1 @@
+"""Loads what guesses tokens with weights of its own."""
