@@ -37,7 +37,7 @@ READERS: dict[str, Callable[[Given], Vision]] = {
 
 def reads_images(raw: Mapping[str, Any]) -> bool:
     """Whether images are read for a config.json of this kind."""
-    return str(raw.get("model_type")) in READERS and raw.get("vision_config", {}) is not None
+    return str(raw.get("model_type")) in READERS and raw.get("vision_config") is not None
 
 
 def read_vision(path: Path) -> Vision | None:

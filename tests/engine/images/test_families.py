@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.choose import tower_of
@@ -96,7 +97,9 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     scheme = Unquantized(Reference(), torch.float32)
     tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
-    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert sizes.tower == numbers
+    assert read_stored_weights(path) == StoredWeights(sizes.parameters, 0)
 
 
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> Request:
