@@ -78,9 +78,10 @@ def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
     server = Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS)
     try:
         client = client_of(server)
-        schema = {"type": "object", "properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
+        seen = {"properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
+        schema = {"type": "object", **seen, "additionalProperties": False}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        answer = ask(client, 3, response_format=form, max_tokens=60)
+        answer = ask(client, 3, response_format=form, max_tokens=200)
         assert isinstance(json.loads(answer.choices[0].message.content)["seen"], bool)
         several = ask(client, 3, n=2, logprobs=True)
         assert several.choices[0].token_ids == several.choices[1].token_ids
