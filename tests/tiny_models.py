@@ -68,7 +68,10 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
 }
-TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 32, "patch_size": 16},
+}
 
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWED = {"sliding_window": 24, "layer_types": SLIDES}
@@ -250,6 +253,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3",
         "text_config": SHAPE | GEMMA | {"sliding_window_pattern": 3, "rope_parameters": GEMMA3_ROPES},
         "vision_config": TOWER,
+        "mm_tokens_per_image": 4,
         "tie_word_embeddings": True,
     },
     "phi3": {"model_type": "phi3", "sliding_window": 24},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -167,6 +168,24 @@ FAMILIES |= {
 }
 
 
+FAMILIES |= {
+    "qwen3_vl_moe": replace(
+        FAMILIES["qwen3_vl"],
+        config="Qwen3VLMoeConfig",
+        text={
+            **{**FAMILIES["qwen3_vl"].text, "moe_intermediate_size": 48},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
+        },
+    ),
+    "qwen3_5_moe": replace(
+        FAMILIES["qwen3_5"],
+        config="Qwen3_5MoeConfig",
+        text={
+            **{**FAMILIES["qwen3_5"].text, "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 48},
+            **{"shared_expert_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+        },
+    ),
+}
 _SIGLIP = {
     "model_type": "siglip_vision_model",
     **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3},
@@ -334,6 +353,10 @@ def save_family(path: Path, name: str, **overrides: Any) -> Path:
         else:
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in key else 1.0, std=0.2)
     model.save_pretrained(path)
+    if name == "qwen3_vl_moe":  # as it was published: a column for each output
+        stored = load_file(path / "model.safetensors")
+        turned = {key: each.transpose(1, 2).contiguous() for key, each in stored.items() if ".experts." in key}
+        save_file(stored | turned, path / "model.safetensors", metadata={"format": "pt"})
     (path / "preprocessor_config.json").write_text(json.dumps(family.preparing))
     backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -369,7 +392,7 @@ def expected(
         if key in inputs:
             more = torch.zeros(1, len(answer), dtype=torch.long)
             inputs[key] = torch.cat((torch.as_tensor(inputs[key]), more), dim=1)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     with torch.inference_mode():
         wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
         found = model(input_ids=torch.tensor([ids + answer]), **wide)

@@ -116,7 +116,10 @@ GATED = _DELTA_NETS
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
 _SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), "shared_mlp")
-STACKED = ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "qwen3_5_moe_text")
+STACKED = (
+    *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "qwen3_5_moe_text"),
+    "qwen3_vl_moe_text",
+)
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
     "bert": "bert",

@@ -48,9 +48,10 @@ _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
+_NO_OUT_BIAS |= {"qwen2_5_vl_text", "qwen2_vl_text"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
-_HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum"}
+_HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """and of all of them together."""
@@ -286,7 +287,7 @@ def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[
     kind = text.get("model_type")
     parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
     asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
-    if asked or kind in _BIASED or kind in ("qwen2", "qwen2_moe"):
+    if asked or kind in _BIASED or kind in ("qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text"):
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)
     parameters += hidden if text.get("attention_out_bias") else 0
     parameters += heads if kind in ("gpt_oss", "granite_swa", "granitemoe_swa") else 0  # their sinks

@@ -39,7 +39,7 @@ KEPT_BYTES = 256 << 20
 
 def reads_images(raw: Mapping[str, Any]) -> bool:
     """Whether images are read for a config.json of this kind."""
-    return str(raw.get("model_type")) in READERS and raw.get("vision_config", {}) is not None
+    return str(raw.get("model_type")) in READERS and raw.get("vision_config") is not None
 
 
 def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> Vision | None:
@@ -49,23 +49,16 @@ def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> Vision | No
     content, label = files.json("config.json") if raw is None else raw, files.label("config.json")
     if content is None or not reads_images(content):
         return None
-    return _vision(content, *_preparing(files), label)
+    return _vision(content, _preparing(files), label)
 
 
 def tower_numbers(raw: Mapping[str, Any], text_size: int) -> int:
     """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size; 0
     where it has none that is read. Raises ModelError, naming a wrong field."""
-    return _vision(raw, {}, {}, "config.json", planned=True).numbers(text_size) if reads_images(raw) else 0
+    return _vision(raw, {}, "config.json", planned=True).numbers(text_size) if reads_images(raw) else 0
 
 
-def _vision(
-    content: Mapping[str, Any],
-    preparing: PreparingFields,
-    processor: ProcessorFields,
-    label: str,
-    *,
-    planned: bool = False,
-) -> Vision:
+def _vision(content: Mapping[str, Any], preparing: PreparingFields, label: str, *, planned: bool = False) -> Vision:
     """What the files say. Raises ModelError."""
     given, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(given, dict):
@@ -73,17 +66,17 @@ def _vision(
     tower = checked(given, VisionFields, f"{label}: vision_config")
     outer = checked(dict(content), OuterFields, label)
     text = {**content, **(text if isinstance(text, dict) else {})}
-    return READERS[str(content.get("model_type"))](Given(tower, outer, preparing, processor, text, label, planned))
+    return READERS[str(content.get("model_type"))](Given(tower, outer, preparing, text, label, planned))
 
 
-def _preparing(files: ModelFiles) -> tuple[PreparingFields, ProcessorFields]:
+def _preparing(files: ModelFiles) -> PreparingFields:
     name, other = "preprocessor_config.json", "processor_config.json"
-    processor = checked(files.json(other) or {}, ProcessorFields, files.label(other))
     given = files.json(name)
     if given is None:
+        processor = checked(files.json(other) or {}, ProcessorFields, files.label(other))
         name, given = other, processor.get("image_processor") or {}
     fields = checked(given, PreparingFields, files.label(name))
     for switch in ("do_resize", "do_rescale", "do_normalize"):
         if fields.get(switch) is False:
             raise ModelError(f"model: {files.label(name)}: {switch}: false is not served")
-    return fields, processor
+    return fields

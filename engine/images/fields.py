@@ -48,14 +48,12 @@ class VisionFields(TypedDict, total=False):
     fullatt_block_indexes: Annotated[list[_Layer], Meta(max_length=4096)] | None
     deepstack_visual_indexes: Annotated[list[_Layer], Meta(max_length=64)] | None
     num_position_embeddings: Annotated[int, Meta(ge=1, le=2**20)] | None
-    head_dim: Width | None
     rope_theta: Annotated[float, Meta(ge=1, le=1e15)] | None
     rope_parameters: dict[str, Any] | None
     attention_bias: bool | None
     use_qk_norm: bool | None
     use_mean_pooling: bool | None
     norm_type: _Text | None
-    use_mask_token: bool | None
 
 
 class OuterFields(TypedDict, total=False):
@@ -94,7 +92,6 @@ class PreparingFields(TypedDict, total=False):
     do_center_crop: bool | None
     do_pad: bool | None
     do_pan_and_scan: bool | None
-    crop_to_patches: bool | None
     crop_size: Side | Sizes | None
     image_mean: _Colours | None
     image_std: _Colours | None
@@ -116,6 +113,3 @@ class ProcessorFields(TypedDict, total=False):
     """What is read of processor_config.json."""
 
     image_processor: dict[str, Any] | None
-    image_seq_length: Annotated[int, Meta(ge=1, le=2**16)] | None
-    num_additional_image_tokens: Annotated[int, Meta(ge=0, le=64)] | None
-    vision_feature_select_strategy: _Text | None

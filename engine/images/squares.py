@@ -54,7 +54,7 @@ def gemma3(given: Given) -> Gemma3:
     tokens = outer.get("mm_tokens_per_image") or 256
     along = side // shape.patch_size
     given.check_patches(side, shape)
-    if isqrt(tokens) ** 2 != tokens or along % isqrt(tokens):
+    if not given.planned and (isqrt(tokens) ** 2 != tokens or along % isqrt(tokens)):
         raise given.wrong(f"mm_tokens_per_image: {tokens} are no square of {along} x {along} patches")
     if given.preparing and (sizes.get("height"), sizes.get("width")) not in ((side, side), (None, None)):
         raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels")

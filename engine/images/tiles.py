@@ -63,8 +63,7 @@ def read(given: Given) -> Tiled:
         longest_edge=given.sizes().get("longest_edge") or 4 * 364,
         splits=given.preparing.get("do_image_splitting") is not False,
     )
-    if not given.planned:
-        given.check_patches(vision.tile, shape, vision.scale_factor)
+    given.check_patches(vision.tile, shape, vision.scale_factor)
     return vision
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.errors import ModelError
-from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, Sizes, VisionFields
+from quire.engine.images.fields import OuterFields, PreparingFields, Sizes, VisionFields
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ class Given:
     tower: VisionFields
     outer: OuterFields
     preparing: PreparingFields
-    processor: ProcessorFields
     text: Mapping[str, Any]
     """The text part's config.json, unchecked."""
     label: str
@@ -202,6 +201,8 @@ class Given:
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
         """Raise ModelError unless squares of this side are patches, `unit` by each side."""
+        if self.planned:
+            return
         patches = side // shape.patch_size
         if patches > MOST_PATCHES:
             raise self.wrong(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.server.images.test_requests import asking, data_url, file_of
 from tests.tiny_vision import picture, save_tiny_vision
+from tests.vision_families import save_family
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +67,33 @@ def test_an_engine_that_is_killed_is_given_the_pixels_again(
                 os.kill(engine, signal.SIGKILL)
                 killed = True
         assert found == wanted[1]
+        assert server.metric("quire:engine_deaths_total") == 1
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
+    """Tokens that see each other, that stand in rows, that are rotated by these, and features behind layers."""
+    server = Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS)
+    try:
+        client = client_of(server)
+        seen = {"properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
+        schema = {"type": "object", **seen, "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        answer = ask(client, 3, response_format=form, max_tokens=200)
+        assert isinstance(json.loads(answer.choices[0].message.content)["seen"], bool)
+        several = ask(client, 3, n=2, logprobs=True)
+        assert several.choices[0].token_ids == several.choices[1].token_ids
+        wanted, found, killed = ask(client, 1, max_tokens=300), list[int](), False
+        assert wanted.usage.prompt_tokens > 40
+        for chunk in ask(client, 1, max_tokens=300, stream=True):
+            found += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
+            if found and not killed:
+                (engine,) = server.engine_pids()
+                os.kill(engine, signal.SIGKILL)
+                killed = True
+        assert found == ids_of(wanted)
         assert server.metric("quire:engine_deaths_total") == 1
     finally:
         server.stop()

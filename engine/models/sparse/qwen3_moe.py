@@ -9,6 +9,7 @@ from quire.engine.models.experts import expert_size, in_layers, routed
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    routing = routed(config, normalized=bool(config.raw.get("norm_topk_prob")))
+    always = config.model_type == "qwen3_vl_moe_text"  # whose config.json does not say it
+    routing = routed(config, normalized=always or bool(config.raw.get("norm_topk_prob")))
     experts = ExpertsSpec(*routing, expert_size(config), NormSpec(config.norm_eps))
     return in_layers(experts, qwen3.spec(config), config)

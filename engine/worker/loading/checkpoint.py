@@ -103,7 +103,9 @@ def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = 
     if model_config.model_type in ENCODERS or model_config.given is not None:
         return stream
     kind = model_config.model_type
-    apart = experts_apart(stream, halves=kind == "qwen3_5_moe_text") if kind in STACKED else stream
+    turned = model_config.hidden_size if kind == "qwen3_vl_moe_text" else None
+    halves = turned is not None or kind == "qwen3_5_moe_text"
+    apart = experts_apart(stream, halves=halves, turned=turned) if kind in STACKED else stream
     return Arrangement(model_config, gguf=gguf).arranged(apart)
 
 

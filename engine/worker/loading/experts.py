@@ -18,16 +18,21 @@ _GRANITE = re.compile(
 _AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
-def experts_apart(stream: TensorStream, *, halves: bool = False) -> TensorStream:
+def experts_apart(stream: TensorStream, *, halves: bool = False, turned: int | None = None) -> TensorStream:
     """The tensors of the stream, those of stacked experts as views of them. halves: gate and up are the halves of the
-    outputs, as in Granite's, whatever their names."""
+    outputs, as in Granite's, whatever their names. turned: for hidden states of this size they may have a column for
+    each output instead of a row, as Qwen3-VL was published."""
     for name, tensor in stream:
         if (granite := _GRANITE.match(name)) is not None and tensor.ndim == 3:
             yield from _of_granite(granite[1], tensor, down=bool(granite[2] or granite[3]))
             continue
         match = _STACKED.match(name)
         if halves and match is not None and tensor.ndim == 3:
-            yield from _of_granite(match[1].removesuffix(".experts"), tensor, down=match[2] == "down")
+            down = match[2] == "down"
+            first, second = tensor.shape[1:]
+            columns = turned == (second if down else first) and first != second
+            rows = tensor.transpose(1, 2) if columns else tensor
+            yield from _of_granite(match[1].removesuffix(".experts"), rows, down=down)
             continue
         if match is None or tensor.ndim != _AXES[match[3]]:
             yield name, tensor

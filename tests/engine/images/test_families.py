@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,28 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
-from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.files import read_model_config, read_raw_config
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.choose import tower_of
 from quire.engine.encoders.vision.tower import TowerMaking, normalised
+from quire.engine.errors import ModelError
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, image_reader
+from quire.engine.images.vision import InvalidImage
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.loop import Engine
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Request
 from quire.kernels.reference import Reference
+from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.tiny_vision import picture
 from tests.vision_families import FAMILIES, config_of, expected, image_processor, save_family
@@ -56,7 +64,9 @@ def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_pa
     found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
     for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
         assert row is not None
-        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=1e-4), place
+        # Recurrences magnify what float32 rounds, in transformers too.
+        apart = 5e-4 if name == "qwen3_5_moe" else 1e-4
+        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=apart), place
     assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
 
 
@@ -96,7 +106,9 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     scheme = Unquantized(Reference(), torch.float32)
     tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
-    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert sizes.tower == numbers
+    assert read_stored_weights(path) == StoredWeights(sizes.parameters, 0)
 
 
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> Request:
@@ -135,7 +147,7 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     again = about(path, name, "a", *((1,) if name == "llava_onevision" else (1, 2)), more="? and why")
     found = run(served, [again])["a"]
     # Qwen3.5's snapshots are farther apart than these prompts are long.
-    assert found.cached_tokens > asked[0].spans[-1].start or name == "qwen3_5"
+    assert found.cached_tokens > asked[0].spans[-1].start or name.startswith("qwen3_5")
     alone = run(engine(path, enable_prefix_caching=False), [again])["a"]
     assert (found.ids, found.logprobs) == (alone.ids, alone.logprobs)
     seen = run(served, [asked[1]])["b"]
@@ -150,3 +162,91 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     assert crowded.stats.preemptions > 0
     replayed = msgspec.structs.replace(asked[2], emitted_ids=wanted["c"].ids[:5])
     assert run(engine(path), [replayed])["c"].ids == wanted["c"].ids[5:]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_few_bits_and_guesses(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = save_family(tmp_path, name)
+    asked = [about(path, name, f"{index}", index, max_tokens=40) for index in range(3)]
+    plain = {} if "speculative_config" in options else options
+    wanted = {each.id: run(engine(path, enable_prefix_caching=False, **plain), [each])[each.id] for each in asked}
+    least = max(span.count for span in asked[0].spans)
+    served = engine(path, long_prefill_token_threshold=least, **options)
+    assert bits(run(served, asked)) == bits(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "outer", "preparing", "said"),
+    [
+        ("gemma3", {"num_attention_heads": 5}, {}, {}, "num_attention_heads: 5 do not divide hidden_size"),
+        ("gemma3", {}, {"mm_tokens_per_image": 17}, {}, "mm_tokens_per_image: 17 are no square"),
+        ("gemma3", {}, {}, {"do_pan_and_scan": True}, "do_pan_and_scan: true is not served"),
+        ("gemma3", {}, {}, {"size": {"height": 50, "width": 50}}, "size: the tower reads 48 x 48 pixels"),
+        ("qwen2_5_vl", {"window_size": 4}, {}, {}, "window_size: a window of 4 pixels"),
+        ("qwen2_5_vl", {}, {}, {"patch_size": 7}, "patch_size is 4, in preprocessor_config.json 7"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 9]}, {}, {}, "deepstack_visual_indexes"),
+        ("qwen3_vl", {"num_position_embeddings": 26}, {}, {}, "num_position_embeddings: 26 are no square"),
+        ("llava", {"model_type": "vit"}, {}, {}, "model_type: 'vit' is not served"),
+        ("llava", {}, {"vision_feature_layer": [1, 2]}, {}, "vision_feature_layer: one layer is served"),
+        ("llava", {}, {}, {"do_pad": True}, "do_pad: true is not served"),
+        ("llava_next", {}, {"image_grid_pinpoints": [[25, 24]]}, {}, "image_grid_pinpoints: 25 x 24"),
+        ("llava_onevision", {}, {"vision_aspect_ratio": "pad"}, {}, "vision_aspect_ratio: 'pad' is not served"),
+        ("mistral3", {"hidden_size": 54}, {}, {}, "heads of 18 cannot be rotated"),
+        ("internvl", {"norm_type": "x"}, {}, {}, "norm_type: 'x' is not served"),
+        ("internvl", {}, {"vision_feature_layer": -2}, {}, "vision_feature_layer: -1 is served, got -2"),
+    ],
+)
+def test_a_broken_folder_says_what_is_wrong(
+    name: str, tower: dict[str, Any], outer: dict[str, Any], preparing: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    content = config_of(name).to_dict()
+    content = {**content, **outer, "vision_config": {**content["vision_config"], **tower}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**FAMILIES[name].preparing, **preparing}))
+    with pytest.raises(ModelError, match=re.escape(said)):
+        read_vision(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("qwen2_5_vl", (900, 4)), ("llava", (900, 4)), ("llava_onevision", (9000, 2))]
+)
+def test_an_image_that_is_too_narrow_is_refused(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(FAMILIES[name].preparing))
+    vision = read_vision(tmp_path)
+    assert vision is not None
+    with pytest.raises(InvalidImage, match="the image has"):
+        vision.layout(*size, several=True)
+
+
+def test_a_step_too_short_for_an_image_serves_text_alone(tmp_path: Path) -> None:
+    served = engine(save_family(tmp_path, "gemma3"), max_num_batched_tokens=12)
+    assert served.info.no_images == "max_num_batched_tokens is 12, and an image's 16 tokens are computed in one step"
+
+
+def test_adapters_of_the_language_part(tmp_path: Path) -> None:
+    """The answer about a picture is that of the model into which the adapter is merged, beside one without."""
+    path = save_family(tmp_path / "model", "qwen2_5_vl")
+    folder = save_adapter(
+        tmp_path / "a", AutoModelForImageTextToText.from_pretrained(path), 8, targets=("q_proj", "o_proj"), seed=3
+    )
+    (tmp_path / "spool").mkdir()
+    adapter = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64).add("a", str(folder))
+    asked = [about(path, "qwen2_5_vl", "a", 1), about(path, "qwen2_5_vl", "b", 1)]
+    served = engine(path, dtype="float32", enable_lora=True, max_lora_rank=64)
+    found = run(served, [msgspec.structs.replace(asked[0], adapter=adapter), asked[1]])
+    merge(AutoModelForImageTextToText.from_pretrained(path), folder).save_pretrained(tmp_path / "merged")
+    wanted = run(engine(tmp_path / "merged", dtype="float32"), asked[:1])["a"]
+    assert found["a"].ids == wanted.ids != found["b"].ids
+    assert [each.logprob for each in found["a"].logprobs] == pytest.approx(
+        [each.logprob for each in wanted.logprobs], abs=1e-4
+    )

@@ -573,7 +573,7 @@ def test_contexts_are_counted_in_the_backend_s_pages() -> None:
     ("config", "args", "reason"),
     [
         ({"model_type": "gpt_neo"}, (), "does not serve gpt_neo"),
-        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, (), "does not serve llava"),
+        ({"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, (), "does not serve paligemma"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, (), None),
         ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, (), "quant_method: 'aqlm'"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, (), "rope_type longrope"),
