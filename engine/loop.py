@@ -14,7 +14,7 @@ import zmq
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.page_groups import PIECE
+from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.client.messages import (
     Abort,

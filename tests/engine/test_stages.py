@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.page_groups import PagedState, PageGroups, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, page_groups
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig

@@ -1,5 +1,5 @@
-"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets): the
-same tokens with everything on, and only new tokens computed."""
+"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
+2's state spaces), or without attention: the same tokens with everything on, and only new tokens computed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from tests.variants import examples
 
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
+FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
+FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
@@ -87,7 +89,7 @@ def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> li
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]),
+    family=st.sampled_from(FAMILIES),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
@@ -115,7 +117,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48)])
+@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48)])
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}

@@ -10,7 +10,8 @@ import torch
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.page_groups import PagedState, PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import AttentionSpec

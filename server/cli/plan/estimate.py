@@ -235,7 +235,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         block_size=block_size,
         kv_cache_dtype=wishes.kv_cache_dtype,
         quantized=quantized,
-        page_bytes=(whole * slots // len(sizes.states) // split + own // sharing) * block_size,
+        page_bytes=(whole * slots // len(sizes.layer_states) // split + own // sharing) * block_size,
         needs=PageNeeds(groups.windows, block_size, wishes.at_once),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,
@@ -253,7 +253,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
 
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
     keep_all = wishes.keeps_all or wishes.draft is not None or wishes.offload != NO_OFFLOAD
-    return page_groups(sizes.states, sizes.max_position, block_size, keep_all=keep_all)
+    return page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
 
 
 def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
