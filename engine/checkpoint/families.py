@@ -192,14 +192,18 @@ def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
     kind = str(text.get("model_type"))
     sparse = sparse_layers(text, layers) if kind in WITH_EXPERTS else [False] * layers
     own, kinds = STATES.get(kind), list(text.get("layer_types") or ())
-    if own is None or len(kinds) != layers:
+    if own is None or not kinds:
         return [LayerParts(True, False, not each, each) for each in sparse]
     found = []
-    for each, has in zip(kinds, sparse, strict=True):
-        keeps, alone = each in own, kind in ("mamba2", "nemotron_h")
-        attends = each == "hybrid" or (not keeps and "attention" in each)
-        found.append(LayerParts(attends, keeps, each == "mlp" if alone else not has, has and kind != "mamba2"))
+    for each, has in zip(kinds, sparse, strict=False):  # the plan reads what contradicts itself too
+        mlp = each == "mlp" if kind in ("mamba2", "nemotron_h") else not has
+        found.append(LayerParts(_attends(each), each in own, mlp, has))
     return found
+
+
+def _attends(kind: str) -> bool:
+    """A layer, by its layer_types."""
+    return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
 
 def shared_experts(text: Mapping[str, Any]) -> tuple[str, int]:
@@ -221,7 +225,7 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
-        attend = [each for each in kinds if each == "hybrid" or ("attention" in each and "linear" not in each)]
+        attend = [each for each in kinds if _attends(each)]
         return tuple(window if "sliding" in each else None for each in attend)
     every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
     if isinstance(every, str):

@@ -174,10 +174,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
     windows, states = layer_windows(text, layers), state_of(text, hidden)
     attending, parts = len(windows), layer_parts(text, layers)
-    if states is None and attending < layers:
-        notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
-    if states is None and any(key.startswith("mamba_") for key in text):
-        notes.append("state-space layers are not known here: their parameters are a guess")
+    notes += _of_states(text, layers - attending) if states is None else []
     attention, kv, formula, width = attention_numbers(text, hidden, latents=(latents := _keeps_latents(raw, text)))
     if attending < 1 and states is None:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
@@ -221,6 +218,14 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         tower=tower,
         state_formula=state_formula(states, keeping),
     )
+
+
+def _of_states(text: Mapping[str, Any], layers: int) -> list[str]:
+    """What is to be known of so many layers whose states no file of ours knows."""
+    found = [f"{layers} layers keep a state instead of keys; it is not counted"] if layers > 0 else []
+    if any(key.startswith("mamba_") for key in text):
+        found.append("state-space layers are not known here: their parameters are a guess")
+    return found
 
 
 def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:

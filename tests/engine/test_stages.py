@@ -260,7 +260,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
 def test_each_stage_has_layers_of_every_group(stages: int) -> None:
     """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
     fewer, but for what does not divide."""
-    states = [PagedState(64, None if index % 6 == 5 else 1024) for index in range(48)]
+    states = [(PagedState(64, None if index % 6 == 5 else 1024),) for index in range(48)]
     groups = page_groups(states, 32768, 16)
     assert (groups.places, groups.count) == (8, 6)
     assert len({*zip(groups.group_of, groups.place_of, strict=True)}) == 48

@@ -81,7 +81,7 @@ def complete(found: dict[str, Any]) -> None:
     types = found.get("layer_types")
     if kind == "nemotron_h" and isinstance(types, list) and 1 <= len(types) <= MAX_LAYERS:
         found["num_hidden_layers"] = layers = len(types)  # whatever config.json says
-    if isinstance(types, list):
+    if isinstance(types, list) and types:
         found["layer_types"] = [_OLDER.get(each, each) if isinstance(each, str) else each for each in types]
     elif isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         found["layer_types"] = _layer_types(kind, found, layers)

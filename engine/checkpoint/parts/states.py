@@ -102,5 +102,6 @@ def in_layers(
         return tuple((each,) for each in attention)
     rest, found = iter(attention), list[LayerStates]()
     for parts in layer_parts(text, layers):
-        found.append(((next(rest),) if parts.attends else ()) + ((state,) if parts.keeps else ()))
+        own = next(rest, None) if parts.attends else None
+        found.append(((own,) if own is not None else ()) + ((state,) if parts.keeps else ()))
     return tuple(found)
