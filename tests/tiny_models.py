@@ -56,12 +56,12 @@ FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
-MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "expand": 2}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 4, "expand": 2}
 NEMOTRON_H = {
-    "mamba_num_heads": 6,
+    "mamba_num_heads": 8,
     "mamba_head_dim": 16,
     "ssm_state_size": 10,
-    "n_groups": 2,
+    "n_groups": 4,
     "head_dim": 32,
     "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
     "n_routed_experts": 6,
@@ -82,6 +82,7 @@ GRANITE_HYBRID = {
 }
 FALCON_H1 = {
     **SPACE,
+    "mamba_n_groups": 4,
     "mamba_d_ssm": 128,
     "num_hidden_layers": 2,
     "attention_in_multiplier": 0.9,

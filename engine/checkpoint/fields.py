@@ -259,6 +259,7 @@ class ServedFields(SharedFields, total=False):
     original_max_position_embeddings: _Positions | None
     layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
+    time_step_min: _Epsilon | None
     mamba_hidden_act: _Text | None
     projectors_bias: bool | None
     moe_latent_size: _Width | None

@@ -29,7 +29,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "nemotron_h": {
         **_NAMES,
-        "mamba_dt_limit": "time_step_limit",
+        "mamba_dt_min": "time_step_min",
         "layers_block_type": "layer_types",
         "mamba_num_heads": "mamba_n_heads",
         "mamba_head_dim": "mamba_d_head",

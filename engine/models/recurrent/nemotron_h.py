@@ -1,5 +1,5 @@
 """Nemotron-H (NVIDIA, 2025) and Nemotron 3: layers that are one part each, a state space, attention without positions,
-an MLP, or experts; all without gates."""
+an MLP, or experts; all without gates. Of limits of steps it has time_step_min alone, as transformers reads it."""
 
 from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
@@ -25,7 +25,7 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
     bias = bool(config.raw.get("mlp_bias"))
     match kind:
         case "linear_attention":
-            return state_space(config)
+            return state_space(config, limits=(config.raw.get("time_step_min") or 0.001, float("inf")))
         case "full_attention":
             sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
             return AttentionSpec(*sizes, scale=config.head_dim**-0.5, rope=None, norm=norm)
