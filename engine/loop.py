@@ -84,7 +84,8 @@ class Engine:
         worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
         prepared = warm_up(worker.runner, config.warmup_seconds)
         plan = worker.plan
-        tiers, kept = choose_tiers(config, model, worker.runner.mover, files, plan.block_size)
+        movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
+        tiers, kept = choose_tiers(config, model, *movers)
         self.runner: Executor = worker.runner
         self.scheduler = Scheduler(
             num_blocks=plan.group_pages,

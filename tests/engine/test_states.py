@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ SHAPES: list[dict[str, Any]] = [
         "state_memory": 2e-4,
     },
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
+    {
+        "num_kv_blocks": 14,
+        "max_model_len": 176,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+        "kv_offload_memory": 0.02,
+    },
 ]
 
 
@@ -177,7 +185,6 @@ def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"kv_offload_memory": 0.1},
         {"state_memory": 1e-6},
         {"speculative_config": {"method": "draft_model", "model": "", "num_speculative_tokens": 3}},
     ],
@@ -190,12 +197,18 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         Engine(EngineConfig(model=path, **SMALL, **asked))
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_states_come_back_from_tiers_with_their_pages(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("lfm2", "auto"), ("lfm2", "int8"), ("qwen3_5", "auto"), ("falcon_h1", "int8"), ("mamba2", "auto")],
+)
+def test_states_come_back_from_tiers_with_their_pages(
+    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
     monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
-    path = save_tiny_model(tmp_path / "model", "lfm2")
+    path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
+    options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
     made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
@@ -207,6 +220,50 @@ def test_states_come_back_from_tiers_with_their_pages(kv: str, tmp_path: Path, m
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
+    """By threads, and sequences are preempted meanwhile."""
+    options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
+    wanted = converse(Engine(EngineConfig(**options, num_kv_blocks=90)))
+    made = Engine(EngineConfig(**options, num_kv_blocks=14, **HOST))
+    for _ in range(2):
+        assert converse(made) == wanted
+    made.close()
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk a snapshot is a file larger than a page's."""
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    path = save_tiny_model(tmp_path / "model", "qwen3_5")
+    options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
+    each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
+    first = Engine(EngineConfig(**options))
+    wanted = known(run(first, [each]))
+    first.close()
+
+    def again() -> int:
+        made = Engine(EngineConfig(**options))
+        assert known(run(made, [each])) == wanted
+        made.close()
+        return made.stats.prompt_tokens
+
+    assert again() == 170 - 160
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and "model" not in file.parts]
+    sizes = Counter(file.stat().st_size for file in files)
+    pages = sizes.most_common(1)[0][0]
+    snapshots = [file for file in files if file.stat().st_size > pages]
+    assert len(snapshots) == 4  # of 48, 96, 144 and 160 tokens
+    for file in snapshots:
+        if what == "gone":
+            file.unlink()
+        else:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+    assert again() == 170
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])

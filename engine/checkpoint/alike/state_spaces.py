@@ -99,10 +99,11 @@ def _layer_types(kind: str, found: Mapping[str, Any], layers: int) -> list[str]:
 def _complete_sizes(kind: str, found: dict[str, Any]) -> None:
     heads, hidden = found.get("mamba_n_heads"), found.get("hidden_size")
     times, own = found.get("mamba_expand"), found.get("mamba_d_ssm") if kind == "falcon_h1" else None
-    sizes = (heads, hidden, times)
-    if all(isinstance(each, int) and each > 0 for each in sizes) and found.get("mamba_d_head") in (None, "auto"):
-        width = own if isinstance(own, int) else times * hidden
-        found["mamba_d_head"] = width // heads
+    if found.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
+        if isinstance(own, int):
+            found["mamba_d_head"] = own // heads
+        elif isinstance(hidden, int) and isinstance(times, int):
+            found["mamba_d_head"] = times * hidden // heads
     if isinstance(limits := found.get("time_step_limit"), list):
         found["time_step_limit"] = [_number(each) for each in limits]
     if kind == "mamba2":  # which has neither attention nor an MLP
