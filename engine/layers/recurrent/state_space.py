@@ -4,6 +4,7 @@ kernels/recurrent/short_conv.py what stands before it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
@@ -16,7 +17,6 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, times
-from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
@@ -122,7 +122,7 @@ class StateSpacePart(Part):
             table[f"{self._prefix}.conv1d.bias"] = self._kept("conv_bias", (spec.channels,), self._own_channels)
         return table
 
-    def _kept(self, name: str, shape: tuple[int, ...], cut: Cut) -> Parameter:
+    def _kept(self, name: str, shape: tuple[int, ...], cut: Callable[[Tensor], Tensor]) -> Parameter:
         return Parameter(shape, torch.float32, partial(self._weights.__setitem__, name), cut)
 
     def _own_channels(self, whole: Tensor) -> Tensor:

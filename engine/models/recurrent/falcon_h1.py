@@ -16,7 +16,8 @@ from quire.engine.models.recurrent.state_space import state_space
 def spec(config: ModelConfig) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
     raw, base = config.raw, llama.spec(config)
-    read, given, key = (raw.get(f"{name}_multiplier") or 1.0 for name in ("attention_in", "attention_out", "key"))
+    read, given = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
+    key = raw.get("key_multiplier") or 1.0
     if read != 1 and raw.get("attention_bias"):
         raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
     base = base.having(AttentionSpec, scale=config.head_dim**-0.5 * read**2 * key, factor=read * given)
@@ -41,6 +42,6 @@ def _state_space(config: ModelConfig) -> StateSpaceSpec:
         config,
         out_bias=bool(raw.get("projectors_bias")),
         result_norm=before if raw.get("mamba_rms_norm") else None,
-        factors=Factors(*(read * factor for factor in each), out),
+        factors=Factors(*[read * factor for factor in each], out=out),
         parallel=True,
     )

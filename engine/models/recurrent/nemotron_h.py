@@ -30,8 +30,8 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
             sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
             return AttentionSpec(*sizes, scale=config.head_dim**-0.5, rope=None, norm=norm)
         case "mlp":
-            width, rules = config.intermediate_size, {"gated": False, "activation": "relu2"}
-            return MlpSpec(width, norm, bias=bias, shares_norm=True, **rules)
+            width = config.intermediate_size
+            return MlpSpec(width, norm, bias=bias, gated=False, activation="relu2", shares_norm=True)
     if config.raw.get("moe_latent_size"):
         raise ModelError("model: config.json: moe_latent_size: experts between smaller vectors are not served yet")
     name, width = shared_experts(config.raw)
