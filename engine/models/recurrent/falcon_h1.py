@@ -34,7 +34,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
 def _state_space(config: ModelConfig) -> StateSpaceSpec:
     raw = config.raw
     read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
-    each = raw.get("ssm_multipliers") or (1.0,) * 5
+    z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
     if (raw.get("mamba_proj_bias") and read != 1) or (raw.get("projectors_bias") and out != 1):
         raise ModelError("model: config.json: ssm multipliers do not go with biases of what they multiply")
     before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
@@ -42,6 +42,6 @@ def _state_space(config: ModelConfig) -> StateSpaceSpec:
         config,
         out_bias=bool(raw.get("projectors_bias")),
         result_norm=before if raw.get("mamba_rms_norm") else None,
-        factors=Factors(*[read * factor for factor in each], out=out),
+        factors=Factors(z, x, b, c, dt, out),
         parallel=True,
     )
