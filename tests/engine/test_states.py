@@ -289,6 +289,16 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid"])
+def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
+    config = EngineConfig(
+        model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
+    )
+    info = Engine(config).info
+    assert info.state_bytes > 0
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
