@@ -123,8 +123,12 @@ class Tiers(NoTiers):
 
     def keep(self, seq: Sequence) -> None:
         self._unlucky.discard(seq.request.id)
-        states = [(slot, state_key(digest)) for slot, digest in self._prefixes.snapshots.full_slots(seq)]
-        self._writer.keep(self._prefixes.full_pages(seq) + states)
+        slots = {digest: slot for slot, digest in self._prefixes.snapshots.full_slots(seq)}
+        found = list[tuple[int, bytes]]()
+        for page, digest in self._prefixes.full_pages(seq):  # a snapshot counts as used behind its page
+            found += [(slots[digest], state_key(digest))] if digest in slots else []
+            found.append((page, digest))
+        self._writer.keep(found)
 
     def load(self, seq: Sequence, cached: list[int]) -> bool:
         if seq.request.id in self._unlucky:
