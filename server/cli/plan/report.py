@@ -67,6 +67,8 @@ def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | No
 
 
 def _kv_formula(made: Estimate) -> str:
+    if not made.sizes.kv_numbers:
+        return "no keys and values"
     ways = min(made.machine.count, made.sizes.kv_heads)
     formula = made.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
     width, columns = DTYPE_BYTES[made.dtype], made.sizes.state_formula
