@@ -135,8 +135,8 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
     kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
     num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
-    state_memory: float | None = Field(None, gt=0, description="GiB of it for delta nets; default: half, at most 2")
-    snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of delta nets' snapshots")
+    state_memory: float | None = Field(None, gt=0, description="GiB of it for large states; default: half, at most 2")
+    snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of large states' snapshots")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
     kv_offload_memory: float | None = Field(
         None, gt=0, description="GiB of the host's memory for KV of earlier prompts, beside the KV cache"

@@ -17,7 +17,8 @@ import zmq
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.page_groups import PIECE, without_windows
+from quire.engine.checkpoint.page_groups import without_windows
+from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.core.executor import Executor
@@ -92,7 +93,8 @@ class Engine:
         worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
         prepared = warm_up(worker.runner, config.warmup_seconds)
         plan = worker.plan
-        tiers, kept = choose_tiers(config, model, worker.runner.mover, files, plan.block_size)
+        movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
+        tiers, kept = choose_tiers(config, model, *movers)
         self.runner: Executor = worker.runner
         self.scheduler = scheduler_class(config)(
             num_blocks=plan.group_pages,

@@ -1,4 +1,4 @@
-"""What an MLP without a gate does to each number between its two matrices."""
+"""What an MLP without a gate does to each number between its two matrices; and a factor."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu")
+KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu", "times")
 """By the numbers that kernels/cpu/norm.cpp gives them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+    kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "times"]
     """GELU (Hendrycks and Gimpel, 2016), as it is and in its tanh approximation; ReLU and its square (So et al., 2021);
-    xIELU (Huang and Schlag, 2024)."""
+    xIELU (Huang and Schlag, 2024); a factor."""
     positive: float = 0.0
     """Of xIELU, which is a x^2 + b x above 0: a."""
     negative: float = 0.0
     """Below, where it is c (e^x - 1 - x) + b x: c."""
     slope: float = 0.0
-    """b."""
+    """b; or the factor."""
 
 
 GELU = Activation("gelu")
@@ -46,6 +46,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             return F.relu(x)
         case "relu2":
             return F.relu(x).square()
+        case "times":
+            return x * activation.slope
         case "xielu":
             wide = x if x.dtype == torch.float64 else x.float()
             above, below = wide.clamp(min=0), wide.clamp(max=0)

@@ -19,7 +19,7 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates, Guesses
+from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
@@ -172,7 +172,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
+    """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
 
     router: Linear
     """[T, hidden] to scores [T, experts] float32."""
@@ -181,6 +181,8 @@ class Experts:
     routing: Routing
     clamp: Clamp | None = None
     """None: the gate is SiLU, without limits."""
+    activation: Activation | None = None
+    """Of MLPs without gates, whose `gate_up` is up alone; None: they have gates."""
     correction: Tensor | None = None
     """[experts] float32, for the choice alone, as kernels/routing.py says it."""
     float_router: bool = False
@@ -268,11 +270,11 @@ class Operations(ABC):
         [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
 
     @abstractmethod
-    def delta_rule(
-        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
-        """What kernels/recurrent/delta_rule.py says of q, k and v [T, rule.inputs], z [T, heads * value], and b and a
-        [T, 2 * heads]: [T, heads * value]. Keeps the states of all sequences."""
+        """What kernels/recurrent/recurrence.py says of what tokens give [T, rule.inputs], their gates z [T, heads *
+        value], and numbers of each head [T, rule.beside]: [T, heads * value]. Keeps the states of all sequences."""
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -24,13 +24,19 @@ class ReferenceMixture:
         self._experts = experts
 
     def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        experts, backend = self._experts, self._backend
+        experts = self._experts
         scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
         chosen, shares = route(scores, experts.routing, experts.correction)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
             gate_up = experts.gate_up[expert](x[rows], NO_ADAPTERS)
-            gated = backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)
+            gated = self._between(gate_up)
             total[rows] += experts.down[expert](gated, NO_ADAPTERS) * shares[rows, rank, None]
         return total.to(x.dtype)
+
+    def _between(self, gate_up: Tensor) -> Tensor:
+        experts, backend = self._experts, self._backend
+        if experts.activation is not None:
+            return backend.activate(gate_up, experts.activation)
+        return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)

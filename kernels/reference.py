@@ -34,7 +34,7 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, sca
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.delta_rule import DeltaRows, DeltaRule, DeltaStates, delta_rule
+from quire.kernels.recurrent.recurrence import Matrices, MatrixRows, Recurrence, recur
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 from quire.kernels.softmax import Softmax
@@ -165,12 +165,12 @@ class Reference(Backend):
         where = (metadata.query_start, metadata.context_lens, metadata.block_table, metadata.state_slots)
         return short_conv(bcx, conv, columns, Rows(*where))
 
-    def delta_rule(
-        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
         assert metadata.state_slots is not None
         where = (metadata.query_start, metadata.context_lens, metadata.guesses)
-        return delta_rule(qkv, z, ba, rule, states, DeltaRows(*where, metadata.state_slots))
+        return recur(given, z, beside, rule, states, MatrixRows(*where, metadata.state_slots))
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * torch.sigmoid(gate)

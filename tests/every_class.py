@@ -31,7 +31,7 @@ from quire.engine.errors import QuireError
 from quire.engine.folder import read_json
 from quire.engine.loop import Engine
 from tests.engine.harness import Answer, request, run
-from tests.float64_rule import exact_delta_rule
+from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class
 from tests.tiny_models import VOCAB
 from tests.tree import ROOT
@@ -86,7 +86,7 @@ def tried(kind: str, path: Path) -> Outcome:
     reference = made_by.from_pretrained(
         path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
     )
-    with exact_delta_rule(made_by):
+    with exact_rules(made_by):
         for prompt, answer in zip(_prompts(), answers["together"], strict=True):
             _compare(kind, prompt, answer, reference.eval(), first_position(given))
     apart = answers["together"] == answers["alone"] == answers["again"]

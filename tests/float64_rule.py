@@ -1,18 +1,17 @@
-"""The gated delta rule in the type that it is given: transformers computes it in float32 even in a model of float64."""
+"""The gated delta rule and the selective scan in the type that they are given: transformers computes them in float32
+even in a model of float64."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-
-_NAME = "torch_chunk_gated_delta_rule"
 
 
 def gated_delta_rule(
@@ -31,9 +30,39 @@ def gated_delta_rule(
     return out, None
 
 
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    **_: Any,
+) -> Tensor:
+    """Dao and Gu, 2024, "Transformers are SSMs", token by token. x [batch, tokens, heads, D], b and c [batch, tokens,
+    groups, N]."""
+    b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (b, c))
+    step = torch.nn.functional.softplus(dt + dt_bias).clamp(*dt_limit)
+    state, out = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[3]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        state = state * (step[:, t] * rate).exp()[..., None, None]
+        state = state + torch.einsum("bhp,bhn->bhpn", step[:, t, :, None] * x[:, t], b[:, t])
+        out[:, t] = torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + D[:, None] * x[:, t]
+    return out
+
+
+_RULES = {"torch_chunk_gated_delta_rule": gated_delta_rule, "mamba2_chunk_scan": selective_scan}
+
+
 @contextmanager
-def exact_delta_rule(made_by: type[PreTrainedModel]) -> Iterator[None]:
-    """Models of the class compute meanwhile by this rule, where they have one."""
+def exact_rules(made_by: type[PreTrainedModel]) -> Iterator[None]:
+    """Models of the class compute meanwhile by these, where they have one."""
     module = sys.modules[made_by.__module__]
-    with patch.object(module, _NAME, gated_delta_rule) if hasattr(module, _NAME) else nullcontext():
+    with ExitStack() as stack:
+        for name, rule in _RULES.items():
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, rule))
         yield

@@ -47,6 +47,7 @@ SHARED = {
     "quire.engine.checkpoint.kv_plan",
     "quire.engine.checkpoint.layouts",
     "quire.engine.checkpoint.page_groups",
+    "quire.engine.checkpoint.parts.states",
     "quire.engine.checkpoint.pooling",
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",

@@ -52,6 +52,14 @@ _TOWER = {
 _TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2}
+_NEMOTRON_H = {
+    "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
 _FIVE = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -87,6 +95,11 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
+    "bamba": {**_SPACE, "attn_layer_indices": [1]},
+    "falcon_h1": {**_SPACE, "mamba_d_ssm": 128, "key_multiplier": 0.7, "ssm_out_multiplier": 0.6},
+    "granitemoehybrid": {**_SPACE, **_DELTA},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2},
+    "nemotron_h": _NEMOTRON_H,
     "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
     "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
     "zaya": {"num_experts_per_tok": 1},

@@ -55,6 +55,46 @@ GROUPED = {
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 4, "expand": 2}
+NEMOTRON_H = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 10,
+    "n_groups": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+GRANITE_HYBRID = {
+    **SPACE,
+    "mamba_n_groups": 1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 96,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+FALCON_H1 = {
+    **SPACE,
+    "mamba_n_groups": 4,
+    "mamba_d_ssm": 128,
+    "num_hidden_layers": 2,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.4, 0.9],
+    "mlp_multipliers": [1.3, 0.6],
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.5,
+}
 
 GEMMA = {
     "num_hidden_layers": 4,
@@ -300,6 +340,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [0],
     },
+    "mamba2": {"model_type": "mamba2", **MAMBA2},
+    "mamba2-tied": {
+        "model_type": "mamba2",
+        **MAMBA2,
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "bamba": {"model_type": "bamba", **SPACE, "attn_layer_indices": [1]},
+    "granite-hybrid": {"model_type": "granitemoehybrid", **GRANITE_HYBRID, **FIVE},
+    "granite-hybrid-dense": {
+        "model_type": "granitemoehybrid",
+        **GRANITE_HYBRID,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": {"model_type": "falcon_h1", **FALCON_H1},
+    "falcon_h1-normed": {"model_type": "falcon_h1", **FALCON_H1, "mamba_rms_norm": True, "projectors_bias": False},
+    "falcon_h1-normed-behind": {
+        "model_type": "falcon_h1",
+        **FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+    },
+    "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON_H},
     "deepseek_v2": {
         **LATENTS,
         **GROUPED,
@@ -393,7 +460,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
             # norms that multiply by 1 + weight
-            centred = family.startswith(("gemma", "nemotron", "qwen3_5", "qwen3-next")) and "linear_attn" not in name
+            by_1 = family.startswith(("gemma", "qwen3_5", "qwen3-next")) or family == "nemotron"
+            centred = by_1 and "linear_attn" not in name
             mean = 0.0 if name.endswith("bias") or centred else -2.0 if name.endswith("A_log") else 1.0
             torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     for name, buffer in model.named_buffers():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.quantization import why_not
@@ -11,6 +11,7 @@ from quire.engine.checkpoint.quantization import why_not
 FAMILIES = {
     "apertus": "dense.apertus",
     "arcee": "dense.arcee",
+    "bamba": "recurrent.bamba",
     "bloom": "classic.bloom",
     "cohere": "classic.cohere",
     "cohere2": "classic.cohere2",
@@ -22,6 +23,7 @@ FAMILIES = {
     "exaone4": "dense.exaone4",
     "exaone_moe": "grouped.exaone_moe",
     "falcon": "classic.falcon",
+    "falcon_h1": "recurrent.falcon_h1",
     "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
     "gemma2": "gemma2",
@@ -39,6 +41,7 @@ FAMILIES = {
     "granite_swa": "dense.granite_swa",
     "granitemoe": "sparse.granitemoe",
     "granitemoe_swa": "sparse.granitemoe",
+    "granitemoehybrid": "recurrent.granitemoehybrid",
     "granitemoeshared": "sparse.granitemoe",
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
@@ -47,6 +50,7 @@ FAMILIES = {
     "lfm2": "lfm2",
     "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
+    "mamba2": "recurrent.mamba2",
     "mellum": "sparse.mellum",
     "minicpm3": "latent.minicpm3",
     "minimax_m2": "sparse.minimax_m2",
@@ -55,6 +59,7 @@ FAMILIES = {
     "mixtral": "sparse.mixtral",
     "mpt": "classic.mpt",
     "nemotron": "classic.nemotron",
+    "nemotron_h": "recurrent.nemotron_h",
     "olmo2": "dense.olmo2",
     "olmo3": "dense.olmo3",
     "olmoe": "sparse.olmoe",
@@ -87,7 +92,7 @@ LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoehybrid", "kimi_k2", "nemotron_h"),
 )
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
@@ -102,22 +107,30 @@ WITHOUT_GATES = (
         "gptj",
         "mpt",
         "nemotron",
+        "nemotron_h",
         "opt",
         "phi",
     ),
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
-_DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-STATES = {"lfm2": "conv", "lfm2_moe": "conv"} | dict.fromkeys(_DELTA_NETS, "linear_attention")
-"""Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
-GATED = _DELTA_NETS
+DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families with gated delta nets in most layers,"""
+STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+"""and with selective state spaces."""
+STATES = {"lfm2": ("conv",), "lfm2_moe": ("conv",)} | dict.fromkeys((*DELTA_NETS, *STATE_SPACES), ("linear_attention",))
+STATES |= {"falcon_h1": ("hybrid",)}
+"""What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""
+WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
+"""And those that are an MLP, or experts, alone."""
+GATED = DELTA_NETS
 """Those whose attention has a gate for each query."""
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
-_SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), "shared_mlp")
+_SHARED |= {"nemotron_h": "mixer.shared_experts"}
+_SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp")
 STACKED = (
-    *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "qwen3_5_moe_text"),
+    *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "qwen3_5_moe_text"),
     "qwen3_vl_moe_text",
 )
 """Those whose checkpoints have all experts of a layer in one tensor."""
@@ -180,6 +193,9 @@ def stored_dtype(text: Mapping[str, Any]) -> str:
 
 def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    if str(text.get("model_type")) == "nemotron_h":
+        kinds = text.get("layer_types") or ()
+        return [layer < len(kinds) and kinds[layer] == "moe" for layer in range(layers)]
     if kinds := text.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
@@ -187,6 +203,36 @@ def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     end = text.get("moe_layer_end_index")
     last = layers - 1 if end in (None, -1) else int(end)
     return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(layers)]
+
+
+class LayerParts(NamedTuple):
+    """Which parts a layer has."""
+
+    attends: bool
+    keeps: bool
+    """A state, in attention's place or beside it."""
+    mlp: bool
+    experts: bool
+    """Or, in granitemoehybrid, what stands beside some elsewhere."""
+
+
+def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
+    """By layer, in the families that are served."""
+    kind = str(text.get("model_type"))
+    sparse = sparse_layers(text, layers) if kind in WITH_EXPERTS else [False] * layers
+    own, kinds = STATES.get(kind), list(text.get("layer_types") or ())
+    if own is None or not kinds:
+        return [LayerParts(True, False, not each, each) for each in sparse]
+    found = []
+    for each, has in zip(kinds, sparse, strict=False):  # the plan reads what contradicts itself too
+        mlp = each == "mlp" if kind in ("mamba2", "nemotron_h") else not has
+        found.append(LayerParts(_attends(each), each in own, mlp, has))
+    return found
+
+
+def _attends(kind: str) -> bool:
+    """A layer, by its layer_types."""
+    return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
 
 def shared_experts(text: Mapping[str, Any]) -> tuple[str, int]:
@@ -208,7 +254,7 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
-        attend = [each for each in kinds if "attention" in each and "linear" not in each]
+        attend = [each for each in kinds if _attends(each)]
         return tuple(window if "sliding" in each else None for each in attend)
     every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
     if isinstance(every, str):

@@ -26,6 +26,7 @@ _Above0 = Annotated[float, Meta(gt=0, le=1e12)]
 _Part = Annotated[float, Meta(gt=0, le=1)]
 _Epsilon = Annotated[float, Meta(ge=0, le=1)]
 _Experts = Annotated[int, Meta(ge=1, le=4096)]
+_Experts0 = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _Text = Annotated[str, Meta(max_length=256)]
@@ -165,6 +166,19 @@ class SharedFields(TypedDict, total=False):
     linear_value_head_dim: _Width | None
     linear_num_key_heads: _Width | None
     linear_num_value_heads: _Width | None
+    hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=MAX_LAYERS)] | None
+    attn_layer_indices: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
+    mamba_n_heads: _Width | None
+    mamba_d_head: _Width | _Text | None
+    mamba_n_groups: _Width | None
+    mamba_d_state: _Width | None
+    mamba_d_conv: Annotated[int, Meta(ge=2, le=16)] | None
+    mamba_d_ssm: _Width | None
+    mamba_expand: _Width | None
+    mamba_conv_bias: bool | None
+    mamba_proj_bias: bool | None
+    mamba_rms_norm: bool | None
+    mamba_norm_before_gate: bool | None
     kv_lora_rank: _Width | None
     q_lora_rank: _Width | None
     qk_rope_head_dim: _Width0 | None
@@ -216,13 +230,13 @@ class ServedFields(SharedFields, total=False):
     attn_logit_softcapping: _Above0 | None
     final_logit_softcapping: _Above0 | None
     use_bidirectional_attention: bool | _Text | None
-    num_local_experts: _Experts | None
+    num_local_experts: _Experts0 | None
     num_experts: _Experts | None
     num_experts_per_tok: _Experts | None
     moe_intermediate_size: _Width | None
     shared_expert_intermediate_size: _Width | None
     shared_intermediate_size: _Width0 | None
-    n_shared_experts: Annotated[int, Meta(ge=0, le=4096)] | None
+    n_shared_experts: _Experts0 | None
     norm_topk_prob: bool | None
     moe_norm_min: _Epsilon | None
     n_group: _Experts | None
@@ -245,6 +259,19 @@ class ServedFields(SharedFields, total=False):
     rotary_dim: _Width | None
     original_max_position_embeddings: _Positions | None
     layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
+    time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
+    time_step_min: _Epsilon | None
+    mamba_hidden_act: _Text | None
+    projectors_bias: bool | None
+    moe_latent_size: _Width | None
+    attention_in_multiplier: _Above0 | None
+    attention_out_multiplier: _Above0 | None
+    key_multiplier: _Above0 | None
+    lm_head_multiplier: _Above0 | None
+    mlp_multipliers: Annotated[list[_Above0], Meta(min_length=2, max_length=2)] | None
+    ssm_in_multiplier: _Above0 | None
+    ssm_out_multiplier: _Above0 | None
+    ssm_multipliers: Annotated[list[_Above0], Meta(min_length=5, max_length=5)] | None
     embedding_multiplier: _Above0 | None
     residual_multiplier: _Above0 | None
     attention_multiplier: _Above0 | None

@@ -25,6 +25,7 @@ from quire.engine.checkpoint.families import (
     STATES,
     TEXT_SIZES,
     WITH_IMAGES,
+    WITHOUT_STATES,
     family_not_served,
     has_file,
     stored_dtype,
@@ -307,7 +308,8 @@ def _check_shape(config: ModelConfig) -> None:
     ):
         if given and len(given) != config.num_layers:
             raise wrong(f"{name}: {len(given)} entries for {config.num_layers} layers")
-    known = _LAYER_TYPES | {STATES.get(config.model_type)}
+    kind = config.model_type
+    known = {*_LAYER_TYPES, *STATES.get(kind, ()), *WITHOUT_STATES.get(kind, ())}
     if unknown := sorted(set(config.raw.get("layer_types") or ()) - known):
         raise wrong(f"layer_types: {unknown[0]!r} is not supported")
 

@@ -29,6 +29,8 @@ _HOST_SHARE = 0.5
 """The largest share for the KV cache of the memory that is free once the weights are loaded."""
 _STATE_BYTES, _MOST_SNAPSHOTS = 2 * GIB, 1024
 """Bounds of what share_states gives unasked, and of snapshots."""
+LEAST_PAGE_BYTES = 256
+"""Of a page where no layer keeps anything in it: what is noted of it, its hash for one. Prefixes are found by pages."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
 
@@ -176,7 +178,7 @@ def plan_kv(
     available_bytes = max(available_bytes - state_bytes, 0)
     each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)
     check_positions(model, max_model_len)
-    fitting = available_bytes // each if num_blocks is None else num_blocks
+    fitting = available_bytes // (each or LEAST_PAGE_BYTES) if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
         fitting, needs, max_position=model.max_position, max_num_seqs=shares.sequences, max_model_len=max_model_len
     )
@@ -189,7 +191,7 @@ def plan_kv(
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
-        f"KV: {formula} = {each / 1024:,.0f} KiB a page; "
+        f"KV: {formula or 'nothing'} = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
         f"context {length:,}, {blocks * groups // needed} full ones at once"
     )

@@ -12,7 +12,7 @@ from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 """A module of a layer in any family's checkpoint: the layer's number, and what it is there."""
-PREFIX = re.compile(r"^(?:model\.decoder|decoder|model|transformer|gpt_neox)\.")
+PREFIX = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 """What names beside the layers begin with."""
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -94,11 +94,35 @@ _GATED_QUERY = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
 """Each head's query and its gate."""
 _QWEN3_5 = Layout(inside={**_GATED_QUERY, "linear_attn.in_proj_qkv": _delta("qkv")})
 
+_SPACE = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
+"""What a state space projects."""
+_BAMBA = Layout(
+    outside={"final_layernorm": "norm"},
+    inside={
+        "mamba.in_proj": _SPACE,
+        "pre_ff_layernorm": "post_attention_layernorm",
+        **{f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    },
+)
+_ALONE = {"embedding": "embed_tokens", "embeddings": "embed_tokens", "norm_f": "norm"}
+_MIXER: _Inside = {
+    "norm": "input_layernorm",
+    "mixer": "mamba",
+    "mixer.in_proj": _SPACE,
+    **{f"mixer.{name}": f"mamba.{name}" for name in ("conv1d", "norm", "out_proj")},
+}
+_NEMOTRON_H: _Inside = {
+    **_MIXER,
+    **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")},
+}
+
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
         inside={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
         unused=("mlp.act_fn.eps",),
     ),
+    "bamba": _BAMBA,
     "bloom": Layout(
         outside={"word_embeddings": "embed_tokens", "word_embeddings_layernorm": "embed_norm", "ln_f": "norm"},
         inside=_MEGATRON_INSIDE,
@@ -108,6 +132,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "cohere2": Layout(neighbours=True),
     "ernie4_5": Layout(neighbours=True),
     "ernie4_5_moe": Layout(neighbours=True),
+    "falcon_h1": _BAMBA,
     "falcon": Layout(
         outside={"word_embeddings": "embed_tokens", "ln_f": "norm"}, inside=_MEGATRON_INSIDE, by_groups=True
     ),
@@ -151,9 +176,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "hunyuan_v1_moe": _HUNYUAN,
     "granitemoe": _GRANITE_MOE,
     "granitemoe_swa": _GRANITE_MOE,
+    "granitemoehybrid": Layout(inside={**_GRANITE_MOE.inside, "mamba.in_proj": _SPACE}),
     "granitemoeshared": _GRANITE_MOE,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "mamba2": Layout(outside=_ALONE, inside=_MIXER),
+    "nemotron_h": Layout(outside=_ALONE, inside=_NEMOTRON_H),
     "mpt": Layout(
         outside={"wte": "embed_tokens", "norm_f": "norm"},
         inside={

@@ -13,97 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.checkpoint.families import STATES, layer_windows
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig, text_config
+from quire.engine.checkpoint.parts.states import LayerStates
 from quire.engine.config import EngineConfig, SpeculativeConfig
 
-PIECE = 16
-"""Tokens that are hashed together where pages are larger: behind each piece a cached prefix may end."""
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
-
-
-@dataclass(frozen=True, slots=True)
-class PagedState:
-    """What a layer keeps of each token of a sequence, in pages."""
-
-    numbers: int
-    """Of a token."""
-    window: int | None
-    """Tokens that a token sees, itself included; None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnState:
-    """What a layer keeps of a sequence as a whole: the columns of its last tokens, in the sequence's slot; and in pages
-    those that stand at the end of every PIECE tokens, so that another sequence can begin there."""
-
-    channels: int
-    """Numbers of a column."""
-    columns: int
-    """That a token sees of those before it."""
-    window: None = None
-
-    @property
-    def numbers(self) -> int:
-        """In pages, for each token."""
-        return -(-self.columns * self.channels // PIECE)
-
-    def slot_bytes(self, drafts: int, width: int) -> int:
-        """In a slot, where a step computes up to so many drafts of a sequence: the columns that may be wrong lie beside
-        those that are right. `width`: bytes of a number in the model's type."""
-        return (self.columns + drafts) * self.channels * width
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaState:
-    """What a layer keeps of a sequence as a whole, all of it in the sequence's slot: the columns of its last tokens, a
-    matrix for each head, and what these are to take in of guesses that turn out right. It is too large for every page:
-    another sequence begins behind a page only where a snapshot of the slot was kept."""
-
-    channels: int
-    """Numbers of a column."""
-    columns: int
-    """That a token sees of those before it."""
-    heads: int
-    key: int
-    value: int
-    window: None = None
-    numbers: int = 0
-    """In pages, for each token."""
-
-    def slot_bytes(self, drafts: int, width: int) -> int:
-        """As ColumnState's; matrices are float32."""
-        guesses = drafts * (self.channels + 2 * self.heads)
-        matrices = self.heads * self.key * self.value * 4
-        return ((self.columns + drafts) * self.channels + guesses) * width + matrices
-
-
-State = PagedState | ColumnState | DeltaState
-
-
-def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | DeltaState | None:
-    """What a convolution or a delta net keeps, in families that have some."""
-    kind = str(text.get("model_type"))
-    if kind not in STATES:
-        return None
-    if STATES[kind] == "linear_attention":
-        key_heads, heads = int(text.get("linear_num_key_heads") or 16), int(text.get("linear_num_value_heads") or 32)
-        key, value = int(text.get("linear_key_head_dim") or 128), int(text.get("linear_value_head_dim") or 128)
-        columns = max(int(text.get("linear_conv_kernel_dim") or 4), 2) - 1
-        return DeltaState(2 * key_heads * key + heads * value, columns, heads, key, value)
-    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
-
-
-def in_layers(
-    text: Mapping[str, Any], state: ColumnState | DeltaState | None, attention: Sequence[PagedState]
-) -> tuple[State, ...]:
-    """What layers keep, in their order: this state, or what those with attention keep."""
-    if state is None:
-        return tuple(attention)
-    rest, own = iter(attention), STATES[str(text.get("model_type"))]
-    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
-    return tuple(state if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +72,13 @@ def most_drafts(config: EngineConfig) -> int:
     return 0 if speculative.method == "none" else speculative.num_speculative_tokens
 
 
-def page_groups(states: Sequence[State], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
+def page_groups(layers: Sequence[LayerStates], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
     """The groups of layers that keep these states, for contexts of up to `longest` tokens: so many layers to a page
     that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where
     it is asked for (`keep_all`), or where some layers keep more of a token than others, or another kind of state, so
     that not any page would serve any of them."""
-    keep_all = keep_all or len({(type(each), each.numbers) for each in states}) > 1
-    windows = [each.window for each in states]
+    keep_all = keep_all or len({tuple((type(each), each.numbers) for each in layer) for layer in layers}) > 1
+    windows = [layer[0].window if len(layer) == 1 else None for layer in layers]
     seen = [None if window is None or window >= longest or keep_all else window for window in windows]
     kinds = Counter(seen)
     if len(kinds) == 1:

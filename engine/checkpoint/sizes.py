@@ -10,58 +10,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
     ENCODERS,
-    GATED,
-    WITHOUT_GATES,
     family_not_served,
     has_file,
+    layer_parts,
     layer_windows,
-    shared_experts,
-    sparse_layers,
     stored_dtype,
     why_not_served,
 )
-from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State, in_layers, state_of
+from quire.engine.checkpoint.parts.parameters import (
+    ALONE,
+    LEARNED,
+    TIED,
+    attention_numbers,
+    end_numbers,
+    given_size,
+    head_size,
+    kept_by,
+    key_heads,
+    mlp_numbers,
+    norm_numbers,
+    optional_size,
+    state_formula,
+)
+from quire.engine.checkpoint.parts.states import (
+    ColumnState,
+    LayerStates,
+    MatrixState,
+    PagedState,
+    State,
+    in_layers,
+    state_of,
+)
 from quire.engine.errors import ModelError
 from quire.engine.images.config import tower_numbers
-
-_BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
-_TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
-"""Families whose MLP has two matrices instead of three."""
-_NORM_BIASES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"}
-_NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_BERTS}
-"""Families whose norms have biases."""
-_FOUR_NORMS, _ONE_NORM = {"gemma2", "gemma3", "gemma3_text", "glm4"}, {"cohere", "cohere2", "gptj", "phi"}
-"""Families whose layers have another number of norms than two."""
-_TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
-"""Families whose output head is the embedding unless config.json says otherwise."""
-_BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
-"""Families whose linear layers have biases."""
-_BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
-"""The same of MLPs and of heads that are not tied."""
-_NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
-_NO_OUT_BIAS |= {"qwen2_5_vl_text", "qwen2_vl_text"}
-"""Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
-_HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"}
-"""Families with norms of query and key heads,"""
-_WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
-"""and of all of them together."""
-_CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
-_CORRECTED |= {"exaone_moe", "solar_open"}
-"""Families whose choice of experts a number of each expert corrects."""
-_GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
-"""Families whose shared experts have a gate."""
-_LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
-"""Families with a table of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +88,8 @@ class ModelSizes:
     """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    states: tuple[State, ...]
-    """Of the layers that have attention, or keep columns; an encoder's keep nothing."""
+    layer_states: tuple[LayerStates, ...]
+    """By layer, of those that have attention or keep something else; an encoder's keep nothing."""
     unserved: tuple[str, ...]
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
@@ -109,6 +98,11 @@ class ModelSizes:
     """Parameters of the tower and connector for images, which are not in `parameters` and not quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """Those of all layers."""
+        return tuple(chain.from_iterable(self.layer_states))
 
     @property
     def sliding(self) -> int:
@@ -131,8 +125,8 @@ class ModelSizes:
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether cached prefixes need those of a DeltaState."""
-        return any(isinstance(each, DeltaState) for each in self.states)
+        """Whether cached prefixes need those of a MatrixState."""
+        return any(isinstance(each, MatrixState) for each in self.states)
 
     @property
     def active_parameters(self) -> int:
@@ -175,31 +169,31 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")
     text = text_config(raw)
-    if family is not None and not _optional(text, "num_attention_heads"):
+    if family is not None and not optional_size(text, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
-    hidden, layers, vocab = (_number(text, name) for name in wanted)
+    hidden, layers, vocab = (given_size(text, name) for name in wanted)
     notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
-    windows = layer_windows(text, layers)
-    attending, states = len(windows), state_of(text, hidden)
-    if states is None and attending < layers:
-        notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
-    if any(key.startswith("mamba_") for key in text):
-        notes.append("state-space layers are not known here: their parameters are a guess")
-    attention, kv, formula, width = _attention(text, hidden, latents=(latents := _keeps_latents(raw, text)))
-    if attending < 1:
+    windows, states = layer_windows(text, layers), state_of(text, hidden)
+    attending, parts = len(windows), layer_parts(text, layers)
+    notes += _of_states(text, layers - attending) if states is None else []
+    attention, kv, formula, width = attention_numbers(text, hidden, latents=(latents := _keeps_latents(raw, text)))
+    if attending < 1 and states is None:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
-    dense, expert, router, shared, sparse = _mlp(text, hidden, layers)
-    experts, per_token = _optional(text, "experts"), _optional(text, "experts_per_token")
-    tied = text.get("tie_word_embeddings", kind in _TIED)
-    positions = _optional(text, "max_position_embeddings") or 2048
+    dense, expert, router, shared, sparse = mlp_numbers(text, hidden, layers)
+    experts, per_token = optional_size(text, "experts"), optional_size(text, "experts_per_token")
+    tied = text.get("tie_word_embeddings", kind in TIED)
+    positions = optional_size(text, "max_position_embeddings") or 2048
     table = vocab * hidden
-    learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
+    learned = (positions + 2 * (kind == "opt")) * hidden if kind in LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    others = attention if states is None else _kept_by(states, text, hidden)
-    body = attending * attention + (layers - attending) * others + layers * _norms(text, hidden)
-    body += _ends(text, hidden, vocab, tied=bool(tied))
-    mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
+    cached = 0 if kind in ENCODERS else kv
+    keeping = sum(each.keeps for each in parts) if states is not None else layers - attending
+    others = attention if states is None else kept_by(states, text, hidden)
+    body = attending * attention + keeping * others + layers * norm_numbers(text, hidden)
+    body += end_numbers(text, hidden, vocab, tied=bool(tied))
+    mlps = sum(each.mlp for each in parts) if kind in ALONE else layers - sparse
+    mlps = mlps * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
     return ModelSizes(
         model_type=kind,
@@ -216,38 +210,24 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         expert_parameters=sparse * experts * expert,
         head_parameters=table,
         kv_formula=f"{formula} x {attending} layers",
-        heads=_number(text, "num_attention_heads"),
-        kv_heads=1 if latents else _kv_heads(text),
-        head_dim=kv if latents else _head_dim(text, hidden),
+        heads=given_size(text, "num_attention_heads"),
+        kv_heads=1 if latents else key_heads(text),
+        head_dim=kv if latents else head_size(text, hidden),
         attention_width=width * attending,
-        states=in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
+        layer_states=in_layers(text, states, [PagedState(cached, each) for each in windows], layers),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
         tower=tower,
-        state_formula=_state_formula(states, layers - attending),
+        state_formula=state_formula(states, keeping),
     )
 
 
-def _kept_by(state: ColumnState | DeltaState, text: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of the part of a layer that keeps this."""
-    if isinstance(state, ColumnState):
-        return _short_conv(text, hidden)
-    values, heads = state.heads * state.value, state.heads
-    linears = hidden * (state.channels + 2 * values + 2 * heads)
-    return linears + (state.columns + 1) * state.channels + 2 * heads + state.value
-
-
-def _state_formula(state: ColumnState | DeltaState | None, layers: int) -> str:
-    """Of what pages keep; "": nothing."""
-    if not isinstance(state, ColumnState):
-        return ""
-    return f"{state.columns} columns x {state.channels} / {PIECE} x {layers} layers"
-
-
-def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a convolution and its two linears."""
-    biases = 5 * hidden if text.get("conv_bias") else 0
-    return 4 * hidden * hidden + int(text.get("conv_L_cache") or 3) * hidden + biases
+def _of_states(text: Mapping[str, Any], layers: int) -> list[str]:
+    """What is to be known of so many layers whose states no file of ours knows."""
+    found = [f"{layers} layers keep a state instead of keys; it is not counted"] if layers > 0 else []
+    if any(key.startswith("mamba_") for key in text):
+        found.append("state-space layers are not known here: their parameters are a guess")
+    return found
 
 
 def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:
@@ -262,102 +242,9 @@ def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:
     return found
 
 
-def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[int, int, str, int]:
-    """One layer's attention.
-
-    Returns its parameters, the numbers it caches per token, a formula for these, and query heads times head size.
-    """
-    heads = _number(text, "num_attention_heads")
-    if latent := text.get("kv_lora_rank"):
-        rope, nope, value = (_given(text, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        low = text.get("q_lora_rank")
-        query = heads * (rope + nope)
-        parameters = hidden * low + low + low * query if low else hidden * query
-        parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
-        parameters += int(low or 0) + latent + rope + hidden if text.get("attention_bias") else 0
-        width = heads * (rope + nope + value) // 2
-        if not latents:
-            widest = max(rope + nope, value)
-            return parameters, 2 * heads * widest, f"2 x {heads} heads x {widest} (latents are expanded)", width
-        return parameters, latent + rope, f"({latent} latent + {rope} rope)", width
-    shared = _kv_heads(text)
-    size = _head_dim(text, hidden)
-    if size < 1:
-        raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
-    kind = text.get("model_type")
-    parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
-    asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
-    if asked or kind in _BIASED or kind in ("qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text"):
-        parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)
-    parameters += hidden if text.get("attention_out_bias") else 0
-    parameters += heads if kind in ("gpt_oss", "granite_swa", "granitemoe_swa") else 0  # their sinks
-    if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
-        parameters += 2 * size
-    elif kind in _WHOLE_NORMS or (kind != "glm4_moe" and text.get("use_qk_norm")):
-        parameters += (heads + shared) * size
-    return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
-
-
 def _keeps_latents(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Whether latents are cached (DeepSeek-V2, 2024). transformers' classes give keys and values made of them."""
     return bool(text.get("kv_lora_rank")) and (has_file(raw) or class_not_served(text) is not None)
-
-
-def _head_dim(text: Mapping[str, Any], hidden: int) -> int:
-    return int(text.get("head_dim") or text.get("kv_channels") or hidden // _number(text, "num_attention_heads"))
-
-
-def _kv_heads(text: Mapping[str, Any]) -> int:
-    """Key and value heads per layer: 1 for multi-query models, as many as query heads if config.json names none."""
-    if text.get("multi_query") and not text.get("new_decoder_architecture"):
-        return 1
-    given = text.get("num_key_value_heads") or text.get("num_kv_heads")
-    return given if isinstance(given, int) else _number(text, "num_attention_heads")
-
-
-def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, int, int, int]:
-    """Returns the parameters of a dense layer's MLP, of one expert, of the router for one expert, and of a layer's
-    shared experts, and the number of layers that have experts."""
-    kind = text.get("model_type")
-    matrices = 2 if kind in _TWO_MATRICES else 3
-    inner = _optional(text, "intermediate_size") or int(text.get("expansion_ratio", 4) * hidden)
-    biased = any(text.get(name) for name in ("mlp_bias", "use_bias", "enable_bias")) or kind in _BIASED_MLP
-    dense = matrices * hidden * int(text.get("intermediate_size_mlp") or inner)
-    dense += ((matrices - 1) * inner + hidden) if biased else 0
-    dense += 2 if kind == "apertus" else 0  # what xIELU has learned
-    experts = _optional(text, "experts")
-    if experts < 2:
-        return dense, 0, 0, 0, 0
-    width = text.get("moe_intermediate_size")
-    width = width if isinstance(width, int) else inner
-    shared_width = width if kind in ("llama4", "llama4_text") else shared_experts(text)[1]
-    shared = 3 * hidden * shared_width + (hidden if kind in _GATED_SHARED and shared_width else 0)
-    shared += 2 * shared_width + hidden if biased and shared_width else 0
-    biases = 2 * width + hidden if kind == "gpt_oss" else 0
-    router = hidden + (kind == "gpt_oss" or kind in _CORRECTED)
-    return dense, 3 * hidden * width + biases, router, shared, sum(sparse_layers(text, layers))
-
-
-def _norms(text: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of one layer's norms."""
-    kind, count = str(text.get("model_type")), 2
-    if kind in _FOUR_NORMS:
-        count = 4
-    elif kind in _ONE_NORM or (text.get("use_parallel_residual") and kind == "stablelm"):
-        count = 1
-    elif kind == "falcon":
-        newer = bool(text.get("new_decoder_architecture"))
-        parallel, given = newer or text.get("parallel_attn"), text.get("num_ln_in_parallel_attn")
-        count = int(given if isinstance(given, int) else 1 + newer) if parallel else 2
-    return count * hidden * (2 if kind in _NORM_BIASES else 1)
-
-
-def _ends(text: Mapping[str, Any], hidden: int, vocab: int, *, tied: bool) -> int:
-    """Parameters beside the layers, the embedding and the head: norms, and biases of the head."""
-    kind = str(text.get("model_type"))
-    norm = hidden * (2 if kind in _NORM_BIASES - _BERTS else 1)
-    biased = kind in _BIASED_HEAD or text.get("lm_head_bias")
-    return norm * (2 if kind == "bloom" else 1) + (vocab if biased and not tied else 0)
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
@@ -378,23 +265,3 @@ def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
     bits = float(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
     group = int(settings.get("group_size") or settings.get("q_group_size") or 128)
     return method, bits + ((16 + bits) / group if group > 0 and bits < 8 else 0.0)
-
-
-def _given(text: Mapping[str, Any], key: str) -> int:
-    """A size that config.json must give by this key. Raises ModelError."""
-    if text.get(key) is None:
-        raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
-    return int(text[key])
-
-
-def _optional(text: Mapping[str, Any], name: str) -> int:
-    """The size that ALIASES lists as `name`; 0 if config.json does not give it."""
-    return next((int(text[key]) for key in ALIASES[name] if isinstance(text.get(key), int)), 0)
-
-
-def _number(text: Mapping[str, Any], name: str) -> int:
-    """The size that ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
-    value = _optional(text, name)
-    if value < 1:
-        raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")
-    return value

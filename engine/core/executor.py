@@ -91,5 +91,8 @@ class Executor(Protocol):
     def mover(self) -> PageMover | None:
         """What copies its KV pages, for tiers of them; None: it keeps none."""
 
+    def state_mover(self) -> PageMover | None:
+        """The same of slots (Part.slots), by their numbers."""
+
     def load_grammars(self) -> None:
         """Begin to load what grammars need, in the background; without this call it is loaded for the first one."""

@@ -1,9 +1,10 @@
-"""Snapshots of states that are too large for every page (DeltaState in engine/checkpoint/page_groups.py): whoever
+"""Snapshots of states that are too large for every page (MatrixState in engine/checkpoint/page_groups.py): whoever
 begins behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies
 a sequence's slot to it, using it copies it back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class NoSnapshots:
 
     every = 0
     """Tokens in multiples of which snapshots are kept, beside those at prompts' ends."""
+    needed = False
+    """Whether a sequence needs one to begin behind a page."""
 
     def usable(self, digests: SequenceOf[bytes]) -> int:
         """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
@@ -64,11 +67,31 @@ class NoSnapshots:
     def forget(self) -> None:
         """Let no snapshot be found."""
 
+    def watch(self, secure: Callable[[SequenceOf[int]], None]) -> None:
+        """`secure`: called with slots that are about to be overwritten, as ~slot."""
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether there is one at the end of the page with this hash."""
+        return True
+
+    def full_slots(self, seq: Sequence) -> list[tuple[int, bytes]]:
+        """Those at the ends of a sequence's pages: their slots, as ~slot, and the pages' hashes."""
+        return []
+
+    def room(self) -> int | None:
+        """A slot for a snapshot that comes from a tier, which `came` gives back; None: there is none now."""
+        return None
+
+    def came(self, slot: int, digest: bytes, *, whole: bool) -> None:
+        """It has come, or not: not `whole`. `digest`: of its page."""
+
 
 class Snapshots(NoSnapshots):
     """They are kept at every so many tokens, counted from a sequence's beginning, and at the last page's end within its
     prompt, so that a conversation's next turn finds one. Steps end there. The least recently used ones make room; those
     whose page is cached no longer go first."""
+
+    needed = True
 
     def __init__(self, pages: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
         """The snapshots are the slots from `first_slot` on."""
@@ -131,6 +154,40 @@ class Snapshots(NoSnapshots):
         self._digests.clear()
         self._pool.release([each.snapshot for each in self._kept])
         self._kept = []
+
+    def watch(self, secure: Callable[[SequenceOf[int]], None]) -> None:
+        self._pool.before_reuse = lambda kept: secure([~(self._first_slot + each) for each in kept])
+
+    def knows(self, digest: bytes) -> bool:
+        return self._pool.knows(digest)
+
+    def full_slots(self, seq: Sequence) -> list[tuple[int, bytes]]:
+        """Those that a copy fills only when the next step begins are left out: they are kept with the next sequence."""
+        filling, found = {copy.target for copy in self._copies}, []
+        for digest in seq.digests(min(seq.computed, len(seq.tokens)) // self._block_size, self._block_size):
+            kept = self._pool.find(digest)
+            if kept is not None and (slot := self._first_slot + kept) not in filling:
+                found.append((~slot, digest))
+        return found
+
+    def room(self) -> int | None:
+        self._let_go()
+        if not self._pool.num_free:
+            return None
+        (kept,) = self._pool.allocate(1)
+        self._digests.pop(kept, None)
+        slot = self._first_slot + kept
+        if any(slot in (copy.source, copy.target) for copy in self._copies):  # which the next step makes
+            self._pool.release([kept])
+            return None
+        return slot
+
+    def came(self, slot: int, digest: bytes, *, whole: bool) -> None:
+        kept = slot - self._first_slot
+        if whole:
+            self._pool.register(kept, digest)
+            self._digests[kept] = digest
+        self._pool.release([kept])
 
     def _next(self, seq: Sequence) -> int:
         """The first place behind a sequence's computed tokens."""

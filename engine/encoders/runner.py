@@ -57,6 +57,9 @@ class EncoderRunner:
     def mover(self) -> None:
         """It keeps no pages."""
 
+    def state_mover(self) -> None:
+        """Nor slots."""
+
     def load_grammars(self) -> None:
         pass
 

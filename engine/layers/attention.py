@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import PagedState
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, times
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
@@ -50,6 +50,8 @@ class AttentionSpec(PartSpec):
     """Norm of what attention gives, before it joins the residual stream."""
     axes: tuple[int, ...] | None = None
     """For each frequency of the rotation, which of AttentionMetadata.axes turns it; None: none of them."""
+    factor: float = 1.0
+    """What it gives is multiplied with it."""
     input_size: int | None = None
     """Of what is projected, where it is not the residual stream; None: it is that."""
 
@@ -147,7 +149,7 @@ class Attention(Part):
         if gate is not None:
             attended = run.sigmoid_mul(attended, gate)
         x = run.sum(run.apply(self._out.packed, attended, context), self._making.shard.group)
-        return self._norms.norm(run, self._output_norm, x), residual
+        return self._norms.norm(run, self._output_norm, times(run, x, self._spec.factor)), residual
 
     @cached_property
     def rope(self) -> Rope:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import PagedState
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable

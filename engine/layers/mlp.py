@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Part, PartSpec, Step
+from quire.engine.layers.part import Making, Part, PartSpec, Step, times
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
 
@@ -34,6 +34,10 @@ class MlpSpec(PartSpec):
     """It reads the residual stream as attention has read it, before what attention gives is added."""
     shares_norm: bool = False
     """The norm of what is read is attention's."""
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Of what the gate's function takes, and of what the MLP gives."""
+    name: str = "mlp"
+    """In a checkpoint, behind the layer's."""
 
     def part(self, making: Making, layer: str) -> Mlp:
         return Mlp(self, making, layer)
@@ -49,7 +53,7 @@ class Mlp(Part):
 
     def __init__(self, spec: MlpSpec, making: Making, layer: str) -> None:
         self._spec, self._shard, self._dtype = spec, making.shard, making.dtype
-        hidden, inner, self._prefix = making.hidden_size, spec.intermediate_size, (prefix := f"{layer}.mlp")
+        hidden, inner, self._prefix = making.hidden_size, spec.intermediate_size, (prefix := f"{layer}.{spec.name}")
         reads = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
         up, down = dict.fromkeys(reads, inner), f"{prefix}.down_proj"
         outs, ins = dict.fromkeys(up, making.shard.outs(inner)), {down: making.shard.ins(inner)}
@@ -94,10 +98,12 @@ class Mlp(Part):
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         x = self._between(run, run.apply(self._up.packed, x, step.context))
         x = run.sum(run.apply(self._down.packed, x, step.context), self._shard.group)
-        x = self._norms.norm(run, self._output_norm, x)
+        inner, outer = self._spec.factors
+        x = self._norms.norm(run, self._output_norm, times(run, x, outer / inner))
         return run.add(x, attended) if self._spec.parallel else x, residual
 
     def _between(self, run: Operations, x: Tensor) -> Tensor:
         if not self._spec.gated:
             return run.activate(x, self._activation)
+        x = times(run, x, self._spec.factors[0])  # what the gate is multiplied with too: see the end
         return run.gelu_mul(x) if self._spec.activation == "gelu_tanh" else run.silu_mul(x)

@@ -1,4 +1,4 @@
-"""A mixture of experts in an MLP's place (Shazeer et al., 2017): a router chooses some gated MLPs for each token."""
+"""A mixture of experts in an MLP's place (Shazeer et al., 2017): a router chooses some MLPs for each token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
-from quire.kernels.activation import Clamp
+from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Experts, Linear, Operations
 from quire.kernels.routing import Routing
+
+_SQUARED = Activation("relu2")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSpec:
-    """A gated MLP beside the experts, which every token has."""
+    """An MLP beside the experts, which every token has; it has a gate where they have."""
 
     intermediate_size: int
     name: str
@@ -55,6 +57,10 @@ class ExpertsSpec(PartSpec):
     bias: bool = False
     """Of the experts' linears."""
     clamp: Clamp | None = None
+    gated: bool = True
+    """Without gates their function, and that of shared ones, is the square of ReLU."""
+    shares_norm: bool = False
+    """The norm of what is read is attention's."""
     name: str = "mlp"
     """In a checkpoint, behind the layer's; and below it the names of the router and, below each
     expert's, those of its linears."""
@@ -86,15 +92,15 @@ class Moe(Part):
         router, router_dtype = f"{self._prefix}.{spec.router}", torch.float32 if spec.float_router else making.dtype
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
-        names = (spec.gate, spec.up, spec.down)
-        linears = [_gated(making, inner, name, names, bias=spec.bias, adapters=None) for name in each]
+        names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
+        linears = [_mlp(making, inner, name, names, bias=spec.bias, adapters=None) for name in each]
         self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
         self._correction: Tensor | None = None
-        self._input_norm = f"{layer}.post_attention_layernorm"
+        self._input_norm = f"{layer}.{'input' if spec.shares_norm else 'post_attention'}_layernorm"
         self._output_norm = f"{layer}.post_feedforward_layernorm"
         norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
         self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
-        self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer)
+        self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
 
     def parameters(self) -> ParameterTable:
         table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
@@ -111,8 +117,9 @@ class Moe(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
-        mixed = run.apply(self._mixture, x, step.context)
-        x = mixed if self._shared is None else self._shared.added(run, x, mixed, step)
+        own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
+        x = run.apply(self._mixture, x, step.context)
+        x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
         return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
 
     @cached_property
@@ -124,6 +131,7 @@ class Moe(Part):
             down=[each.packed for each in self._down],
             routing=spec.routing,
             clamp=spec.clamp,
+            activation=None if spec.gated else _SQUARED,
             correction=self._correction,
             float_router=spec.float_router,
         )
@@ -133,10 +141,10 @@ class Moe(Part):
 class _Shared:
     """What every token has beside its experts."""
 
-    def __init__(self, spec: SharedSpec, making: Making, layer: str) -> None:
-        names = ("gate_proj", "up_proj", "down_proj")
-        where, size = f"{layer}.{spec.name}", spec.intermediate_size
-        self._up, self._down = _gated(making, size, where, names, bias=spec.bias, adapters=making.adapters)
+    def __init__(self, spec: SharedSpec, making: Making, layer: str, *, gated: bool) -> None:
+        names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
+        where, size, self._gated = f"{layer}.{spec.name}", spec.intermediate_size, gated
+        self._up, self._down = _mlp(making, size, where, names, bias=spec.bias, adapters=making.adapters)
         gate = None if spec.gate is None else {f"{layer}.{spec.gate}": 1}
         self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
 
@@ -144,13 +152,16 @@ class _Shared:
         table = self._up.parameters() | self._down.parameters()
         return table | ({} if self._gate is None else self._gate.parameters())
 
-    def added(self, run: Operations, x: Tensor, mixed: Tensor, step: Step) -> Tensor:
-        """What they give for x [T, hidden], and what the experts have given. May overwrite the latter."""
-        gated = run.silu_mul(run.apply(self._up.packed, x, step.context))
-        own = run.apply(self._down.packed, gated, step.context)
-        if self._gate is None:
-            return run.add(own, mixed)
-        return run.add_gated(own, run.apply(self._gate.packed, x, step.context), mixed)
+    def read(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """What they give for x [T, hidden], and their gate's numbers [T, 1], if there is one."""
+        up = run.apply(self._up.packed, x, step.context)
+        between = run.silu_mul(up) if self._gated else run.activate(up, _SQUARED)
+        own = run.apply(self._down.packed, between, step.context)
+        return own, None if self._gate is None else run.apply(self._gate.packed, x, step.context)
+
+    def added(self, run: Operations, own: Tensor, gate: Tensor | None, mixed: Tensor) -> Tensor:
+        """That and what the experts have given, which it may overwrite."""
+        return run.add(own, mixed) if gate is None else run.add_gated(own, gate, mixed)
 
 
 def _whole(
@@ -160,11 +171,13 @@ def _whole(
     return JoinedLinear(Unquantized(making.backend, dtype), inner, outs, bias=bias, wide=wide)
 
 
-def _gated(
-    making: Making, size: int, where: str, names: tuple[str, str, str], *, bias: bool, adapters: Adapters | None
+def _mlp(
+    making: Making, size: int, where: str, names: tuple[str, ...], *, bias: bool, adapters: Adapters | None
 ) -> tuple[JoinedLinear, JoinedLinear]:
-    """This rank's part of a gated MLP so wide: its gate and up as one, and its down."""
-    (gate, up, down), hidden, shard = (f"{where}.{name}" for name in names), making.hidden_size, making.shard
-    outs, ins = dict.fromkeys((gate, up), shard.outs(size)), {down: shard.ins(size)}
-    first = JoinedLinear(making.scheme, hidden, {gate: size, up: size}, bias=bias, adapters=adapters, cuts=outs)
+    """This rank's part of an MLP so wide: what reads, a gate and up as one or up alone, and its down."""
+    *reads, down = (f"{where}.{name}" for name in names)
+    hidden, shard = making.hidden_size, making.shard
+    outs, ins = dict.fromkeys(reads, shard.outs(size)), {down: shard.ins(size)}
+    read = dict.fromkeys(reads, size)
+    first = JoinedLinear(making.scheme, hidden, read, bias=bias, adapters=adapters, cuts=outs)
     return first, JoinedLinear(making.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import State
+from quire.engine.checkpoint.parts.states import State
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
+from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
 from quire.kernels.kv_codes import KVScales
 
@@ -141,3 +142,8 @@ class PartSpec(ABC):
     @abstractmethod
     def indivisible(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""
+
+
+def times(run: Operations, x: Tensor, factor: float) -> Tensor:
+    """x * factor; may overwrite x."""
+    return x if factor == 1 else run.activate(x, Activation("times", slope=factor))

@@ -7,17 +7,20 @@ from typing import Any
 
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
+    DELTA_NETS,
     GATED,
     LATENT,
     LATENT_SIZES,
-    STATES,
+    STATE_SPACES,
     WITH_EXPERTS,
     WITHOUT_GATES,
+    LayerParts,
+    layer_parts,
     shared_experts,
-    sparse_layers,
 )
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, stored_module
+from quire.engine.checkpoint.parts.states import MatrixState, state_of
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -41,7 +44,7 @@ def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
-    layers = _layers(model.raw, model.num_layers)
+    layers = layer_parts(model.raw, model.num_layers)
     with_state, shared = _with_state(model.raw, model.hidden_size), _shared(model.raw, model.hidden_size)
     return _modules(model.model_type, layers, attention, *sizes, with_state, shared)
 
@@ -59,7 +62,7 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
     with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
     kind = str(raw.get("model_type"))
-    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, with_state, shared)
+    return _modules(kind, layer_parts(raw, layers), attention, hidden, inner, vocab, with_state, shared)
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
@@ -71,14 +74,6 @@ def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
 def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
     reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
     return reads | {f"{name}.down_proj": (inner, hidden)}
-
-
-def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
-    """Per layer, whether it has attention, and whether it has an MLP."""
-    kind = str(raw.get("model_type"))
-    sparse = sparse_layers(raw, layers) if kind in WITH_EXPERTS else [False] * layers
-    kinds = raw.get("layer_types") if kind in STATES else None
-    return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
 def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, dim: int) -> Modules:
@@ -97,20 +92,22 @@ def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, d
 
 
 def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
-    """Of what stands in attention's place in some layers, by its name in a layer."""
-    if STATES.get(str(raw.get("model_type"))) != "linear_attention":
+    """Of what keeps a state in some layers, by its name in a layer."""
+    kind, state = str(raw.get("model_type")), state_of(raw, hidden)
+    if not isinstance(state, MatrixState):
         return {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
-    heads = int(raw.get("linear_num_value_heads") or 32)
-    keys = int(raw.get("linear_num_key_heads") or 16) * int(raw.get("linear_key_head_dim") or 128)
-    values = heads * int(raw.get("linear_value_head_dim") or 128)
-    outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
-    found = {f"linear_attn.in_proj_{name}": (hidden, size) for name, size in outs.items()}
-    return found | {"linear_attn.out_proj": (values, hidden)}
+    heads, values = state.heads, state.heads * state.value
+    keys, part = (state.channels - values) // 2, "mamba" if kind in STATE_SPACES else "linear_attn"
+    outs = {"z": values, "x": values, "b": keys, "c": keys, "dt": heads}
+    if kind in DELTA_NETS:
+        outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    found = {f"{part}.in_proj_{name}": (hidden, size) for name, size in outs.items()}
+    return found | {f"{part}.out_proj": (values, hidden)}
 
 
 def _modules(
     kind: str,
-    layers: list[tuple[bool, bool]],
+    layers: list[LayerParts],
     attention: Modules,
     hidden: int,
     inner: int,
@@ -119,12 +116,13 @@ def _modules(
     shared: Modules,
 ) -> Modules:
     mlp = _gated_mlp("mlp", hidden, inner)
-    if kind in WITHOUT_GATES:
-        del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
-        for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in {**(attention if attends else with_state), **(mlp if has_mlp else shared)}.items()
+        for index, parts in enumerate(layers)
+        for has, modules in zip(parts, (attention, with_state, mlp, shared), strict=True)
+        if has
+        for name, shape in modules.items()
+        if kind not in WITHOUT_GATES or not name.endswith(("mlp.gate_proj", "shared_experts.gate_proj"))
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

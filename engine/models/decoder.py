@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from quire.engine.checkpoint.families import AXES
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.page_groups import DeltaState, PageGroups, State, one_group
+from quire.engine.checkpoint.page_groups import PageGroups, one_group
+from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, State
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
@@ -67,14 +69,19 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
-    def states(self) -> list[State]:
+    def layer_states(self) -> list[LayerStates]:
         """What the layers keep, in their order."""
-        return [each.state for layer in self.layers for each in layer if each.state is not None]
+        return [tuple(each.state for each in layer if each.state is not None) for layer in self.layers]
+
+    @property
+    def states(self) -> list[State]:
+        """The same of all together."""
+        return list(chain.from_iterable(self.layer_states))
 
     @property
     def needs_snapshots(self) -> bool:
         """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
-        return any(isinstance(each, DeltaState) for each in self.states)
+        return any(isinstance(each, MatrixState) for each in self.states)
 
     def indivisible(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""
@@ -127,6 +134,27 @@ def base_spec(config: ModelConfig, norm_offset: float = 0.0) -> DecoderSpec:
 _FEW_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
 _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
+
+
+class _Keeps(NamedTuple):
+    """A part of a layer, among those of the layer."""
+
+    part: Part
+    own: list[int]
+    """Where the tensors are that it keeps, among those of the layer."""
+    drops: bool
+    """It is the last one that keeps something: what comes behind it is wanted of some tokens alone."""
+
+
+def _steps(layer: Sequence[Part]) -> list[_Keeps]:
+    """Pages lie before slots, both in the parts' order."""
+    pages, slots = [len(part.pages(1)) for part in layer], [len(part.slots(1, 0)) for part in layer]
+    found, last = [], max((at for at in range(len(layer)) if pages[at] or slots[at]), default=None)
+    for at, part in enumerate(layer):
+        page, slot = sum(pages[:at]), sum(pages) + sum(slots[:at])
+        own = [*range(page, page + pages[at]), *range(slot, slot + slots[at])]
+        found.append(_Keeps(part, own, at == last))
+    return found
 
 
 class Features(NamedTuple):
@@ -183,6 +211,7 @@ class Decoder:
         adapters, shard = making.adapters, making.shard
         names = {index: f"model.layers.{index}" for index in self.layers}
         self._layers = [[each.part(making, name) for each in spec.layers[index]] for index, name in names.items()]
+        self._steps = [_steps(layer) for layer in self._layers]
         self._recording: tuple[KVCache | None, Recorded | None] = None, None
         self._embedding = Embedding(
             scheme,
@@ -364,10 +393,12 @@ class Decoder:
         residual: Tensor | None,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        step = Step(metadata.of(self.groups.group_of[index]), kv_cache[self.groups.place_of[index]], rows)
-        for part in self._layers[index]:
-            x, residual = part.forward(run, x, residual, step)
-            if step.rows is not None and (part.pages(1) or part.slots(1, 0)):
+        kept = kv_cache[self.groups.place_of[index]]
+        step = Step(metadata.of(self.groups.group_of[index]), kept, rows)
+        for part, own, drops in self._steps[index]:
+            given = replace(step, pages=tuple(kept[place] for place in own), rows=step.rows if drops else None)
+            x, residual = part.forward(run, x, residual, given)
+            if step.rows is not None and drops:
                 step = step.behind(step.rows)
         assert residual is not None
         return (x, residual) if step.rows is None else (x[step.rows], residual[step.rows])

@@ -37,7 +37,7 @@ def grouped_experts(config: ModelConfig) -> ExpertsSpec:
     """DeepSeek-V3's (2024), as others have taken them over. Raises ModelError."""
     name, width = shared_experts(config.raw)
     return ExpertsSpec(
-        *routed(config, **_group_rules(config)),
+        *routed(config, **group_rules(config)),
         expert_size(config),
         NormSpec(config.norm_eps),
         SharedSpec(width, name) if width else None,
@@ -45,7 +45,7 @@ def grouped_experts(config: ModelConfig) -> ExpertsSpec:
     )
 
 
-def _group_rules(config: ModelConfig) -> dict[str, Any]:
+def group_rules(config: ModelConfig) -> dict[str, Any]:
     """Of weights that are sigmoids, normalized where config.json says so; groups by their two best experts."""
     raw = config.raw
     groups = raw.get("n_group") or 1

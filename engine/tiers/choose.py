@@ -53,13 +53,17 @@ def choose_tiers(
     make_mover: Callable[[], PageMover | None],
     files: WeightFiles | None,
     page_tokens: int,
+    make_states: Callable[[], PageMover | None] | None = None,
 ) -> tuple[NoTiers, list[str]]:
     """The tiers, and notes on them. `files`: those of the weights that were loaded; None: they are in no file, so no
-    later engine could know whether they are the same."""
+    later engine could know whether they are the same. `make_states`: what copies slots, where prefixes need
+    snapshots."""
     if not (asked := asked_for(config)):
         return NoTiers(), []
     if (mover := make_mover()) is None:
         raise ConfigError(f"{asked[0]}: what computes here has no pages that can be copied", param=asked[0])
+    states = None if make_states is None else make_states()
+    layout = mover.layout if states is None else f"{mover.layout}; {states.layout}"
     tiers: list[Tier] = []
     sizes: dict[str, Size] = {}
     notes = []
@@ -76,7 +80,7 @@ def choose_tiers(
             why = "are in no file" if files is None else "changed on the disk while they were loaded"
             notes.append(f"no KV is kept outside this process: the weights {why}")
         else:
-            identity = identity_of(config, model, weights, mover.layout)
+            identity = identity_of(config, model, weights, layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
                 tiers.append(Bounded(SealedTier(disk, identity)))
@@ -87,13 +91,13 @@ def choose_tiers(
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}
     room = [_room(tier.name, bounds.get(tier.name), mover.page_bytes, page_tokens) for tier in tiers]
-    return Tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}"), notes
+    return Tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}", states), notes
 
 
 def _room(name: str, bound: float | None, page_bytes: int, page_tokens: int) -> str:
     if bound is None:
         return name
-    return f"{name} {bound:g} GiB = {int(bound * GIB) // page_bytes * page_tokens:,} tokens"
+    return f"{name} {bound:g} GiB = {int(bound * GIB) // max(page_bytes, 1) * page_tokens:,} tokens"
 
 
 def _imported(name: str, identity: bytes) -> Tier:

@@ -14,11 +14,13 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.executor import PageMover
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.tiers.tier import Page, Tier
+from quire.engine.tiers.with_slots import state_key
 
 log = logging.getLogger("quire.tiers")
 
@@ -31,6 +33,14 @@ _NAP = 0.005
 
 Promote = Callable[[bytes, Page, SequenceOf[Tier], int], None]
 """(digest, page, the tiers above the one that had it, the generation of the load)."""
+
+
+class State(NamedTuple):
+    """A snapshot that comes with pages."""
+
+    slot: int
+    digest: bytes
+    """Of the page at whose end it stands."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +57,10 @@ class Load:
     """By page: the tier that is to have it."""
     began: float
     generation: int
+    state: State | None = None
+    """What comes behind the pages;"""
+    has_state: bool = False
+    """it has come."""
     filled: int = 0
     """How many pages have arrived, the first ones."""
     fetched: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -60,8 +74,12 @@ class Load:
 class Loads:
     """`begin`, `take`, `forget` and `wait` are called by the engine's loop; the pages are fetched in threads."""
 
-    def __init__(self, tiers: SequenceOf[Tier], mover: PageMover, pool: BlockPool, promote: Promote) -> None:
-        """`promote`: called in the threads with a page that was found below the first tier."""
+    def __init__(
+        self, tiers: SequenceOf[Tier], mover: PageMover, pool: BlockPool, promote: Promote, state_bytes: int = 0
+    ) -> None:
+        """`promote`: called in the threads with a page that was found below the first tier. `state_bytes`: of a
+        snapshot."""
+        self._state_bytes = state_bytes
         self._promote = promote
         self._tiers = tiers
         self._mover = mover
@@ -98,12 +116,13 @@ class Loads:
         digests: list[SequenceOf[bytes]],
         tiers: list[str],
         generation: int,
+        state: State | None = None,
     ) -> None:
         """Fetch the pages of these hashes, that come after `cached`, for a sequence. The pool must have room."""
         self._pool.share(cached)
         pages = self._pool.allocate(len(digests))
         self._mover.claim(pages)
-        load = Load([seq], cached, pages, digests, tiers, monotonic(), generation)
+        load = Load([seq], cached, pages, digests, tiers, monotonic(), generation, state)
         self._open.append(load)
         self._coming |= {pieces[-1]: load for pieces in digests}
         seq.status = Status.LOADING
@@ -164,6 +183,9 @@ class Loads:
             for page, pieces in zip(load.pages, load.digests, strict=True):
                 if not load.seqs or not self._fill(load, page, pieces[-1]):
                     break
+            else:
+                state = load.state
+                load.has_state = state is not None and self._fill(load, ~state.slot, state_key(state.digest))
         except Exception:  # whatever it is, the sequence computes what is missing
             log.exception("KV pages cannot be copied to the device")
         load.ended = monotonic()
@@ -171,16 +193,18 @@ class Loads:
         self._news.set()
 
     def _fill(self, load: Load, page: int, digest: bytes) -> bool:
-        """Fetch a page from the first tier that has it; False: none has."""
+        """Fetch a page, or ~slot, from the first tier that has it; False: none has."""
+        size = self._mover.page_bytes if page >= 0 else self._state_bytes
         for index, tier in enumerate(self._tiers):
             began = monotonic()
             found = tier.fetch(digest)
-            if found is None or len(found) != self._mover.page_bytes:
+            if found is None or len(found) != size:
                 continue
             self._mover.write(page, found)
-            pages, seconds = load.fetched.get(tier.name, (0, 0.0))
-            load.fetched[tier.name] = (pages + 1, seconds + monotonic() - began)
-            load.filled += 1
+            if page >= 0:
+                pages, seconds = load.fetched.get(tier.name, (0, 0.0))
+                load.fetched[tier.name] = (pages + 1, seconds + monotonic() - began)
+                load.filled += 1
             if index:
                 self._promote(digest, found, self._tiers[:index], load.generation)
             return True

@@ -16,8 +16,9 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.core.stats import TierStats
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
-from quire.engine.tiers.loads import Load, Loads
+from quire.engine.tiers.loads import Load, Loads, State
 from quire.engine.tiers.tier import Tier
+from quire.engine.tiers.with_slots import PagesAndSlots, state_key
 from quire.engine.tiers.writer import Writer
 
 Size = Callable[[], tuple[int, int]]
@@ -34,12 +35,14 @@ class Tiers(NoTiers):
         costs: Costs,
         sizes: Mapping[str, Size] | None = None,
         room: str = "",
+        states: PageMover | None = None,
     ) -> None:
-        """`sizes`: of those that have one, by name."""
+        """`sizes`: of those that have one, by name. `states`: what copies slots, where prefixes need snapshots."""
         self.costs = costs
         self.room = room
         self._tiers = tiers
-        self._mover = mover
+        self._mover = mover = mover if states is None else PagesAndSlots(mover, states)
+        self._state_bytes = 0 if states is None else states.page_bytes
         self._sizes = sizes or {}
         self._writer = Writer(tiers, mover)
         self._unlucky: set[str] = set()
@@ -51,8 +54,9 @@ class Tiers(NoTiers):
     def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
         self._pool = pool
-        self._loads = Loads(self._tiers, self._mover, pool, self._writer.promote)
+        self._loads = Loads(self._tiers, self._mover, pool, self._writer.promote, self._state_bytes)
         pool.before_reuse = self._writer.secure
+        prefixes.snapshots.watch(self._writer.secure)
 
     @property
     def busy(self) -> bool:
@@ -64,24 +68,48 @@ class Tiers(NoTiers):
 
     def keep(self, seq: Sequence) -> None:
         self._unlucky.discard(seq.request.id)
-        self._writer.keep(self._prefixes.full_pages(seq))
+        slots = {digest: slot for slot, digest in self._prefixes.snapshots.full_slots(seq)}
+        found = list[tuple[int, bytes]]()
+        for page, digest in self._prefixes.full_pages(seq):  # a snapshot counts as used behind its page
+            found += [(slots[digest], state_key(digest))] if digest in slots else []
+            found.append((page, digest))
+        self._writer.keep(found)
 
     def load(self, seq: Sequence, cached: list[int]) -> bool:
-        wanted = self._prefixes.piece_digests(seq)[len(cached) :]
-        if not wanted or seq.request.id in self._unlucky:
+        if seq.request.id in self._unlucky:
             return False
-        if self._loads.join(seq, wanted[0][-1]):
+        pieces, held = self._prefixes.piece_digests(seq), cached
+        if self._prefixes.snapshots.needed:  # the device may have pages behind the last one with a snapshot
+            held = self._pool.lookup([each[-1] for each in pieces])
+        wanted = pieces[len(held) :]
+        if wanted and self._loads.join(seq, wanted[0][-1]):
             return True
         found = []
-        for pieces in wanted:
-            tier = next((tier.name for tier in self._tiers if tier.lookup(pieces[-1])), None)
+        for each in wanted:
+            tier = next((tier.name for tier in self._tiers if tier.lookup(each[-1])), None)
             if tier is None:
                 break
             found.append(tier)
-        count = self.costs.worthwhile(found)
-        if count:
-            self._loads.begin(seq, cached, wanted[:count], found[:count], self._writer.generation)
-        return count > 0
+        end = len(held) + (self.costs.worthwhile(found) if found else 0)
+        state, count = self._with_state([each[-1] for each in pieces[len(cached) : end]])
+        if not count:
+            return False
+        end = len(cached) + count
+        new = max(end - len(held), 0)
+        self._loads.begin(seq, held[:end], wanted[:new], found[:new], self._writer.generation, state)
+        return True
+
+    def _with_state(self, digests: SequenceOf[bytes]) -> tuple[State | None, int]:
+        """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
+        room for it, if it must come from a tier."""
+        snapshots = self._prefixes.snapshots
+        for count in range(len(digests), 0, -1):
+            if snapshots.knows(digest := digests[count - 1]):
+                return None, count
+            if any(tier.lookup(state_key(digest)) for tier in self._tiers):
+                slot = snapshots.room()
+                return (None, 0) if slot is None else (State(slot, digest), count)
+        return None, 0
 
     def arrived(self) -> SequenceOf[Sequence]:
         if not self._loads.pending:
@@ -89,7 +117,8 @@ class Tiers(NoTiers):
         now, found = monotonic(), list[Sequence]()
         ended, late = self._loads.take(now)
         for load, seqs in late:
-            self.costs.fetched(load.tiers[min(load.filled, len(load.tiers) - 1)], 1, now - load.began)
+            if load.tiers:
+                self.costs.fetched(load.tiers[min(load.filled, len(load.tiers) - 1)], 1, now - load.began)
             self.load_seconds += len(seqs) * (now - load.began)
             self._unlucky |= {seq.request.id for seq in seqs}
             found += seqs
@@ -99,7 +128,10 @@ class Tiers(NoTiers):
                 for page, pieces in zip(load.pages[: load.filled], load.digests, strict=False):
                     for digest in pieces:
                         self._pool.register(page, digest)
-            if load.filled < len(load.pages):
+            if load.state is not None:
+                whole = load.has_state and load.generation == self._writer.generation
+                self._prefixes.snapshots.came(*load.state, whole=whole)
+            if load.filled < len(load.pages) or (load.state is not None and not load.has_state):
                 self._unlucky |= {seq.request.id for seq in load.seqs}
             found += load.seqs
             self._loads.release(load)

@@ -121,4 +121,5 @@ class Writer:
                     return
                 if not tier.lookup(digest):
                     tier.put(digest, copy)
-                    self.stored[tier.name] += tier.lookup(digest)
+                    is_page = len(copy) == self._mover.page_bytes  # else it is a snapshot
+                    self.stored[tier.name] += is_page and tier.lookup(digest)

@@ -21,6 +21,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
@@ -46,9 +47,11 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
         if has and device.type != "cpu":
             why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
             raise ConfigError(f"device: {why}", param="device")
-    if device.type != "cpu" and spec.parts(DeltaNetSpec):
-        why = f"gated delta nets ({model.model_type}) are served on CPUs alone so far: --device cpu"
-        raise ConfigError(f"device: {why}", param="device")
+    states = {"gated delta nets": spec.parts(DeltaNetSpec), "state spaces": spec.parts(StateSpaceSpec)}
+    for kind, found in states.items():
+        if found and device.type != "cpu":
+            why = f"{kind} ({model.model_type}) are served on CPUs alone so far: --device cpu"
+            raise ConfigError(f"device: {why}", param="device")
     if spec.parts(LatentAttentionSpec) and device.type != "cpu":
         why = f"latent attention ({model.model_type}) is served on CPUs alone so far: --device cpu, or --model-impl "
         raise ConfigError(f"device: {why}transformers, which keeps the keys and values of all heads", param="device")
@@ -190,11 +193,12 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
 
 
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
-    """The attention that asks most of a backend. Raises ModelError where no layer has any."""
+    """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
+    ModelError where layers keep nothing at all."""
     parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
-    if not parts:
-        raise ModelError("model: config.json: layer_types: no layer has attention, which is not served")
-    return max(parts, key=lambda each: each.head_dim)
+    if not parts and not spec.needs_snapshots:
+        raise ModelError("model: config.json: layer_types: no layer has attention or a state space")
+    return max(parts, key=lambda each: each.head_dim, default=AttentionSpec(1, 1, 64, 1.0, None, spec.norm))
 
 
 def choose_backend(

@@ -14,7 +14,7 @@ from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
-from quire.kernels.recurrent.delta_rule import Guesses
+from quire.kernels.recurrent.recurrence import Guesses
 
 
 @dataclass(frozen=True, slots=True)

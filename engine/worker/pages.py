@@ -19,7 +19,8 @@ Claim = Callable[[Iterable[int]], None]
 def page_mover(pages: Sequence[Tensor], computes: str, claim: Claim | None = None) -> PageMover:
     """`pages`: what allocate_pages made, of all that keeps pages of the same numbers; `computes`: what fills them, and
     what else their bits may depend on; `claim`: told of pages that are going to be written."""
-    return CudaPages(pages, computes) if pages[0].device.type == "cuda" else HostPages(pages, computes, claim)
+    on_gpu = bool(pages) and pages[0].device.type == "cuda"
+    return CudaPages(pages, computes) if on_gpu else HostPages(pages, computes, claim)
 
 
 def layout_of(pages: Sequence[Tensor], computes: str) -> str:
@@ -36,7 +37,7 @@ class HostPages:
         self._claim = claim
         self._pages = [_flat(each).numpy() for each in pages]
         self._ends = np.cumsum([each[:, 0].size for each in self._pages]).tolist()
-        self.page_bytes: int = self._ends[-1]
+        self.page_bytes: int = self._ends[-1] if self._ends else 0  # of a model without attention
 
     def claim(self, pages: Sequence[int]) -> None:
         if self._claim is not None:

@@ -170,6 +170,10 @@ class Runner:
         pages = self._pages if self._heads is None else [*self._pages, *self._heads.pages]
         return page_mover(pages, self._model.computes, None if self._headroom is None else self._headroom.use)
 
+    def state_mover(self) -> PageMover | None:
+        kept = [each[None] for layer in self._slots.states for each in layer if each.numel()]
+        return page_mover(kept, self._model.computes) if kept else None
+
     def load_grammars(self) -> None:
         self._grammars.prepare()
 

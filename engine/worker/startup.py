@@ -107,7 +107,6 @@ def start_worker(
     kept = keep_kernels() if choose_device(config).type == "cuda" else None
     set_up_cpu(config)
     chosen = choose(config, model_config)
-    check_states(config, chosen.spec)
     ranks = start_ranks(config, path, chosen, progress, on_rank_end, given=tensors is not None)
     try:
         return _start(config, path, model_config, chosen, progress, tensors, ranks, kept)
@@ -193,14 +192,6 @@ def fewer(config: EngineConfig, plan: KVPlan) -> str | None:
 
 def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:
     return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
-
-
-def check_states(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError where something is asked for that does not go with states too large for pages."""
-    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
-        if getattr(config, key) and spec.needs_snapshots:
-            why = "the states of delta nets, which prefixes need beside their pages, are kept in no tier yet"
-            raise ConfigError(f"{key}: {why}", param=key)
 
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:

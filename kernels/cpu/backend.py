@@ -27,7 +27,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
-from quire.kernels.cpu.decoder import delta_rule
+from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
@@ -38,7 +38,7 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
@@ -267,12 +267,12 @@ class Cpu(Reference):
             return super().short_conv(bcx, conv, columns, metadata)
         return convolved(self.library, bcx, conv, columns, metadata)
 
-    def delta_rule(
-        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
-        if qkv.dtype not in self.library.delta_rule:
-            return super().delta_rule(qkv, z, ba, rule, states, metadata)
-        return delta_rule.computed(self.library, (qkv, z, ba), rule, states, metadata)
+        if given.dtype not in self.library.linear:
+            return super().recur(given, z, beside, rule, states, metadata)
+        return recurrence.computed(self.library, (given, z, beside), rule, states, metadata)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         if x.dtype not in self.library.sigmoid_mul or not x.is_contiguous():

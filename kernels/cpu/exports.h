@@ -74,6 +74,7 @@ struct Experts {
   int count;
   int float_router;    // whether the router's weights are float32, whatever the others' are
   float alpha, limit;  // of clamped_mul; limit 0: the gate is SiLU
+  int activation;      // its kind, where gate_up is up alone; -1: there are gates
 };
 
 // What an adapter adds to some consecutive outputs of a linear.
@@ -169,6 +170,11 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                    const int32_t* contexts, const int32_t* seen, const int32_t* known,                 \
                                    const int64_t* slots, long slot_count, int sequences, int key_heads, int heads,     \
                                    int key, int value, int drafts, float eps, int threads);                            \
+  EXPORTED int state_space_##suffix(                                                                                   \
+      const T* xbc, const T* z, const T* dt, const float* rate, const float* shift, const float* skip,                 \
+      const float* norm, T* out, float* matrices, T* guesses, const int32_t* starts, const int32_t* contexts,          \
+      const int32_t* seen, const int32_t* known, const int64_t* slots, long slot_count, int sequences, int groups,     \
+      int heads, int key, int value, int drafts, float eps, float least, float most, int norm_first, int threads);     \
   EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads);                                     \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
                                         const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
@@ -207,6 +213,7 @@ struct Kernels;
     static constexpr auto linear_blocks = linear_blocks_##suffix;                                                      \
     static constexpr auto short_conv = short_conv_##suffix;                                                            \
     static constexpr auto delta_rule = delta_rule_##suffix;                                                            \
+    static constexpr auto state_space = state_space_##suffix;                                                          \
     static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \

@@ -85,6 +85,7 @@ class Experts(ctypes.Structure):
         ("routing", Routing),
         *[(name, _INT) for name in ("count", "float_router")],
         *[(name, _FLOAT) for name in ("alpha", "limit")],
+        ("activation", _INT),
     ]
 
 
@@ -194,6 +195,7 @@ SIGNATURES = {
     "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
     "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
     "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],

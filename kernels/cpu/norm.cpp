@@ -76,7 +76,7 @@ void each_number(T* x, long size, int threads, const Of& of) {
 }
 
 // kernels/activation.py has the same numbers for the kinds, and says what xIELU is.
-enum { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSquaredRelu = 3, kXielu = 4 };
+enum { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSquaredRelu = 3, kXielu = 4, kTimes = 5 };
 
 template <class T>
 void activate(T* x, long size, int kind, float positive, float negative, float slope, int threads) {
@@ -90,6 +90,8 @@ void activate(T* x, long size, int kind, float positive, float negative, float s
       return each_number(x, size, threads, [&](Vec v) { return vmax(v, zero); });
     case kSquaredRelu:
       return each_number(x, size, threads, [&](Vec v) { return vmul(vmax(v, zero), vmax(v, zero)); });
+    case kTimes:
+      return each_number(x, size, threads, [&](Vec v) { return vmul(v, vset(slope)); });
     default:
       const Vec a = vset(positive), c = vset(negative), b = vset(slope);
       return each_number(x, size, threads, [&](Vec v) {

@@ -7,11 +7,7 @@ lengths, and q by sqrt(key). With decay = exp(rate * softplus(a + shift)) and be
     S = decay * S;  S = S + k (beta * (v - k S))^T;  result = q S
 
 Results are normed (RMSNorm of each head) and multiplied with SiLU of the token's gate z. Whatever the type of what is
-given, S and the arithmetic are float32.
-
-Tokens are computed one after the other, so that no bit depends on how a sequence was cut into steps. A slot keeps the
-matrices behind the last token that was no guess, and what of guesses the rule takes: a later step applies those that
-were right before its own tokens, with the same arithmetic.
+given, S and the arithmetic are float32. How tokens follow one another, and what becomes of guesses: recurrence.py.
 """
 
 from __future__ import annotations
@@ -22,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.recurrent.recurrence import Recurrence, wide
+
 EPSILON = 1e-6
 """Added to the squared lengths of q and k."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRule:
+class DeltaRule(Recurrence):
     rate: Tensor
     """[heads] float32, below 0,"""
     shift: Tensor
@@ -55,99 +53,29 @@ class DeltaRule:
         return 2 * self.key_heads * self.key + self.heads * self.value
 
     @property
-    def kept(self) -> int:
-        """Numbers that are kept of a guess: q, k, v, b and a."""
-        return self.inputs + 2 * self.heads
+    def beside(self) -> int:
+        """Of b and a."""
+        return 2 * self.heads
 
+    def advance(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, beta = self._taken(wide(numbers))
+        matrices = matrices * decay[:, None, None]
+        delta = beta[:, None] * (v - (matrices * k[:, :, None]).sum(1))
+        matrices = matrices + k[:, :, None] * delta[:, None]
+        return matrices, (matrices * q[:, :, None]).sum(1)
 
-@dataclass(frozen=True, slots=True)
-class DeltaStates:
-    """What a layer keeps of sequences, by slot."""
+    def _taken(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k [heads, key], v [heads, value], decay and beta [heads]."""
+        keys, dtype = self.key_heads * self.key, numbers.dtype
+        q, k, v, b, a = numbers.split([keys, keys, self.heads * self.value, self.heads, self.heads])
+        group = self.heads // self.key_heads
+        q, k = (each.view(self.key_heads, self.key) for each in (q, k))
+        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPSILON) for each in (q, k))
+        q, k = (each.repeat_interleave(group, dim=0) for each in (q * self.key**-0.5, k))
+        decay = torch.exp(self.rate.to(dtype) * F.softplus(a + self.shift.to(dtype)))
+        return q, k, v.view(self.heads, self.value), decay, b.sigmoid()
 
-    matrices: Tensor
-    """[slots, heads, key, value] float32"""
-    guesses: Tensor
-    """[slots, most guesses, DeltaRule.kept] of the type of what is given: that of position p at p % most guesses"""
-
-
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """Which tokens of a step's sequences are guesses, or were some in the step before."""
-
-    seen: Tensor
-    """[S] int32: so many tokens the matrices have seen. Those behind them up to the step's own were guesses, which the
-    slot keeps and which turned out right."""
-    known: Tensor
-    """[S] int32: so many tokens are no guesses; the others, the last ones, may turn out wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaRows:
-    """A step's sequences, as AttentionMetadata has them."""
-
-    query_start: Tensor
-    context_lens: Tensor
-    guesses: Guesses | None
-    slots: Tensor
-
-
-def delta_rule(qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, rows: DeltaRows) -> Tensor:
-    """Operations.delta_rule."""
-    firsts = rows.context_lens - rows.query_start.diff()
-    guesses = rows.guesses or Guesses(firsts, rows.context_lens)
-    each = (rows.query_start, rows.context_lens, guesses.seen, guesses.known, rows.slots)
-    starts, contexts, seen_lens, known_lens, slots = (tensor.tolist() for tensor in each)
-    given, out = torch.cat([qkv, ba], dim=1), torch.empty_like(z)
-    for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):
-        own = slice(starts[s], starts[s + 1])
-        found = _row(given[own], rule, states, slot, context, *bounds)
-        out[own] = torch.stack([_normed(each, gates, rule) for each, gates in zip(found, z[own], strict=True)])
-    return out
-
-
-def _row(
-    given: Tensor, rule: DeltaRule, states: DeltaStates, slot: int, context: int, seen: int, known: int
-) -> list[Tensor]:
-    """Results [heads, value] of the last tokens of a sequence of `context` tokens, `known` of which are no
-    guesses; the matrices have seen the first `seen`."""
-    first, most = context - len(given), states.guesses.shape[1]
-    stop = min(max(known, seen), context)
-    if not 0 <= first - seen <= most or context - stop > most:
-        raise IndexError("more guesses than a slot keeps")
-    before = [states.guesses[slot, at % most] for at in range(seen, first)]
-    matrix = states.matrices[slot] if first else torch.zeros_like(states.matrices[slot])
-    found = []
-    for at, numbers in enumerate([*before, *given], seen):
-        if at == stop:
-            states.matrices[slot] = matrix
-        q, k, v, decay, beta = _taken(numbers, rule)
-        matrix = matrix * decay[:, None, None]
-        delta = beta[:, None] * (v - (matrix * k[:, :, None]).sum(1))
-        matrix = matrix + k[:, :, None] * delta[:, None]
-        if at >= first:
-            found.append((matrix * q[:, :, None]).sum(1))
-    if stop == context:
-        states.matrices[slot] = matrix
-    for at in range(max(stop, first), context):
-        states.guesses[slot, at % most] = given[at - first]
-    return found
-
-
-def _taken(given: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k [heads, key], v [heads, value], decay and beta [heads] of what a token gives. One token at a time: PyTorch's
-    functions of many numbers at once give bits that depend on how many these are."""
-    wide = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
-    keys = rule.key_heads * rule.key
-    q, k, v, b, a = wide.split([keys, keys, rule.heads * rule.value, rule.heads, rule.heads])
-    group = rule.heads // rule.key_heads
-    q, k = (each.view(rule.key_heads, rule.key) for each in (q, k))
-    q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPSILON) for each in (q, k))
-    q, k = (each.repeat_interleave(group, dim=0) for each in (q * rule.key**-0.5, k))
-    decay = torch.exp(rule.rate.to(wide.dtype) * F.softplus(a + rule.shift.to(wide.dtype)))
-    return q, k, v.view(rule.heads, rule.value), decay, b.sigmoid()
-
-
-def _normed(found: Tensor, z: Tensor, rule: DeltaRule) -> Tensor:
-    factor = torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + rule.eps)
-    normed = found * factor * rule.norm.to(found.dtype) * F.silu(z.to(found.dtype).view(found.shape))
-    return normed.flatten().to(z.dtype)
+    def result(self, read: Tensor, z: Tensor) -> Tensor:
+        factor = torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.eps)
+        normed = read * factor * self.norm.to(read.dtype) * F.silu(z.to(read.dtype).view(read.shape))
+        return normed.flatten().to(z.dtype)

@@ -15,7 +15,8 @@ from msgspec.structs import replace as replace_struct
 from safetensors.torch import load_file, save_file
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.page_groups import PagedState, PageGroups, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, page_groups
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.batch import Batch
@@ -47,6 +48,7 @@ pytestmark = [
 ]
 BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 3}
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss", "lfm2", "qwen3_5"]
+SHAPES += ["mamba2", "granite-hybrid", "nemotron_h"]
 
 
 def engine(path: Path | str, stages: int, **settings: Any) -> Engine:
@@ -259,7 +261,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
 def test_each_stage_has_layers_of_every_group(stages: int) -> None:
     """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
     fewer, but for what does not divide."""
-    states = [PagedState(64, None if index % 6 == 5 else 1024) for index in range(48)]
+    states = [(PagedState(64, None if index % 6 == 5 else 1024),) for index in range(48)]
     groups = page_groups(states, 32768, 16)
     assert (groups.places, groups.count) == (8, 6)
     assert len({*zip(groups.group_of, groups.place_of, strict=True)}) == 48

@@ -1,9 +1,10 @@
-"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets): the
-same tokens with everything on, and only new tokens computed."""
+"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
+2's state spaces), or without attention: the same tokens with everything on, and only new tokens computed."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from tests.variants import examples
 
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
+FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
+FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
@@ -42,6 +45,13 @@ SHAPES: list[dict[str, Any]] = [
         "state_memory": 2e-4,
     },
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
+    {
+        "num_kv_blocks": 14,
+        "max_model_len": 176,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+        "kv_offload_memory": 0.02,
+    },
 ]
 
 
@@ -87,7 +97,7 @@ def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> li
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]),
+    family=st.sampled_from(FAMILIES),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
@@ -115,7 +125,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48)])
+@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48)])
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
@@ -175,7 +185,6 @@ def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"kv_offload_memory": 0.1},
         {"state_memory": 1e-6},
         {"speculative_config": {"method": "draft_model", "model": "", "num_speculative_tokens": 3}},
     ],
@@ -188,12 +197,18 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         Engine(EngineConfig(model=path, **SMALL, **asked))
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_states_come_back_from_tiers_with_their_pages(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [("lfm2", "auto"), ("lfm2", "int8"), ("qwen3_5", "auto"), ("falcon_h1", "int8"), ("mamba2", "auto")],
+)
+def test_states_come_back_from_tiers_with_their_pages(
+    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
     monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
-    path = save_tiny_model(tmp_path / "model", "lfm2")
+    path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
+    options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
     made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
@@ -205,6 +220,50 @@ def test_states_come_back_from_tiers_with_their_pages(kv: str, tmp_path: Path, m
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
+    """By threads, and sequences are preempted meanwhile."""
+    options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
+    wanted = converse(Engine(EngineConfig(**options, num_kv_blocks=90)))
+    made = Engine(EngineConfig(**options, num_kv_blocks=14, **HOST))
+    for _ in range(2):
+        assert converse(made) == wanted
+    made.close()
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk a snapshot is a file larger than a page's."""
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    path = save_tiny_model(tmp_path / "model", "qwen3_5")
+    options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
+    each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
+    first = Engine(EngineConfig(**options))
+    wanted = known(run(first, [each]))
+    first.close()
+
+    def again() -> int:
+        made = Engine(EngineConfig(**options))
+        assert known(run(made, [each])) == wanted
+        made.close()
+        return made.stats.prompt_tokens
+
+    assert again() == 170 - 144
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and "model" not in file.parts]
+    sizes = Counter(file.stat().st_size for file in files)
+    pages = sizes.most_common(1)[0][0]
+    snapshots = [file for file in files if file.stat().st_size > pages]
+    assert len(snapshots) == 3  # of 48, 96 and 144 tokens
+    for file in snapshots:
+        if what == "gone":
+            file.unlink()
+        else:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+    assert again() == 170
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
@@ -228,6 +287,16 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert made.info.num_blocks == min((300 * 2**10 - slots) // page, 12 * 8)
     assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
     assert "states of 12 sequences: " in made.info.arithmetic
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid"])
+def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
+    config = EngineConfig(
+        model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
+    )
+    info = Engine(config).info
+    assert info.state_bytes > 0
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -10,7 +10,8 @@ import torch
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.page_groups import PagedState, PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import AttentionSpec
@@ -132,7 +133,8 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
 def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
-    assert read_sizes(config.raw).states == tuple(decoder_spec(config).states)
+    sizes, spec = read_sizes(config.raw), decoder_spec(config)
+    assert list(sizes.layer_states) == spec.layer_states
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: P
 def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
     windows: tuple[int | None, ...], longest: int, groups: int, unused: int
 ) -> None:
-    states = [PagedState(64, window) for window in windows]
+    states = [(PagedState(64, window),) for window in windows]
     made = page_groups(states, longest, 16)
     assert (made.count, made.places * made.count - len(windows)) == (groups, unused)
     assert len(set(zip(made.group_of, made.place_of, strict=True))) == len(windows)
@@ -158,7 +160,7 @@ def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
     for window, group in zip(windows, made.group_of, strict=True):
         assert made.windows[group] == window or ((made.windows[group] is None and groups == 1) or window >= longest)
     assert page_groups(states, longest, 16, keep_all=True) == one_group(len(windows))
-    unequal = [*states[1:], PagedState(128, windows[0])]
+    unequal = [*states[1:], (PagedState(128, windows[0]),)]
     assert page_groups(unequal, longest, 16) == one_group(len(windows))
 
 

@@ -189,10 +189,10 @@ void convolves() {
   expect_finite(recent, sequences * kept * channels, "columns in slots");
 }
 
-// Sequences with guesses before their step's own tokens, and behind them.
+// Sequences with guesses before their step's own tokens, and behind them, by one of the rules.
 template <class T>
-void deltas() {
-  const int sequences = draw(1, 3), key_heads = draw(1, 3), heads = key_heads * draw(1, 3), key = 2 * draw(1, 40),
+void recurs() {
+  const int sequences = draw(1, 3), groups = draw(1, 3), heads = groups * draw(1, 3), key = 2 * draw(1, 40),
             value = 16 * draw(1, 9), drafts = draw(0, 5);
   Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]);
   Array<int32_t> seen(new int32_t[sequences]), known(new int32_t[sequences]);
@@ -205,27 +205,36 @@ void deltas() {
     known[s] = contexts[s] - behind;
     slots[s] = sequences - 1 - s;
   }
+  const bool is_delta = draw(0, 1), guessed = draw(0, 1), normed = draw(0, 1);
   const long tokens = starts[sequences], values = static_cast<long>(heads) * value;
-  const long inputs = 2L * key_heads * key + values, kept = inputs + 2 * heads, matrix = static_cast<long>(key) * value;
-  auto qkv = numbers<T>(tokens * inputs), z = numbers<T>(tokens * values), ba = numbers<T>(tokens * 2 * heads);
-  auto rate = numbers<float>(heads), shift = numbers<float>(heads), norm = numbers<float>(value);
+  const long inputs = 2L * groups * key + values, beside = is_delta ? 2 * heads : heads, kept = inputs + beside;
+  const long matrix = static_cast<long>(key) * value;
+  auto given = numbers<T>(tokens * inputs), z = numbers<T>(tokens * values), gates = numbers<T>(tokens * beside);
+  auto rate = numbers<float>(heads), shift = numbers<float>(heads), skip = numbers<float>(heads);
+  auto norm = numbers<float>(is_delta ? value : values);
   for (int h = 0; h < heads; ++h) rate[h] = -__builtin_fabsf(rate[h]);
   auto out = numbers<T>(tokens * values, true), guesses = numbers<T>(sequences * drafts * kept);
   auto matrices = numbers<float>(sequences * heads * matrix);
-  const bool guessed = draw(0, 1);
-  if (Kernels<T>::delta_rule(qkv.get(), z.get(), ba.get(), rate.get(), shift.get(), norm.get(), out.get(),
-                             matrices.get(), guesses.get(), starts.get(), contexts.get(),
-                             guessed ? seen.get() : nullptr, guessed ? known.get() : nullptr, slots.get(), sequences,
-                             sequences, key_heads, heads, key, value, drafts, 1e-5f, draw(1, 3)))
-    std::exit(1);
-  expect_finite(out, tokens * values, "delta rule");
+  const int32_t *from = guessed ? seen.get() : nullptr, *certain = guessed ? known.get() : nullptr;
+  const int failed =
+      is_delta
+          ? Kernels<T>::delta_rule(given.get(), z.get(), gates.get(), rate.get(), shift.get(), norm.get(), out.get(),
+                                   matrices.get(), guesses.get(), starts.get(), contexts.get(), from, certain,
+                                   slots.get(), sequences, sequences, groups, heads, key, value, drafts, 1e-5f,
+                                   draw(1, 3))
+          : Kernels<T>::state_space(given.get(), z.get(), gates.get(), rate.get(), shift.get(), skip.get(),
+                                    normed ? norm.get() : nullptr, out.get(), matrices.get(), guesses.get(),
+                                    starts.get(), contexts.get(), from, certain, slots.get(), sequences, sequences,
+                                    groups, heads, key, value, drafts, 1e-5f, 0.001f, 5.0f, draw(0, 1), draw(1, 3));
+  if (failed) std::exit(1);
+  expect_finite(out, tokens * values, "recurrence");
   expect_finite(matrices, sequences * heads * matrix, "its matrices");
   expect_finite(guesses, sequences * drafts * kept, "its guesses");
 }
 
 template <class T>
 void rowwise() {
-  const int size = draw(1, 200), threads = draw(1, 3), kind = draw(0, 4);
+  const int size = draw(1, 200), threads = draw(1, 3), kind = draw(0, 5);
   const long rows = draw(1, 400);
   auto x = numbers<T>(rows * size), y = numbers<T>(rows * size);
   auto weight = numbers<float>(size);
@@ -342,6 +351,7 @@ void draws() {
 template <class T>
 void mixes() {
   const int hidden = 2 * draw(1, 50), inner = 2 * draw(1, 50), count = draw(1, 9), threads = draw(1, 3);
+  const int kind = draw(0, 1) ? 3 : -1;  // of MLPs without gates
   const long rows = draw(1, draw(0, 3) ? 20 : 300);
   Array<Array<T>> packed(new Array<T>[2 * count]);
   Array<PackedLinear> linears(new PackedLinear[2 * count]);
@@ -352,7 +362,7 @@ void mixes() {
     return PackedLinear{to.get(), nullptr, in, outs, 0, wide, nullptr, nullptr};
   };
   for (int e = 0; e < count; ++e) {
-    linears[e] = linear(packed[e], hidden, 2 * inner, 0);
+    linears[e] = linear(packed[e], hidden, kind < 0 ? 2 * inner : inner, 0);
     linears[count + e] = linear(packed[count + e], inner, hidden, 0);
   }
   Array<T> memory;
@@ -370,7 +380,8 @@ void mixes() {
                            2.5f,
                            draw(0, 1) * 9.0f,
                            0.1f};
-  const Experts experts = {&router, linears.get(), linears.get() + count, routing, count, 0, 1.702f, draw(0, 1) * 7.0f};
+  const Experts experts = {&router, linears.get(), linears.get() + count, routing, count,
+                           0,       1.702f,        draw(0, 1) * 7.0f,     kind};
   auto x = numbers<T>(rows * hidden);
   Kernels<T>::mix_experts(&experts, x.get(), x.get(), rows, threads);
   expect_finite(x, rows * hidden, "experts");
@@ -504,8 +515,8 @@ int main(int count, char** arguments) {
     attends_latents<bf16>();
     convolves<float>();
     convolves<bf16>();
-    deltas<float>();
-    deltas<bf16>();
+    recurs<float>();
+    recurs<bf16>();
     rowwise<float>();
     rowwise<bf16>();
     multiply<float>();

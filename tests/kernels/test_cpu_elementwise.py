@@ -56,7 +56,7 @@ def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, genera
     assert error(normed, expected) < 3 * TOLERANCE[dtype]
 
 
-ACTIVATIONS = [*(Activation(kind) for kind in KINDS if kind != "xielu"), Activation("xielu", 0.8, 1.3, 0.5)]
+ACTIVATIONS = [*(Activation(kind, slope=0.7) for kind in KINDS if kind != "xielu"), Activation("xielu", 0.8, 1.3, 0.5)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,14 +10,15 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import DeltaState
+from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.delta_rule import DeltaRule
+from quire.kernels.recurrent.recurrence import Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 
@@ -41,8 +42,8 @@ class DeltaNetSpec(PartSpec):
         return 2 * self.key_heads * self.key + self.heads * self.value
 
     @property
-    def state(self) -> DeltaState:
-        return DeltaState(self.channels, self.width - 1, self.heads, self.key, self.value)
+    def state(self) -> MatrixState:
+        return MatrixState(self.channels, self.width - 1, self.heads, self.key, self.value, 2 * self.heads)
 
     def part(self, making: Making, layer: str) -> DeltaNet:
         return DeltaNet(self, making, layer)
@@ -116,7 +117,7 @@ class DeltaNet(Part):
         context, metadata = step.context, step.metadata
         qkv, z, ba = (run.apply(each.packed, x, context) for each in (self._qkv, self._z, self._ba))
         qkv = run.short_conv(qkv, self._conv, Columns(None, 1, recent), metadata)
-        found = run.delta_rule(qkv, z, ba, self._rule, DeltaStates(matrices, guesses), metadata)
+        found = run.recur(qkv, z, ba, self._rule, Matrices(matrices, guesses), metadata)
         if step.rows is not None:
             found, residual, context = found[step.rows], residual[step.rows], context.at(step.rows)
         return run.sum(run.apply(self._out.packed, found, context), self._making.shard.group), residual

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState
+from quire.engine.checkpoint.parts.states import PIECE, ColumnState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable

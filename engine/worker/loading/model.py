@@ -13,7 +13,8 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import check_positions, check_room
-from quire.engine.checkpoint.page_groups import ColumnState, PageGroups, keeps_all, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, keeps_all, page_groups
+from quire.engine.checkpoint.parts.states import ColumnState
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
@@ -86,7 +87,7 @@ def load_model(
     held = page_numbers(config, files, dtype)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
-    groups = page_groups(chosen.spec.states, positions, backend.block_size, keep_all=kept)
+    groups = page_groups(chosen.spec.layer_states, positions, backend.block_size, keep_all=kept)
     model = decoder_kind(model_config, kind)(
         chosen.spec,
         backend,
@@ -124,7 +125,7 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     token_bytes = sum(
         each.numbers * (of_columns if isinstance(each, ColumnState) else of_pages) for each in chosen.spec.states
     )
-    most = most_tokens(config, token_bytes, chosen.device, chosen.backend.block_size)
+    most = most_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
     return config.max_model_len or min(model_config.max_position, most)
 
 

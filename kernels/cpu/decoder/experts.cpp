@@ -78,7 +78,10 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
       __builtin_memcpy(&work.x[r * hidden], x + order[r] / experts.routing.chosen * hidden, hidden * sizeof(T));
   });
   K::linear(&gate_up, work.x.data(), work.gate_up.data(), count, threads, nullptr);
-  if (experts.limit > 0)
+  if (experts.activation >= 0) {
+    K::activate(work.gate_up.data(), count * inner, experts.activation, 0.0f, 0.0f, 0.0f, threads);
+    work.gated.swap(work.gate_up);
+  } else if (experts.limit > 0)
     K::clamped_mul(work.gate_up.data(), work.gated.data(), count, inner, experts.alpha, experts.limit, threads);
   else
     K::silu_mul(work.gate_up.data(), work.gated.data(), count, inner, threads);

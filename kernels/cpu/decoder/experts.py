@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import KINDS
 from quire.kernels.backend import NO_ADAPTERS, Experts, Linear, LinearContext
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import CompiledLinear
@@ -44,7 +45,8 @@ class CompiledMixture:
         )
         clamp = (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
         rules = (_native(experts.routing, experts.correction), count, experts.float_router)
-        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp)
+        kind = -1 if experts.activation is None else KINDS.index(experts.activation.kind)
+        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp, kind)
         self._kernel = library.mix_experts[self._dtype]
 
     def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:

@@ -17,7 +17,7 @@ from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
-from quire.kernels.cpu.decoder import delta_rule
+from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.cpu.decoder.short_conv import check_columns
 from quire.kernels.cpu.latents.latent import CompiledBlocks, check_latent
@@ -26,7 +26,7 @@ from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.latents.latent import Latent
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.softmax import Softmax
@@ -192,12 +192,13 @@ class _Recorder(Operations):
         sizes = (_SEQUENCES, out.width, conv.width, columns.kept, conv.gated)
         return self._call("short_conv", out, bcx, conv.weight, conv.bias, out, *kept, *where, *sizes, _THREADS)
 
-    def delta_rule(self, qkv: Any, z: Any, ba: Any, rule: DeltaRule, states: DeltaStates, metadata: Any) -> Any:
-        delta_rule.check_delta(rule, states, self._dtype)
-        out = self._buffer(z.width)
+    def recur(self, given: Any, z: Any, beside: Any, rule: Recurrence, states: Matrices, metadata: Any) -> Any:
+        recurrence.check(rule, states, self._dtype)
+        out, native_rule = self._buffer(z.width), recurrence.native_rule(rule)
         where = (_STARTS, _CONTEXTS, _SEEN, _KNOWN, _STATES, len(states.matrices), _SEQUENCES)
-        kept = delta_rule.pointers(rule, out, states)
-        return self._call("delta_rule", out, qkv, z, ba, *kept, *where, *delta_rule.sizes(rule, states), _THREADS)
+        kept = (*native_rule.weights, out, states.matrices, states.guesses)
+        sizes = (*native_rule.sizes, states.guesses.shape[1], *native_rule.rules)
+        return self._call(native_rule.kernel, out, given, z, beside, *kept, *where, *sizes, _THREADS)
 
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
         return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, x.width), _THREADS)

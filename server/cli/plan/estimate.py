@@ -13,6 +13,7 @@ from quire.engine.checkpoint.kv_plan import (
     DTYPE_BYTES,
     GIB,
     KV_CODE_SCALE_BYTES,
+    LEAST_PAGE_BYTES,
     StateShares,
     fit_pages,
     int8_embedding,
@@ -227,7 +228,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, wishes.drafts, width, split, sharing), wishes.prefix_caching
     shares = planned_shares(sizes, slot, budget, wishes.state_memory, seqs, cached=cached)
-    states = slot * shares.slots
+    states, least = slot * shares.slots, LEAST_PAGE_BYTES if sizes.needs_snapshots else 0
     spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
     budget = max(budget - states - spare, 0)
     made = Estimate(
@@ -240,7 +241,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         block_size=block_size,
         kv_cache_dtype=wishes.kv_cache_dtype,
         quantized=quantized,
-        page_bytes=(whole * slots // len(sizes.states) // split + own // sharing) * block_size,
+        page_bytes=(whole * slots // len(sizes.layer_states) // split + own // sharing) * block_size or least,
         needs=PageNeeds(groups.windows, block_size, wishes.at_once),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,
@@ -258,7 +259,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
 
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
     keep_all = wishes.keeps_all or wishes.draft is not None or wishes.offload != NO_OFFLOAD
-    return page_groups(sizes.states, sizes.max_position, block_size, keep_all=keep_all)
+    return page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
 
 
 def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:

@@ -93,6 +93,8 @@ def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
 
 
 def _kv_formula(made: Estimate) -> str:
+    if not made.sizes.kv_numbers:
+        return "no keys and values"
     ways = min(made.machine.count, made.sizes.kv_heads)
     formula = made.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
     width, columns = DTYPE_BYTES[made.dtype], made.sizes.state_formula

@@ -19,7 +19,9 @@ from tests.tiny_models import save_tiny_model
     [
         ("glm4_moe", {"head_dim": 10**6}, "has shape"),
         ("deepseek_v3", {"n_group": 5}, "num_experts_per_tok, n_group, topk_group: 12 experts in 5 groups"),
-        ("qwen3_5", {"layer_types": 3 * ["linear_attention"]}, "layer_types: no layer has attention"),
+        ("lfm2", {"layer_types": 3 * ["conv"]}, "layer_types: no layer has attention or a state space"),
+        ("mamba2", {"n_groups": 3}, "mamba_n_groups: 3 do not divide 8 heads"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size"),
     ],
 )
 def test_what_is_wrong_is_told(family: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:

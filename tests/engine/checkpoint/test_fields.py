@@ -32,7 +32,7 @@ def read_all(path: Path) -> None:
             assert rope_table(each.rope, each.head_dim, 8).isfinite().all()
         assert math.isfinite(each.scale)
         assert each.window is None or each.window > 0
-    assert len(spec.states) == spec.num_layers
+    assert len(spec.layer_states) == spec.num_layers
 
 
 def plan(path: Path) -> None:
@@ -64,6 +64,10 @@ READERS = (
     "olmo3",
     "lfm2",
     "qwen3_5",
+    "granite-hybrid",
+    "falcon_h1",
+    "mamba2",
+    "nemotron_h",
     "deepseek_v3",
     "minicpm3",
     "hunyuan_v1_dense",

@@ -109,6 +109,7 @@ JOINED = {
     "gpt_neox": ("packed-4-group32", "int8-channel", "fp8-tensor", "bnb8"),
     "cohere": ("packed-8-group0", "float-tensor"),
     "qwen3_5": ("packed-4-group32", "fp8-tensor", "bnb8"),
+    "bamba": ("packed-4-group32", "fp8-tensor", "bnb8"),
     "lfm2": ("gptq-4-asym", "awq-32", "packed-4-group32", "fp8-tensor", "bnb8"),
     "deepseek_v2-dense": ("packed-4-group0", "int8-channel", "fp8-tensor", "fp8-block", "bnb8"),
 }

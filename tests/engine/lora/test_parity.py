@@ -95,6 +95,10 @@ JOINED = {
     "arcee": ("k_proj", "up_proj", "down_proj"),
     "qwen3_5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "mamba2": ("in_proj", "out_proj"),
+    "nemotron_h": ("q_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
+    "falcon_h1": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
+    "granite-hybrid-dense": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
     "youtu": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
     "deepseek_v2-dense": ("q_proj", "o_proj"),
 }
@@ -104,12 +108,14 @@ JOINED = {
 @pytest.mark.parametrize("family", JOINED)
 def test_linears_that_a_checkpoint_joins_or_calls_otherwise(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     options = {"fan_in_fan_out": True} if family == "gpt2" else {}
     folder = save_adapter(tmp_path / "a", base, 8, targets=JOINED[family], seed=3, **options)
     adapter = spool(tmp_path / "spool", path).add("a", str(folder))
     requests = [asked(f"r{i}", prompt, adapter if i % 2 else None) for i, prompt in enumerate(prompts(4))]
     together = run(engine(path), requests)
-    merged = merge(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), folder)
+    merged = merge(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager"), folder
+    )
     for i, prompt in enumerate(prompts(4)):
         check(merged if i % 2 else base, prompt, together[f"r{i}"])

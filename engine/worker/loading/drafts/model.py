@@ -69,7 +69,7 @@ def load_draft_model(
         check_attention(like.device, model, spec)
         if spec.needs_snapshots:
             raise ConfigError(
-                f"a {model.model_type}, whose delta nets cannot take back a guess of their own, does not draft"
+                f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype, activation_bits=config.activation_bits)

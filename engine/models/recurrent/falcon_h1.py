@@ -1,0 +1,47 @@
+"""Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
+everywhere."""
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.recurrent.state_space import Factors, StateSpaceSpec
+from quire.engine.models import llama
+from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.recurrent.state_space import state_space
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    """A factor of what attention reads is one of its queries, keys and values."""
+    raw, base = config.raw, llama.spec(config)
+    read, given = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
+    key = raw.get("key_multiplier") or 1.0
+    if read != 1 and raw.get("attention_bias"):
+        raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
+    base = base.having(AttentionSpec, scale=config.head_dim**-0.5 * read**2 * key, factor=read * given)
+    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
+    if raw.get("mlp_bias") and (gate, down) != (1, 1):
+        raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
+    base = base.having(MlpSpec, factors=[(gate, down)] * config.num_layers)
+    space = _state_space(config)
+    layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
+    embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0
+    return replace(base, layers=layers, embedding_scale=embedding, logit_scale=head)
+
+
+def _state_space(config: ModelConfig) -> StateSpaceSpec:
+    raw = config.raw
+    read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
+    z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
+    if (raw.get("mamba_proj_bias") and read != 1) or (raw.get("projectors_bias") and out != 1):
+        raise ModelError("model: config.json: ssm multipliers do not go with biases of what they multiply")
+    before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
+    return state_space(
+        config,
+        out_bias=bool(raw.get("projectors_bias")),
+        result_norm=before if raw.get("mamba_rms_norm") else None,
+        factors=Factors(z, x, b, c, dt, out),
+        parallel=True,
+    )

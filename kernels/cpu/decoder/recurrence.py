@@ -1,0 +1,73 @@
+"""Calls delta_rule.cpp and state_space.cpp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.cpu import native
+from quire.kernels.recurrent.delta_rule import DeltaRule
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
+from quire.kernels.recurrent.state_space import StateSpace
+
+
+class NativeRule(NamedTuple):
+    """A rule as its kernel takes it."""
+
+    kernel: str
+    weights: tuple[Tensor | None, ...]
+    sizes: tuple[int, int, int, int]
+    """Groups of heads, heads, numbers of a key and of a value."""
+    rules: tuple[float, ...]
+
+
+def native_rule(rule: Recurrence) -> NativeRule:
+    match rule:
+        case DeltaRule():
+            sizes = (rule.key_heads, rule.heads, rule.key, rule.value)
+            return NativeRule("delta_rule", (rule.rate, rule.shift, rule.norm), sizes, (rule.eps,))
+        case StateSpace():
+            weights = (rule.rate, rule.shift, rule.skip, rule.norm)
+            sizes = (rule.groups, rule.heads, rule.key, rule.value)
+            return NativeRule("state_space", weights, sizes, (rule.eps, *rule.limits, rule.norm_first))
+    raise TypeError(f"no kernel computes a {type(rule).__name__}")
+
+
+def check(rule: Recurrence, states: Matrices, dtype: torch.dtype) -> None:
+    """Raise TypeError, or ValueError, for what the kernels do not take."""
+    _, weights, (groups, heads, key, value), _ = native_rule(rule)
+    wide = [states.matrices, *(each for each in weights if each is not None)]
+    if any(each.dtype != torch.float32 for each in wide):
+        raise TypeError("a recurrence's weights and matrices must be float32")
+    if states.guesses.dtype != dtype:
+        raise TypeError(f"guesses of {states.guesses.dtype} cannot serve {dtype}")
+    if not all(each.is_contiguous() for each in (*wide, states.guesses)):
+        raise ValueError("what a recurrence reads and keeps must be contiguous")
+    if value % 16 or key % 2 or heads % groups:
+        raise ValueError("a value must have a multiple of 16 numbers, a key an even number, and groups as many heads")
+
+
+def computed(
+    library: native.Native,
+    given: tuple[Tensor, Tensor, Tensor],
+    rule: Recurrence,
+    states: Matrices,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """`given`: what tokens give, their gates, and numbers of each head."""
+    inputs, z, beside = (each.contiguous() for each in given)
+    check(rule, states, inputs.dtype)
+    kernel, weights, sizes, rules = native_rule(rule)
+    out, slots, guesses = torch.empty_like(z), metadata.state_slots, metadata.guesses
+    assert slots is not None
+    bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
+    where = (metadata.query_start, metadata.context_lens, *bounds, slots)
+    tensors = (inputs, z, beside, *weights, out, states.matrices, states.guesses, *where)
+    addresses = [None if each is None else each.data_ptr() for each in tensors]
+    counts = (len(states.matrices), len(slots), *sizes, states.guesses.shape[1], *rules, torch.get_num_threads())
+    if getattr(library, kernel)[inputs.dtype](*addresses, *counts):
+        raise IndexError("there is no such slot, or there are more guesses than it keeps")
+    return out
