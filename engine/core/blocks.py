@@ -3,7 +3,7 @@
 A page is found by a hash of the tokens before and in it, so equal prefixes share pages (automatic prefix caching); a
 large page also by a hash for each of its pieces, of the tokens up to that piece's end. A page that nobody holds keeps
 its content and its hashes until it is allocated again: pages without hashes first, then the least recently freed, and
-last those that are kept for somebody (engine/tiers/sessions.py), as that one gives them up.
+last those that are kept for somebody (engine/core/sessions.py), as that one gives them up.
 """
 
 from __future__ import annotations

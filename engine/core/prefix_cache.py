@@ -8,8 +8,8 @@ from quire.engine.core.batch import PageCopy
 from quire.engine.core.blocks import GONE, group_key
 from quire.engine.core.page_tables import PageTables, held
 from quire.engine.core.sequence import Sequence
+from quire.engine.core.sessions import Sessions, SessionStats
 from quire.engine.core.state_snapshots import NoSnapshots
-from quire.engine.tiers.sessions import Sessions, SessionStats
 
 
 class PrefixStats(SessionStats):

@@ -64,7 +64,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_unit: int = 0
     """Tokens in multiples of which a cached prefix is found; 0 where none is. It does not change."""
     kept_blocks: int = 0
-    """Pages that are kept for the next turns of conversations, held or free: engine/tiers/sessions.py."""
+    """Pages that are kept for the next turns of conversations, held or free: engine/core/sessions.py."""
     kept_sessions: int = 0
     """Conversations for which they are."""
     session_returns: int = 0

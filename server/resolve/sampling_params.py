@@ -43,10 +43,9 @@ def sampling_params(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
         check_text(text, "stop")
-    check_text(body.cache_salt, "cache_salt")
-    check_text(body.session_id, "session_id")
-    for text in body.bad_words:
-        check_text(text, "bad_words")
+    named = (("cache_salt", body.cache_salt), ("session_id", body.session_id))
+    for name, text in (*named, *(("bad_words", word) for word in body.bad_words)):
+        check_text(text, name)
     return SamplingParams(
         n=body.n,
         temperature=_first(body.temperature, defaults.get("temperature"), 1.0),

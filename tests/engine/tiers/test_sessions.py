@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core.blocks import BlockPool, block_hash, root_hash
 from quire.engine.core.sequence import Sequence
-from quire.engine.tiers.sessions import KEEP_SECONDS, Sessions
+from quire.engine.core.sessions import KEEP_SECONDS, Sessions
 from quire.engine.types import Request, SamplingParams
 from tests.variants import examples
 
