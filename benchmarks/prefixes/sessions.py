@@ -1,9 +1,9 @@
-"""The first token of a conversation's next turn, after other load has filled the KV cache.
+"""The first token of a conversation's next turn, after other load has filled the KV cache, beside that without load.
 
-`python -m benchmarks.prefixes.sessions [--tokens 2048] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache
-of three such conversations. Each round computes a conversation and, after other prompts of three times the cache's
-size, its next turn, 32 tokens longer: with the conversation kept or not, with host memory as a tier or without, and
-with the hint that it is about to go on. The tokens are compared.
+`python -m benchmarks.prefixes.sessions [--tokens 512] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache
+of three such conversations. A round computes a conversation and at once its next turn, 32 tokens longer; and another
+one and, after six other prompts of its length, that one's next turn: with the conversation kept or not, with host
+memory as a tier or without, and with the hint that it is about to go on. The tokens are compared between the ways.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Way:
     session: str = ""
     host: bool = False
     warmed: bool = False
-    load: bool = True
 
 
 WAYS = (
-    Way("no other load", load=False),
     Way("not kept"),
     Way("kept", session="talk"),
     Way("not kept, host memory", host=True),
     Way("not kept, host memory, warmed", host=True, warmed=True),
     Way("not kept, warmed", warmed=True),
 )
+OTHERS = 6
 
 
 @dataclass
 class Found:
-    seconds: list[float] = field(default_factory=list)
+    at_once: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
-    warming: list[float] = field(default_factory=list)
+    hint: list[float] = field(default_factory=list)
 
 
 class Asker:
@@ -73,48 +73,50 @@ class Asker:
 def measure(engine: Engine, way: Way, tokens: int, rounds: int) -> Found:
     asker, found = Asker(engine), Found()
     for number in range(rounds):
-        chance = random.Random(number)
-        some = lambda count: [chance.randrange(1, SHAPE["vocab_size"]) for _ in range(count)]  # noqa: E731, B023
-        prompt, more = some(tokens), some(MORE)
-        name = way.session and f"{way.session}{number}"
-        _, _, answer = asker.ask(prompt, session=name)
-        if way.load:
-            for _ in range(9):
-                asker.ask(some(tokens), answer=1)
-        if way.warmed:
-            found.warming.append(asker.ask(prompt + answer, answer=1, keep_seconds=60.0)[0])
-        seconds, cached, ids = asker.ask(prompt + answer + more, session=name)
-        found.seconds.append(seconds)
-        found.cached.append(cached)
-        found.ids.append(ids)
+        prompts = [some(tokens, 10 * number + place) for place in range(2)]
+        for loaded, prompt in enumerate(prompts):
+            name = way.session and f"{way.session}{number}/{loaded}"
+            _, _, answer = asker.ask(prompt, session=name)
+            for other in range(OTHERS * loaded):
+                asker.ask(some(tokens, 10_000 + 10 * number + other), answer=1)
+            if loaded and way.warmed:
+                found.hint.append(asker.ask(prompt + answer, answer=1, keep_seconds=60.0)[0])
+            seconds, cached, ids = asker.ask([*prompt, *answer, *some(MORE, number)], session=name)
+            (found.later if loaded else found.at_once).append(seconds)
+            if loaded:
+                found.cached.append(cached)
+            found.ids.append(ids)
     return found
+
+
+def some(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1, SHAPE["vocab_size"]), k=count)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPE))
-        print(f"{'':32}{'first token, ms':>16}{'of that without load':>22}{'cached':>8}{'hint, ms':>10}  tokens")
+        print(
+            f"{'first token, ms':32}{'at once':>9}{'later':>9}{'ratio':>7}{'cached':>8}{'hint':>7}  tokens", flush=True
+        )
         wanted: Found | None = None
         for way in WAYS:
             options = {"kv_offload_memory": 4.0} if way.host else {}
-            config = EngineConfig(
-                model=folder, load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=3 * args.tokens // 16 + 24
-            )
+            pages = 3 * args.tokens // 16 + 24
+            config = EngineConfig(model=folder, load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=pages)
             engine = Engine(config.model_copy(update=options))
             found = measure(engine, way, args.tokens, args.rounds)
             engine.close()
             wanted = wanted or found
-            median, least = statistics.median(found.seconds), statistics.median(wanted.seconds)
-            hint = f"{statistics.median(found.warming) * 1000:.0f}" if found.warming else ""
+            at_once, later = (statistics.median(each) * 1000 for each in (found.at_once, found.later))
+            hint = f"{statistics.median(found.hint) * 1000:.0f}" if found.hint else ""
             same = "equal" if found.ids == wanted.ids else "DIFFERENT"
-            cached = statistics.median(found.cached)
-            print(
-                f"{way.name:32}{median * 1000:16.1f}{median / least:22.2f}{cached:8.0f}{hint:>10}  {same}", flush=True
-            )
+            shown = f"{at_once:9.1f}{later:9.1f}{later / at_once:7.2f}{statistics.median(found.cached):8.0f}{hint:>7}"
+            print(f"{way.name:32}{shown}  {same}", flush=True)
 
 
 if __name__ == "__main__":

@@ -219,8 +219,10 @@ class Sessions:
 
 
 def _name(seq: Sequence) -> str | None:
-    """Of its session, which no other salt's or adapter's has."""
+    """Of its session, which no other tenant's, salt's or adapter's has."""
     request = seq.request
     if not request.session:
         return None
-    return repr((request.cache_salt, "" if request.adapter is None else request.adapter.digest, request.session))
+    return repr(
+        (request.tenant, request.cache_salt, "" if request.adapter is None else request.adapter.digest, request.session)
+    )

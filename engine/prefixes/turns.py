@@ -37,8 +37,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 class LastTurns:
     def __init__(self, tenant_bytes: int = TENANT_BYTES, all_bytes: int = ALL_BYTES) -> None:
         self._tenant_bytes, self._all_bytes = tenant_bytes, all_bytes
-        self._turns: OrderedDict[tuple[str, str], Turn] = OrderedDict()
-        """By cache salt, which differs from key to key, and name; the one that ended last at the end."""
+        self._turns: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
+        """By tenant, cache salt and name; the one that ended last at the end."""
         self._bytes = Counter[str]()
         """By tenant."""
 
@@ -53,7 +53,7 @@ class LastTurns:
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *emitted]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name
         turn = Turn(time.time(), request.tenant, adapter, request.keep_seconds, tokens)
-        key = request.cache_salt, request.session
+        key = request.tenant, request.cache_salt, request.session
         self._drop(key)
         self._turns[key] = turn
         self._bytes[turn.tenant] += _size(turn)
@@ -63,10 +63,10 @@ class LastTurns:
             (tenant, _) = self._bytes.most_common(1)[0]
             self._drop(next(each for each, of in self._turns.items() if of.tenant == tenant))
 
-    def find(self, salt: str, session: str) -> Turn | None:
-        return self._turns.get((salt, session))
+    def find(self, tenant: str, salt: str, session: str) -> Turn | None:
+        return self._turns.get((tenant, salt, session))
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: tuple[str, str, str]) -> None:
         turn = self._turns.pop(key, None)
         if turn is not None:
             self._bytes[turn.tenant] -= _size(turn)

@@ -74,12 +74,12 @@ class OtherProcesses:
     def _turns(self, conversation: str, caller: Mapping[str, Any]) -> list[dict[str, Any]]:
         return turns(self._log, self._client.history, conversation, lambda each: self._log.may_name(each, dict(caller)))
 
-    async def last_turn(self, salt: str, session: str) -> Turn | None:
+    async def last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
         """The last turn of a conversation with a name, whoever answered it."""
         own = self._client.turns
         assert own is not None
-        said = await self._ask(_LAST, _encode((salt, session)))
-        found = [own.find(salt, session), *(msgspec.msgpack.decode(each, type=Turn) for each in said)]
+        said = await self._ask(_LAST, _encode((tenant, salt, session)))
+        found = [own.find(tenant, salt, session), *(msgspec.msgpack.decode(each, type=Turn) for each in said)]
         return max((each for each in found if each is not None), key=lambda each: each.ended, default=None)
 
     async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
@@ -115,7 +115,7 @@ class OtherProcesses:
     async def _say_last_turn(self, body: bytes) -> bytes | None:
         own = self._client.turns
         assert own is not None
-        found = own.find(*msgspec.msgpack.decode(body, type=tuple[str, str]))
+        found = own.find(*msgspec.msgpack.decode(body, type=tuple[str, str, str]))
         return None if found is None else _encode(found)
 
     async def _say_recent(self, body: bytes) -> bytes:

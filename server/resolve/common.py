@@ -6,7 +6,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import msgspec
 
@@ -24,6 +24,14 @@ from quire.server.served_model import ServedModel
 Made = TypeVar("Made")
 BYTES_OF_ID = 32
 """That a list's entry takes beyond what it takes in a message."""
+
+
+class _Ids(TypedDict):
+    """Fields of a GenerationSpec."""
+
+    id: str
+    id_prefix: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +92,7 @@ def resolved(
     check_carried(params, len(prompts) * params.n)
     _check_beam_search(body, params)
     spec = GenerationSpec(
-        id=f"{id_prefix}{secrets.token_hex(16)}",
-        id_prefix=id_prefix,
-        name="" if body.request_id is None else f"{id_prefix}{body.request_id}",
+        **_ids(body, id_prefix),
         model=model,
         prompts=prompts,
         params=params,
@@ -127,6 +133,12 @@ def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:
     if body.use_beam_search and params.grammar is not None:
         message = "use_beam_search is not available together with structured outputs"
         raise InvalidRequest(message, param="use_beam_search")
+
+
+def _ids(body: GenerationBody, prefix: str) -> _Ids:
+    """Of the answer: ours, how both begin, and the one that its caller chose."""
+    chosen = "" if body.request_id is None else f"{prefix}{body.request_id}"
+    return _Ids(id=f"{prefix}{secrets.token_hex(16)}", id_prefix=prefix, name=chosen)
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

@@ -37,7 +37,8 @@ async def warm(session_id: str, request: Request) -> Response:
     """
     body, headers = await worked_on(request, asked_warm)
     runtime, model = runtime_of(request), model_of(request)
-    turn = await runtime.others.last_turn(tenant_of(request.scope).salt(body.cache_salt), session_id)
+    tenant = tenant_of(request.scope)
+    turn = await runtime.others.last_turn(tenant.name, tenant.salt(body.cache_salt), session_id)
     if turn is None:
         message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
         raise RequestNotFound(message, param="session_id")

@@ -21,11 +21,11 @@ def test_the_last_turn_is_found_by_its_salt_and_name() -> None:
     turns.ended(request("a", 5, cache_salt="s"), [8, 9])
     turns.ended(request("", 5), [8, 9])
     turns.ended(request("image", 5, spans=(Span(0, 1, b"x"),)), [])
-    assert turns.find("", "a").ids == [0, 1, 2, 7]
-    assert turns.find("s", "a").ids == [0, 1, 2, 3, 4, 8, 9]
-    assert turns.find("", "") is turns.find("", "image") is None
+    assert turns.find("", "", "a").ids == [0, 1, 2, 7]
+    assert turns.find("", "s", "a").ids == [0, 1, 2, 3, 4, 8, 9]
+    assert turns.find("", "", "") is turns.find("", "", "image") is None
     turns.ended(request("a", 9), [])
-    assert turns.find("", "a").ids == list(range(9))
+    assert turns.find("", "", "a").ids == list(range(9))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 900)), max_size=80))
@@ -36,4 +36,4 @@ def test_no_more_is_remembered_than_the_bounds_and_little_ones_stay(asked: list[
         turns.ended(request(f"{name}/{tenant}", count, f"t{tenant}"), [])
         assert turns.bytes <= 8000
         fits = 4 * count + 500 <= 4000
-        assert (turns.find("", f"{name}/{tenant}") is not None) or not fits or turns.bytes > 4000
+        assert (turns.find(f"t{tenant}", "", f"{name}/{tenant}") is not None) or not fits or turns.bytes > 4000
