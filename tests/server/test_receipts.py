@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from quire import Forward
 from quire.engine.errors import ConfigError
 from quire.engine.receipts.receipt import Receipt, decode_receipt
 from quire.server.receipts import ReceiptLog
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
+from tests.server.routes.test_systemone import served
 
 LETTERS = range(65, 91)
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -131,3 +133,19 @@ async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
     assert not logs[0].put(bytes(65 << 20))
     with pytest.raises(ConfigError, match=r"receipt_log: .*: No such file"):
         ReceiptLog(tmp_path / "nowhere" / "log", 100)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_log_probabilities_over_http_are_those_of_a_forward_pass(dtype: str) -> None:
+    """Generated, echoed and computed alone: the same bits, and those of the receipt."""
+    forward = Forward(dtype=dtype, threads=1, max_model_len=1024)
+    body = {"prompt": "Once upon a time there was", "max_tokens": 20, "logprobs": 0, "receipt": True, "seed": 1}
+    async with served(dtype=dtype) as (http, _):
+        answer = (await http.post("/v1/completions", json={**body, "return_token_ids": True})).json()
+        (choice,) = answer["choices"]
+        whole = choice["prompt_token_ids"] + choice["token_ids"]
+        echo = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 0}
+        echoed = (await http.post("/v1/completions", json=echo)).json()["choices"][0]["logprobs"]["token_logprobs"]
+    told = choice["logprobs"]["token_logprobs"]
+    assert told == decode_receipt(json.dumps(answer).encode()).choices[0].logprobs == echoed[-20:]
+    assert echoed == [None, *forward.logprobs(whole).tolist()]
