@@ -25,7 +25,7 @@ from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, h
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, computed_by, keep_alive, moved
+from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, computed_by, keep_alive
 
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
@@ -85,11 +85,12 @@ def _streamed(
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
         resumed, here = request.scope.get(RESUMED), here_of(request)
-        others = resumed is not None and moved(resumed, here)
+        by = () if resumed is None else computed_by(resumed, here)
+        others = len(by) > 1  # also before this process: the reader may have tokens of any of them
         seen = () if resumed is None else resumed.seen
         writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if others else None)
         headers[STREAM_ID] = spec.id
-        if resumed is not None and len(by := computed_by(resumed, here)) > 1:
+        if others:
             headers[COMPUTED_BY] = ", ".join(by)
     if keep:
         transport = None

@@ -22,8 +22,9 @@ CONTEXT = 2048
 ENGINE = msgspec.structs.replace(INFO, max_model_len=CONTEXT, num_blocks=1000, deterministic=True)
 
 
-def letter(seed: int, place: int, version: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {place} {version}".encode(), digest_size=4).digest()
+def letter(seed: int, before: bytes, version: int) -> int:
+    """What follows `before`: by its length and its last letter."""
+    digest = hashlib.blake2b(f"{seed} {len(before)} {before[-1:]!r} {version}".encode(), digest_size=4).digest()
     return LETTERS[int.from_bytes(digest, "big") % len(LETTERS)]
 
 
@@ -31,7 +32,7 @@ def is_answer(text: bytes, seed: int, newest: int) -> bool:
     """Whether it is what a request with this seed is answered, by one version after another up to the newest."""
     version = 0
     for place, each in enumerate(text):
-        while letter(seed, place, version) != each:
+        while letter(seed, text[:place], version) != each:
             version += 1
             if version > newest:
                 return False
@@ -59,8 +60,8 @@ class SimulatedProcess(EngineProcess):
         self._to_engine: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._from_engine: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._exit: asyncio.Future[ExitCause] = loop.create_future()
-        self.running: dict[str, tuple[Request, int]] = {}
-        """Requests, and how many tokens each has."""
+        self.running: dict[str, tuple[Request, list[int]]] = {}
+        """Requests, and the tokens that each has."""
         self._stderr_lines: Any = []
         self._task: asyncio.Task[None] | None = None
         alive[self] = None
@@ -113,7 +114,7 @@ class SimulatedProcess(EngineProcess):
                     assert is_answer(known, request.seed, self._version), "what it has is not what it was given"
                     seed = self._seeds.setdefault(request.id.partition(".")[0], request.seed)
                     assert seed == request.seed, "it is made again with another seed"
-                    self.running[request.id] = request, len(request.emitted_ids)
+                    self.running[request.id] = request, list(request.emitted_ids)
                 self._begun_by([request.id for request in requests])
             case Abort(ids):
                 for id in ids:
@@ -123,14 +124,15 @@ class SimulatedProcess(EngineProcess):
         """One token, or more at once, as drafts give."""
         request, had = self.running[id]
         most = request.params.max_tokens or CONTEXT
-        count = self._rng.choice((1, 1, 1, 3))
-        ids = [letter(request.seed, place, self._version) for place in range(had, min(most, had + count))]
-        self.running[id] = request, had + len(ids)
+        ids: list[int] = []
+        for _ in range(min(most - len(had), self._rng.choice((1, 1, 1, 3)))):
+            ids.append(letter(request.seed, bytes([*had, *ids]), self._version))
+        had += ids
         reason = None
-        if had + len(ids) >= most:
+        if len(had) >= most:
             reason = "length"
             del self.running[id]
-        return RequestOutput(id, ids, finish_reason=reason, cached_tokens=had % 5)
+        return RequestOutput(id, ids, finish_reason=reason, cached_tokens=len(had) % 5)
 
     def exit(self, cause: ExitCause = KILLED) -> None:
         self._alive.pop(self, None)

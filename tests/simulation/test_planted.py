@@ -18,7 +18,7 @@ from quire.server import streams
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.store.calls import Calls
+from quire.server.store.calls import Calls, Progress
 from quire.server.store.database import Database
 from quire.server.store.store import Store
 from tests.simulation.server import Program
@@ -50,8 +50,8 @@ def background_answers_left(patch: pytest.MonkeyPatch) -> None:
 def an_event_twice(patch: pytest.MonkeyPatch) -> None:
     made = NumberedWriter.__init__
 
-    def init(self: Any, writer: Any, spec: Any, seen: Sequence[int] = ()) -> None:
-        made(self, writer, spec, [max(0, each - 1) for each in seen])
+    def init(self: Any, writer: Any, spec: Any, seen: Sequence[int] = (), known: Any = None) -> None:
+        made(self, writer, spec, [max(0, each - 1) for each in seen], known)
 
     patch.setattr(NumberedWriter, "__init__", init)
 
@@ -74,9 +74,22 @@ def another_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.server.routes.bodies.pinned", loose)
 
 
-def the_last_token_left_out(patch: pytest.MonkeyPatch) -> None:
+def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
     known = Sampling._known
-    patch.setattr(Sampling, "_known", lambda self, choice: known(self, choice)[1:])
+
+    def shorter(self: Any) -> Progress:
+        found = known(self)
+        return Progress([ids[1:] for ids in found.ids], found.cached, found.ends)
+
+    patch.setattr(Sampling, "_known", shorter)
+
+
+def other_tokens_after_an_upgrade(patch: pytest.MonkeyPatch) -> None:
+    """What a reader has and the journal has not is left out, as if it came again the same."""
+    made = NumberedWriter.__init__
+    patch.setattr(
+        NumberedWriter, "__init__", lambda self, writer, spec, seen=(), known=None: made(self, writer, spec, seen)
+    )
 
 
 def calls_not_written(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +121,8 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
         an_event_twice,
         tokens_forgotten_at_a_replay,
         another_seed,
-        the_last_token_left_out,
+        a_token_left_out,
+        other_tokens_after_an_upgrade,
         calls_not_written,
         ends_not_kept_on_a_full_disk,
         sizes_not_set_back,
