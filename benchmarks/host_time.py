@@ -28,7 +28,8 @@ from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.loop import Engine
-from quire.engine.models.decoder import Decoder, DecoderSpec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
 from quire.engine.worker import graphs, inputs, runner, transfer

@@ -34,7 +34,6 @@ _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
 _Names = Annotated[list[_Text], Meta(max_length=2**14)]
 
-
 ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

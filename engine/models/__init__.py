@@ -13,7 +13,7 @@ from quire.engine.layers.mlp import MlpSpec
 from quire.engine.models.activations import activation_of
 
 if TYPE_CHECKING:
-    from quire.engine.models.decoder import DecoderSpec
+    from quire.engine.models.spec import DecoderSpec
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:

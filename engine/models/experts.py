@@ -8,7 +8,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 from quire.kernels.routing import Routing
 
 _MOST = 2**16

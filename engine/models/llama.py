@@ -3,7 +3,7 @@
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -6,7 +6,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

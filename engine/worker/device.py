@@ -23,7 +23,7 @@ from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.kernels.backend import Backend

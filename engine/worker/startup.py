@@ -18,7 +18,8 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import Modules
-from quire.engine.models.decoder import Decoder, DecoderSpec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
 from quire.engine.worker.costs import measure_costs

@@ -20,7 +20,7 @@ from quire.engine.layers.shard import Shard
 from quire.engine.models.adapted.build import build
 from quire.engine.models.adapted.probe import Attended, called, check_head, probe
 from quire.engine.models.adapted.ranks import divided_attention
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """What the names of linears end with that choose experts."""

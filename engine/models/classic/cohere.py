@@ -8,7 +8,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.models.classic.layer_norm import layer_norm_spec
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -6,7 +6,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.activations import activation_of
-from quire.engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def layer_norm_spec(config: ModelConfig, *, bias: bool = True) -> DecoderSpec:

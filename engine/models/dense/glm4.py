@@ -3,8 +3,8 @@
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import glm
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -6,7 +6,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models import llama
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

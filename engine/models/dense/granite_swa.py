@@ -5,8 +5,8 @@ from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import granite
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -1,9 +1,9 @@
 """OLMo 3 (OLMo Team, 2025): OLMo 2 with sliding windows in three of four layers, whose rotations are not stretched."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import olmo2
 from quire.engine.models.gemma3 import with_two_ropes
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

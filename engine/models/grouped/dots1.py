@@ -2,8 +2,8 @@
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.models import qwen3
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import grouped_experts, in_layers
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import exaone4
 from quire.engine.models.experts import grouped_experts, in_layers
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -20,8 +20,9 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
-from quire.engine.models.decoder import Decoder, LayerSpec
+from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
+from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 _UNSAID = -1e30

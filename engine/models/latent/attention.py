@@ -10,8 +10,8 @@ from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.rope import yarn_scale
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import in_layers
+from quire.engine.models.spec import DecoderSpec
 from quire.kernels.latents.latent import MOST_ROTATED
 
 LATENT_EPS = 1e-6

@@ -5,9 +5,9 @@ from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
 from quire.engine.models.experts import expert_size, routed
 from quire.engine.models.latent.attention import in_latents, with_experts
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -2,10 +2,10 @@
 and experts that are chosen by sigmoids with a correction."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import grouped_experts
 from quire.engine.models.latent import youtu
 from quire.engine.models.latent.attention import with_experts
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
 from quire.engine.models.latent.attention import in_latents
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -3,8 +3,8 @@ others."""
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.models import llama
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.recurrent.state_space import in_place, state_space
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

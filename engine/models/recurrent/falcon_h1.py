@@ -9,8 +9,8 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.recurrent.state_space import Factors, StateSpaceSpec
 from quire.engine.models import llama
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -5,10 +5,10 @@ from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import granite
 from quire.engine.models.recurrent.state_space import in_place, state_space
 from quire.engine.models.sparse import granitemoe
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -2,8 +2,8 @@
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -9,9 +9,9 @@ from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import PartSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import expert_size, group_rules, routed
 from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -4,9 +4,9 @@ from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import ernie4_5
 from quire.engine.models.experts import expert_size, in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -3,9 +3,9 @@
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import olmo2
 from quire.engine.models.experts import in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

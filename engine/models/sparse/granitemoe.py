@@ -4,9 +4,9 @@ models."""
 from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import granite, granite_swa
 from quire.engine.models.experts import in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -4,9 +4,9 @@ from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.dense import hunyuan_v1_dense
 from quire.engine.models.experts import in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -5,8 +5,8 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
 from quire.engine.models.experts import in_layers, routed
+from quire.engine.models.spec import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -8,8 +8,8 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models import qwen2
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import expert_size, in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

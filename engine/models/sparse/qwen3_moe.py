@@ -4,8 +4,8 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models import qwen3
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import expert_size, in_layers, routed
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

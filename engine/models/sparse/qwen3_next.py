@@ -4,9 +4,9 @@ one more that every token has."""
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models import qwen3_5
-from quire.engine.models.decoder import DecoderSpec
 from quire.engine.models.experts import in_layers
 from quire.engine.models.sparse.qwen2_moe import gated_experts
+from quire.engine.models.spec import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

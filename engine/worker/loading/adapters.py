@@ -21,7 +21,7 @@ from quire.engine.errors import QuireError
 from quire.engine.layers.adapters import Adapters, LowRank, PackedAdapter
 from quire.engine.lora.files import WEIGHTS, read_adapter
 from quire.engine.lora.modules import Modules, adaptable_modules, kept_adapters
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.layout import Arrangement
 

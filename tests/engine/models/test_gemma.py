@@ -17,7 +17,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 from tests.tiny_models import save_tiny_model
 
 

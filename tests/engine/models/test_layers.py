@@ -19,7 +19,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.loop import Engine
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker import device
 from quire.kernels.backend import Operations
 from quire.kernels.cpu.backend import Cpu

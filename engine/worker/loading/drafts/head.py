@@ -22,10 +22,11 @@ from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Scheme, Unquantized
-from quire.engine.models.decoder import Decoder, base_spec
+from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.eagle import Eagle, Eagle3, EagleSpec
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
+from quire.engine.models.spec import base_spec
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.drafts.model import spare_pages
