@@ -43,8 +43,9 @@ export class Playground {
     const open = (id) => this.#open(storedTalk(id));
     this.talks = new Talks(() => this.talk, open, gone, () => this.presets.show());
     this.#listen();
+    const left = leftStream(this.talk);
     this.#restore();
-    this.#resume(leftStream(this.talk));
+    this.#resume(left);
   }
 
   show() {
@@ -257,9 +258,8 @@ export class Playground {
       if (follow) this.#scroll();
     });
     try {
-      const { signal } = this.running;
-      if (stream === null) await ask(PATHS[mode], body, message, signal, grown);
-      else await takeUp(stream, message, signal, grown);
+      if (stream === null) await ask(PATHS[mode], body, message, this.running.signal, grown);
+      else await takeUp(stream, message, this.running.signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
     } catch (error) {
       say($("said"), ""); // the alert says why
