@@ -10,27 +10,24 @@ import { tokensOf } from "./message/tokens.js";
  */
 export async function ask(path, body, message, signal, grown) {
   const open = () => call(path, { method: "POST", body, signal });
-  try {
-    await receive(open, message, grown, remember);
-  } finally {
-    if (!leaving) sessionStorage.removeItem(LEFT);
-  }
+  sessionStorage.removeItem(LEFT);
+  await receive(open, message, grown, body.continue_final_message ? () => {} : remember);
+  if (!leaving) sessionStorage.removeItem(LEFT);
 }
 
 /** The same for an answer whose stream was left when the page was reloaded: all of it comes again, and what follows. */
 export async function takeUp(stream, message, signal, grown) {
-  try {
-    await receive(() => call(`/v1/streams/${stream}`, { signal }), message, grown, () => {});
-  } finally {
-    if (!leaving) sessionStorage.removeItem(LEFT);
-  }
+  await receive(() => call(`/v1/streams/${stream}`, { signal }), message, grown, () => {});
+  if (!leaving) sessionStorage.removeItem(LEFT);
 }
 
 /** The stream that this tab read when it was reloaded, in a conversation whose last message it answers; null: none. */
 export function leftStream(talk) {
   const left = JSON.parse(sessionStorage.getItem(LEFT) ?? "null");
+  if (left?.talk !== talk.id) return null;
   const last = talk.messages.at(-1);
-  return left?.talk === talk.id && ["user", "tool"].includes(last?.role) ? left.stream : null;
+  if (last?.role === "assistant" && !last.meta?.finish) talk.remove(talk.messages.length - 1); // it comes again, whole
+  return ["user", "tool"].includes(talk.messages.at(-1)?.role) ? left.stream : null;
 }
 
 const LEFT = "quire.stream";

@@ -49,8 +49,9 @@ export class Playground {
       presetsRead: () => this.presets.show(),
     });
     this.#listen();
+    const left = leftStream(this.talk);
     this.#restore();
-    this.#resume(leftStream(this.talk));
+    this.#resume(left);
   }
 
   show() {
@@ -267,9 +268,9 @@ export class Playground {
       if (follow) this.#scroll();
     });
     try {
-      const { signal } = running;
-      if (stream === null) await ask(PATHS[mode], body, message, signal, grown);
-      else await takeUp(stream, message, signal, grown);
+      await (stream === null
+        ? ask(PATHS[mode], body, message, running.signal, grown)
+        : takeUp(stream, message, running.signal, grown));
       say($("said"), `Answer complete. ${note(message.meta)}`);
       return null;
     } catch (error) {
