@@ -47,7 +47,7 @@ _TOWER = {
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "image_size": 28,
+    "image_size": 256,
 }
 _TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
