@@ -268,9 +268,8 @@ export class Playground {
       if (follow) this.#scroll();
     });
     try {
-      await (stream === null
-        ? ask(PATHS[mode], body, message, running.signal, grown)
-        : takeUp(stream, message, running.signal, grown));
+      const { signal } = running;
+      await (stream === null ? ask(PATHS[mode], body, message, signal, grown) : takeUp(stream, message, signal, grown));
       say($("said"), `Answer complete. ${note(message.meta)}`);
       return null;
     } catch (error) {
