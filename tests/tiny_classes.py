@@ -47,7 +47,7 @@ _TOWER = {
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "image_size": 256,
+    "image_size": 32,
 }
 _TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -82,6 +82,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 5,
         "layer_types": _FIVE,

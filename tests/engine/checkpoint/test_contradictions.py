@@ -20,7 +20,7 @@ from tests.tiny_models import save_tiny_model
         ("glm4_moe", {"head_dim": 10**6}, "has shape"),
         ("deepseek_v3", {"n_group": 5}, "num_experts_per_tok, n_group, topk_group: 12 experts in 5 groups"),
         ("lfm2", {"layer_types": 3 * ["conv"]}, "layer_types: no layer has attention or a state space"),
-        ("mamba2", {"n_groups": 3}, "mamba_n_groups: 3 do not divide 8 heads"),
+        ("mamba2", {"n_groups": 3}, "n_groups: 3 do not divide 8 heads"),
         ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size"),
     ],
 )

@@ -36,7 +36,8 @@ def read_all(path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    assert read_sizes(read_raw_config(str(path))[0]).kv_numbers > 0
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert sizes.kv_numbers + sizes.column_numbers > 0
 
 
 def refusal(read: Callable[[Path], None], path: Path) -> str:

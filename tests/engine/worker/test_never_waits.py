@@ -28,8 +28,10 @@ from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
 from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading import draft_head, draft_model, room
 from quire.engine.worker.loading import model as loading_model
+from quire.engine.worker.loading import room
+from quire.engine.worker.loading.drafts import head as draft_head
+from quire.engine.worker.loading.drafts import model as draft_model
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective

@@ -122,7 +122,7 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     chat.expect("you said three moreé", "> ")
     assert said(server) == ["three more"]
     ask("/set", "all defaults")
-    ask("/set temperature 9", "temperature must be at least 0.0")
+    ask("/set temperature 9", "temperature must be in [0, 2]")
     ask("/set temperature 0.5", "temperature = 0.5")
     ask("/set", "temperature = 0.5")
     ask("four", "you said fouré")

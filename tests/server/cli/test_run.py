@@ -244,7 +244,7 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     assert "s: mend them, and continue with --resume --retry-refused" in done.stderr
     assert "  1 x invalid_request custom_id, such as line-3: line 3: the custom_id 'a' is an earlier" in done.stderr
     assert "  without effect, in so many requests: temprature (1)" in done.stderr
-    assert "  1 x 400 temperature, such as odd: temperature must be at least 0.0" in done.stderr
+    assert "  1 x 400 temperature, such as odd: temperature must be in [0, 2]" in done.stderr
     out = tmp_path / "out.jsonl"
     out.write_text(done.stdout)
     results = read(out)
