@@ -12,28 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.kv_tiers import SHAPE
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request, SamplingParams
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-    "bos_token_id": 0,
-}
-"""SmolLM2-135M's; weights are random."""
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
 """Tokens, of the ShareGPT conversations that the paper on paged attention answers."""
 _SPREAD = 1.0
@@ -70,7 +53,7 @@ class Answered:
 
 @contextmanager
 def engine(**options: object) -> Iterator[Engine]:
-    """Of SHAPE, or of the `model` named."""
+    """Of SmolLM2-135M's shape with random weights, or of the `model` named."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
         random_weights = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
