@@ -40,7 +40,8 @@ async def warm(session_id: str, request: Request) -> Response:
     tenant = tenant_of(request.scope)
     turn = await runtime.others.last_turn(tenant.name, tenant.salt(body.cache_salt), session_id)
     if turn is None:
-        message = f"No conversation with the session_id `{session_id}` is known here, or not any more; none with images is"
+        message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
+        message += "; those with images are not remembered"
         raise RequestNotFound(message, param="session_id")
     spec = await checked(request, warm_call(turn, body, model, runtime.config))
     spec = replace(spec, headers=headers, receipt=False, recorded=False)  # it is nobody's answer
