@@ -98,8 +98,9 @@ class Receipts:
         return encode_receipt(await self._made(spec, generation))
 
     def ended(self, spec: GenerationSpec, generation: Generation) -> None:
-        """Note an answer that has ended, in whatever way, in the log, if there is one."""
-        if self.log is not None:
+        """Note an answer that has ended, in whatever way, in the log, if there is one. What is told once more was noted
+        the first time."""
+        if self.log is not None and spec.recorded and generation.computed:
             task = asyncio.create_task(self._note(spec, generation))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

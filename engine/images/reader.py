@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,16 @@ class ImageReader:
         if begin != len(places):
             raise _not_written()
         return tuple(spans)
+
+
+def by_digest(reader: ImageReader, asked: Iterable[Asked]) -> dict[str, Image]:
+    """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
+    InvalidRequest as `tiles`."""
+    found = dict[str, Image]()
+    for each in asked:
+        for low in (False, True):
+            found |= {tile.digest.hex(): tile for tile in reader.tiles(replace(each, low=low))}
+    return found
 
 
 def _not_written() -> InvalidRequest:

@@ -150,14 +150,18 @@ class LLM:
         return self._run(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
 
     def replay(
-        self, receipt: Receipt | Mapping[str, Any] | str | bytes, *, lora_request: AskedAdapters = None
+        self,
+        receipt: Receipt | Mapping[str, Any] | str | bytes,
+        *,
+        images: Sequence[Any] = (),
+        lora_request: AskedAdapters = None,
     ) -> Verdict:
         """Compute a receipt's answers again: equal, or where the first difference is, or why it was refused. `receipt`:
-        one, or an answer that has one, as an object or JSON; `lora_request`: the adapter that it was made with. Raises
-        InvalidRequest for what is no receipt."""
+        one, or an answer that has one, as an object or JSON; `images`: of Pillow, those of its prompts;
+        `lora_request`: the adapter that it was made with. Raises InvalidRequest for what is no receipt, or no image."""
         read = read_receipt(receipt)
         self._running.check_awake()
-        return self._run(self._receipts.replay(read, adapters_for(self._model.adapters, lora_request, 1)))
+        return self._run(self._receipts.replay(read, adapters_for(self._model.adapters, lora_request, 1), images))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.errors import InvalidRequest
+from quire.engine.images.reader import Asked, by_digest
+from quire.engine.offline.images import checked
 from quire.engine.offline.model import Task
 from quire.engine.offline.running import RunningEngine
 from quire.engine.receipts.receipt import (
@@ -43,15 +46,20 @@ class Receipts:
             choices=choices,
         )
 
-    async def replay(self, receipt: Receipt, adapters: Sequence[Adapter | None]) -> Verdict:
+    async def replay(self, receipt: Receipt, adapters: Sequence[Adapter | None], images: Sequence[Any]) -> Verdict:
+        """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
         running = self._running
+        reader = running.model.images
+        asked = checked([Asked(f"images[{index}]", each) for index, each in enumerate(images)])
+        if reader is None and asked:
+            raise InvalidRequest("images: this model reads no images", param="images")
         model = Model(
             hashes=await running.hashes.of([running.client.link.weights_version]),
             computed=await running.hashes.computed(running.info),
             tokenizer=running.model.tokenizer,
             max_model_len=running.info.max_model_len,
             adapters={each.digest: each for each in adapters if each is not None},
-            images={},
+            images={} if reader is None else by_digest(reader, asked),
         )
         return await replay(receipt, model, running.client)
 

@@ -48,13 +48,15 @@ class LastTurns:
 
     def ended(self, request: Request, emitted: Sequence[int]) -> None:
         """A request has ended, with these tokens beside those of its `emitted_ids`."""
-        if not request.session or request.spans:  # what images show is not remembered
+        if not request.session:
+            return
+        key = request.tenant, request.cache_salt, request.session
+        self._drop(key)
+        if request.spans:  # what images show is not remembered
             return
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *emitted]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name
         turn = Turn(time.time(), request.tenant, adapter, request.keep_seconds, tokens)
-        key = request.tenant, request.cache_salt, request.session
-        self._drop(key)
         self._turns[key] = turn
         self._bytes[turn.tenant] += _size(turn)
         while self._bytes[turn.tenant] > self._tenant_bytes:

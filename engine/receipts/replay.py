@@ -94,7 +94,8 @@ def refusal(receipt: Receipt, model: Model) -> str | None:
         return f"the adapter {receipt.adapter.name} ({receipt.adapter.digest}) was not given: --adapter FOLDER"
     digests = {digest for prompt in receipt.prompts for _, _, digest in prompt.images}
     if lacking := sorted(digests - model.images.keys()):
-        return f"it has images, of which a receipt keeps hashes alone ({lacking[0]}): --image FILE gives their pixels"
+        why = f"it has images, of which a receipt keeps hashes alone ({lacking[0]})"
+        return f"{why}: --image FILE, or images of LLM.replay, gives their pixels"
     longest = max((len(receipt.prompt_of(each).ids) + len(each.token_ids) for each in receipt.choices), default=0)
     if longest > model.max_model_len:
         return f"max_model_len: it has {longest} tokens, and this model's context {model.max_model_len}"

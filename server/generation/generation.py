@@ -102,6 +102,8 @@ class Generation(ABC):
         """Of a resumable spec: what it has so far."""
         self.fresh = True
         """Whether the last step is new, and does not tell again what an answer had before."""
+        self.computed = True
+        """Whether anything of it is computed, and not all of it told again."""
         self._cut_short = False
         """Whether some choice was ended before it was complete."""
         self._began = time.monotonic()

@@ -44,6 +44,7 @@ class Sampling(Generation):
             for (id, choice), known, end in zip(self._by_id.items(), self.progress.ids, self.progress.ends, strict=True)
             if end is None
         ]
+        self.computed = bool(requests)
         self._stream = client.submit(requests, spec.answer_id)
         self._timeline = client.history.find(requests[0].id) if spec.timed and requests else None
         self._records: dict[str, ChoiceReceipt] = {}

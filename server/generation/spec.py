@@ -97,9 +97,9 @@ class GenerationSpec:
     token_ids: bool = False
     """Answers give the token ids of prompt and answer."""
     tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`."""
     timed: bool = False
     """Whether its usage tells when what came: of one answer."""
-    """Log probabilities name tokens `token_id:123`."""
     receipt: bool = False
     """The answer gives a receipt."""
     recorded: bool = False

@@ -23,7 +23,7 @@ router = APIRouter(route_class=GenerationRoute)
 
 
 @router.post(
-    "/v1/sessions/{session_id}/warm",
+    "/v1/sessions/{session_id:path}/warm",
     response_model=None,
     openapi_extra=documented(WarmRequest),
     responses={404: {"description": "No conversation with that session_id has ended here lately."}},
@@ -41,6 +41,8 @@ async def warm(session_id: str, request: Request) -> Response:
     turn = await runtime.others.last_turn(tenant.name, tenant.salt(body.cache_salt), session_id)
     if turn is None:
         message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
+        message += "; those with images are not remembered"
         raise RequestNotFound(message, param="session_id")
     spec = await checked(request, warm_call(turn, body, model, runtime.config))
-    return await reply(request, replace(spec, headers=headers), WarmedWriter(session_id, spec))
+    spec = replace(spec, headers=headers, receipt=False, recorded=False)  # it is nobody's answer
+    return await reply(request, spec, WarmedWriter(session_id, spec))

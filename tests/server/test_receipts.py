@@ -121,6 +121,23 @@ async def test_the_log_has_every_answer(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+async def test_what_is_no_answer_or_is_told_again_is_not_in_the_log(tmp_path: Path) -> None:
+    log, kept = tmp_path / "receipts.jsonl", tmp_path / "data"
+    async with open_api(FakeEngine(hashed(LETTERS)), receipt_log=str(log), data_dir=kept) as api:
+        body = {"messages": MESSAGES, "max_tokens": 9, "session_id": "a/b", "stream": True, "receipt": True}
+        streamed = await api.http.post("/v1/chat/completions", json=body)
+        told = await api.http.get(f"/v1/streams/{streamed.headers['X-Stream-Id']}")
+        assert told.text == streamed.text
+        header = {"X-Receipt": "1"}
+        warmed = await api.http.post("/v1/sessions/a%2Fb/warm", headers=header)
+        assert warmed.json()["id"] == "a/b"
+        scored = {"query": "a", "items": ["b"], "label_token_ids": [65]}
+        assert (await api.http.post("/v1/score", json=scored, headers=header)).status_code == 200
+        assert 'to="answer"} 2.0' in (await api.http.get("/metrics")).text
+    (receipt,) = receipts_of(streamed.text)
+    assert [decode_receipt(line) for line in log.read_bytes().splitlines()] == [receipt]
+
+
 async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
     path = tmp_path / "log"
     logs = [ReceiptLog(path, 100) for _ in range(3)]

@@ -15,7 +15,7 @@ import uvloop
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.images.reader import Asked, image_reader
+from quire.engine.images.reader import Asked, by_digest, image_reader
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
@@ -181,14 +181,12 @@ def read_images(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[
     InvalidRequest."""
     if not files:
         return {}
-    reader, found = image_reader(path, tokenizer), dict[str, Image]()
+    reader, asked = image_reader(path, tokenizer), list[Asked]()
     if reader is None:
         raise ConfigError("--image: this model reads no images")
     for file in files:
         try:
-            content = Path(file).read_bytes()
+            asked.append(Asked(file, Path(file).read_bytes()))
         except OSError as error:
             raise ConfigError(f"--image: {file}: {error.strerror}") from None
-        for low in (False, True):
-            found |= {tile.digest.hex(): tile for tile in reader.tiles(Asked(file, content, low))}
-    return found
+    return by_digest(reader, asked)

@@ -33,6 +33,8 @@ def resolve_scores(given: bytes, model: ServedModel, config: ServerConfig) -> Ve
 def label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises as above."""
     items = [body.items] if isinstance(body.items, str) else body.items
+    if len(items) * len(body.query) + sum(map(len, items)) > MAX_ENTRIES:
+        raise InvalidRequest("items: too many behind so long a query: ask for fewer at once", param="items")
     prompts: list[str | list[int]] = []
     for item in items:
         if isinstance(item, str) and isinstance(body.query, str):
@@ -41,8 +43,6 @@ def label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConf
             prompts.append([*item, *body.query] if body.item_first else [*body.query, *item])
         else:
             raise InvalidRequest("items must be texts where the query is one, and else token ids", param="items")
-    if sum(map(len, prompts)) > MAX_ENTRIES:
-        raise InvalidRequest("items: too many behind so long a query: ask for fewer at once", param="items")
     asked = {"prompt": prompts, "logprob_token_ids": body.label_token_ids, "logprobs": 0}
     asked |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     with named_by_caller(NAMES):

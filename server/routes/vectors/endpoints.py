@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,6 +58,7 @@ async def score(request: Request) -> Response:
     if isinstance(made, VectorSpec):
         return await vectors_reply(request, made)
     spec, model = await checked(request, made), model_of(request)
+    spec = replace(spec, receipt=False, recorded=False)  # of what is scored nothing was generated
     return await reply(request, spec, LabelScoresWriter(spec, model.tokenizer, model.fingerprint))
 
 

@@ -132,3 +132,13 @@ def test_the_mark_of_an_image_in_a_text_is_refused(llm: LLM) -> None:
 
 def _bare(part: dict[str, object]) -> dict[str, object]:
     return part if part["type"] == "text" else {"type": "image"}
+
+
+def test_a_receipt_is_replayed_with_its_images(llm: LLM) -> None:
+    image, other = picture(6, 90, 60), picture(7, 60, 60)
+    prompt = {"prompt": f"{MARK} and {MARK}", "multi_modal_data": {"image": [image, other]}}
+    (answer,) = llm.generate([prompt], SamplingParams(max_tokens=4, n=2, logprobs=1), receipts=True, use_tqdm=False)
+    assert llm.replay(answer.receipt, images=[other, image]).outcome == "equal"
+    assert "images of LLM.replay" in llm.replay(answer.receipt, images=[image]).what
+    with pytest.raises(InvalidRequest, match=r"images\[0\]: must be an image"):
+        llm.replay(answer.receipt, images=["a"])

@@ -26,6 +26,9 @@ def test_the_last_turn_is_found_by_its_salt_and_name() -> None:
     assert turns.find("", "", "") is turns.find("", "", "image") is None
     turns.ended(request("a", 9), [])
     assert turns.find("", "", "a").ids == list(range(9))
+    turns.ended(request("a", 5, spans=(Span(0, 1, b"x"),)), [])
+    assert turns.find("", "", "a") is None, "the turn before it is not its last"
+    assert turns.find("", "s", "a") is not None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 900)), max_size=80))

@@ -65,6 +65,7 @@ async def test_scores_of_labels_are_the_next_token_s_probabilities(api: Api, fir
         ({"items": []}, "items"),
         ({"label_token_ids": []}, "label_token_ids"),
         ({"label_token_ids": [9999]}, "label_token_ids"),
+        ({"query": "a" * 10**5, "items": ["b"] * 100}, "items"),
         ({"query": "x" * 600}, "items"),
         ({"timeout": -1}, "timeout"),
     ],

@@ -103,6 +103,11 @@ def check_error(body: Any, path: str) -> None:
     if path.startswith("/v1/messages"):
         assert (set(body), set(body["error"]), body["type"]) == ({"type", "error"}, {"type", "message"}, "error")
         return
+    if path == "/v1/systemone":  # as TypeSafe has them
+        assert set(body) == {"detail"}
+        found = [set(each) for each in body["detail"]] if isinstance(body["detail"], list) else [set(body["detail"])]
+        assert found in ([{"loc", "msg", "type"}], [{"error_type", "message"}])
+        return
     assert set(body) == {"error"}
     if path.startswith("/api/"):  # as Ollama has them
         assert isinstance(body["error"], str)
