@@ -30,7 +30,7 @@ BEHIND = 16
 """Tokens that what is less urgent gets of a step at least."""
 LATELY, SHORT = 200, 64
 """For so many steps after the last one with something more urgent, steps have so many tokens at most: more of it may
-come, and would wait for the step that is under way."""
+come, and would wait for the step that is under way. Where more sequences run than that, a token of each and BEHIND."""
 
 
 class TokenBudget:
@@ -80,7 +80,7 @@ class FairQueue:
             self._urgency, self._steps = budget.urgency, LATELY
         else:
             self._steps -= 1
-            budget.left = tokens if whole else min(tokens, SHORT)
+            budget.left = tokens if whole else min(tokens, max(SHORT, len(running) + BEHIND))
         return budget
 
     def rank(self, seq: Sequence) -> tuple[int, float, tuple[float, int]]:

@@ -56,13 +56,11 @@ class Scheduler:
 
         `drafter` is asked about sequences all of whose known tokens the step computes and none of whose is in flight;
         so a sequence that may draft is never scheduled ahead of its results. `waiting`: the queue of those that wait;
-        by default all of them may go next.
-
-        `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
-        max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model. `tiers`: where
-        pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be under way in a
-        pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of what a cached prefix needs
-        beside pages.
+        by default all of them may go next. `whole_prompts`: a step computes a prompt whole or not at all, as an encoder
+        must; no prompt may be longer than max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may
+        ask of the model. `tiers`: where pages are kept below the device's cache; by default nowhere. `micro_batches`:
+        steps that may be under way in a pipeline, each of other sequences, but for the parts of one prompt.
+        `snapshots`: of what a cached prefix needs beside pages.
         """
         self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
@@ -263,14 +261,17 @@ class Scheduler:
             self._waiting.remove(seq)
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
-            copies += self._start(seq, cached)
+            forked = self._start(seq, cached)
             count = seq.stretch(min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
             self._tables.grow(seq, seq.computed + count)
+            self.pool.share(copy.source for copy in forked)  # else a load might fill it before it is copied
+            copies += forked
             budget.take(seq, count)
             rows.append(self._commit(seq, count, []))
             assert seq.slot is not None
             how = (seq.request.params, seq.request.seed, self._waiting.slot(seq), *seq.request.contents)
             admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
+        self.pool.release([copy.source for copy in copies])
         return admissions
 
     def _start(self, seq: Sequence, cached: list[int]) -> list[PageCopy]:

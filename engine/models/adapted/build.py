@@ -30,7 +30,7 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     try:
         config = CONFIG_MAPPING[kind].from_dict({**given})
     except Exception as error:  # whatever its check of a hostile file raises
-        raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
+        raise ModelError(f"model: config.json: transformers reads none of it: {in_one_line(error)}") from error
     if made_by.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
         config = config.get_text_config()
     try:
@@ -40,7 +40,7 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise _no_interface(made_by) from None
         raise ModelError(
-            f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}"
+            f"model: transformers' {made_by.__name__} is not made of this file: {in_one_line(error)}"
         ) from error
     if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
         raise _no_interface(made_by)
@@ -82,5 +82,6 @@ def _no_interface(made_by: type) -> ModelError:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+def in_one_line(error: Exception) -> str:
+    """What transformers says, whose reason is often not in the first line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

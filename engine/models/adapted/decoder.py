@@ -16,13 +16,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.adapted import first_position
+from quire.engine.errors import ModelError
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable, whole
 from quire.engine.layers.part import Making, PageTensor
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE
 from quire.engine.models.adapted.attention import Paged
-from quire.engine.models.adapted.build import body_of, build
+from quire.engine.models.adapted.build import body_of, build, in_one_line
 from quire.engine.models.adapted.experts import OurExperts
 from quire.engine.models.adapted.interface import attend_by, mix_by
 from quire.engine.models.adapted.modules import (
@@ -236,7 +237,7 @@ class AdaptedDecoder(Decoder):
         return self.shard.sum(x) if self.sums else x
 
     def _make_buffers(self) -> None:
-        """Buffers that no checkpoint holds, as the class makes them."""
+        """Buffers that no checkpoint holds, as the class makes them. Raises ModelError where it makes none."""
         makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
         for path, module in self._model.named_modules():
             missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
@@ -244,7 +245,11 @@ class AdaptedDecoder(Decoder):
                 setattr(module, name, torch.zeros_like(buffer, device=self.device))
             if missing:
                 nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
-                makers[nearest]._init_weights(module)
+                try:
+                    makers[nearest]._init_weights(module)
+                except Exception as error:  # whatever it makes of config.json's numbers
+                    what = f"transformers' {type(self._model).__name__} does not make {path}.{missing[0][0]}"
+                    raise ModelError(f"model: {what}: {in_one_line(error)}") from error
 
     def _others(self) -> ParameterTable:
         """The parameters that stay in modules of the class."""

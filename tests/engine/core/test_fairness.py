@@ -335,3 +335,21 @@ def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch
     line.queue.charge(running.request, prompt_tokens=5)
     assert line.queue.rank(running) < line.queue.rank(Sequence(request("y", "greedy"), 1, 4)), "most served: remembered"
     assert line.pop().request.tenant == "waits"
+
+
+def test_streams_beyond_a_short_step_go_on_too() -> None:
+    """The last ones had no token while something urgent came again and again."""
+    options = {"num_blocks": 200, "block_size": 16, "max_model_len": 100, "max_num_batched_tokens": 512}
+    some = Scheduler(max_num_seqs=SHORT + 11, **options)
+    calm = SamplingParams(max_tokens=40, ignore_eos=True)
+    for index in range(SHORT + 10):
+        some.add(Request(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))
+    got = Counter[str]()
+    for step in range(30):
+        if step == 5:
+            some.add(Request(id="urgent", prompt_ids=[1], params=SamplingParams(max_tokens=1), seed=0))
+        batch = some.schedule()
+        assert batch is not None
+        some.apply(batch, StepOutput({row.request_id: [5] for row in batch.rows if row.sample}, {}, {}, {}, {}))
+        got.update(output.id for output in some.take_outputs())
+    assert min(got[f"calm{index}"] for index in range(SHORT + 10)) >= 28

@@ -229,6 +229,17 @@ def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
     assert run(engine_of(tmp_path, max_model_len=64), requests(max_tokens=3))["1"].ids
 
 
+@pytest.mark.parametrize(
+    ("value", "said"), [(float("nan"), "does not make model.embed_tokens"), ("wide", "expected float, got str")]
+)
+def test_a_number_of_which_the_class_makes_nothing_is_one_line(value: object, said: str, tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, "gemma4_text")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"initializer_range": value}))
+    with pytest.raises(ModelError, match=f"^model: [^\n]*{said}[^\n]*$"):
+        engine_of(tmp_path)
+
+
 def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "bart")
     file = tmp_path / "config.json"

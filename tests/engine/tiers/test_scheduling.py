@@ -75,9 +75,8 @@ TestLargePages.settings = settings(max_examples=examples(25), stateful_step_coun
 
 
 def scheduler(device: FakeDevice, tier: Tier, **options: int) -> Scheduler:
-    defaults = {"num_blocks": NUM_BLOCKS, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
-    tiers = tiers_of(device, [tier])
-    return Scheduler(block_size=BLOCK, max_model_len=CONTEXT, tiers=tiers, **defaults | options)
+    defaults = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
+    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier]), **defaults | options)
 
 
 def request(name: str, prompt: list[int], **params: object) -> Request:
@@ -252,6 +251,20 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     some.pool.forget()
     tier.pages.clear()
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
+
+
+@pytest.mark.usefixtures("inline")
+def test_what_a_step_copies_from_is_not_filled_by_a_load_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large page, nobody's, one sequence copies the beginning; the next one's load would get that page first."""
+    monkeypatch.setattr(loads, "ThreadPoolExecutor", Inline)
+    device = FakeDevice(12)
+    some = scheduler(device, Dictionary(), num_blocks=3, block_size=12, prefix_piece=2)
+    run(some, device, request("loaded", A[:13], max_tokens=1))
+    some.pool.forget()
+    run(some, device, request("short", B[:7], max_tokens=1))
+    run(some, device, request("other", C[:13], max_tokens=1))
+    some.add(request("forks", [*B[:6], 9], max_tokens=1))
+    assert run(some, device, request("loads", [*A[:12], 9], max_tokens=1)) == {"forks": 6, "loads": 12}
 
 
 def test_a_page_is_copied_before_it_is_overwritten() -> None:
