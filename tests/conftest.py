@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -74,3 +75,13 @@ def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
 def pytest_timeout_cancel_timer() -> Generator[None, Any, Any]:
     faulthandler.cancel_dump_traceback_later()
     return (yield)
+
+
+@pytest.fixture
+def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A plan measures this machine once, which takes seconds, and says so: here it has been."""
+    from quire.server.cli.plan.rates import machine_key
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))
+    (cache / "quire").mkdir()
+    (cache / "quire" / "rates.json").write_text(json.dumps({machine_key(): {"bandwidth": 20e9, "flops": 1e11}}))

@@ -85,6 +85,7 @@ def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
+@pytest.mark.usefixtures("kept_rates")
 def test_plan_reads_it_or_says_in_one_line_why_not(
     broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

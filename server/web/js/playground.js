@@ -1,6 +1,5 @@
 // The playground: a conversation, or a text that the model continues.
 
-import { call } from "./api.js";
 import { ask, leftStream, takeUp } from "./answer.js";
 import { Completion } from "./completion.js";
 import { Composer } from "./draft/composer.js";
@@ -256,7 +255,7 @@ export class Playground {
     if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
-  /** Sends one request, or takes up a stream, and reads its answer to the end; the error, if any. `draw` shows the progress. */
+  /** Sends one request, or takes up a stream, and reads its answer to the end; the error, if any. `draw` shows it. */
   async #run(mode, body, message, draw, stream = null) {
     const { talk } = this;
     const running = (this.running = new AbortController());

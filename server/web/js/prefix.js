@@ -74,7 +74,9 @@ function reasons({ missed, missed_tokens: tokens, missed_seconds: seconds, neare
 /** The text around the first difference; only its own tenant is told it. */
 function difference(nearest) {
   if (nearest?.was === undefined) return null;
-  const line = (label, kind, text) =>
-    el("div", {}, el("span", { class: "note" }, label), el("code", {}, `…${nearest.before}`, el("mark", { class: kind }, text)));
+  const line = (label, kind, text) => {
+    const code = el("code", {}, `…${nearest.before}`, el("mark", { class: kind }, text));
+    return el("div", {}, el("span", { class: "note" }, label), code);
+  };
   return el("div", { class: "prefix-difference" }, line("Before", "was", nearest.was), line("Now", "now", nearest.now));
 }

@@ -49,6 +49,8 @@ from tests import tiny_models, tiny_vision
 from tests.engine.ranks import thread_ranks
 from tests.tiny_encoders import save_tiny_encoder
 
+pytestmark = pytest.mark.usefixtures("kept_rates")
+
 __all__ = ["thread_ranks"]
 DEEPSEEK_CODER = {
     "model_type": "llama",
@@ -69,14 +71,6 @@ LLAMA_70B = DEEPSEEK_CODER | {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-
-
-@pytest.fixture(autouse=True)
-def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A plan measures this machine once, which takes seconds: here it has been."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))
-    (cache / "quire").mkdir()
-    (cache / "quire" / "rates.json").write_text(json.dumps({machine_key(): {"bandwidth": 20e9, "flops": 1e11}}))
 
 
 def test_a_plan_for_this_machine_says_how_fast_it_is(
