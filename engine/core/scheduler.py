@@ -11,7 +11,8 @@ freed while a step is under way may be handed out at once.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+
+import msgspec
 
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row, StepOutput
@@ -105,7 +106,7 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
-            **asdict(self._counts),
+            **msgspec.structs.asdict(self._counts),
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
@@ -100,9 +99,9 @@ _COUNTERS = (
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a scheduler counts from its start on, under the names of EngineStats."""
+class Counts(msgspec.Struct):
+    """What a scheduler counts from its start on, under the names of EngineStats. Its list is replaced, not changed: a
+    snapshot keeps it."""
 
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -110,15 +109,14 @@ class Counts:
     steps: int = 0
     drafts: int = 0
     draft_tokens: int = 0
-    accepted_drafts: list[int] = field(default_factory=list)
+    accepted_drafts: list[int] = []
 
     def count_drafts(self, drafts: int, accepted: int) -> None:
         """One row's drafts, and how many of them were accepted."""
         self.drafts += 1
         self.draft_tokens += drafts
-        self.accepted_drafts += [0] * (drafts - len(self.accepted_drafts))
-        for place in range(accepted):
-            self.accepted_drafts[place] += 1
+        places = [*self.accepted_drafts, *[0] * (drafts - len(self.accepted_drafts))]
+        self.accepted_drafts = [count + (place < accepted) for place, count in enumerate(places)]
 
 
 class SequenceSnapshot(msgspec.Struct, frozen=True):

@@ -94,7 +94,13 @@ class DeviceChanges:
         there = upload([index, slot, position, num_prompt, *by], logits.device)
         penalize(logits, rows[0][1].table, *there, longest=int(position.max()))
 
-    def unpack(self, words: Tensor) -> Tensor:
+    def constrain(self, logits: Tensor, mask: GrammarMask, unmodified: Tensor | None) -> None:
+        rows, words = upload([np.array(mask.rows), mask.words], logits.device)
         places = torch.arange(8, dtype=torch.uint8, device=words.device)
         bits = words.view(torch.uint8)[:, :, None].bitwise_right_shift(places).bitwise_and_(1)
-        return bits.flatten(1).view(torch.bool)
+        allowed = bits.flatten(1).view(torch.bool)[:, : logits.shape[1]]
+        found = torch.where(allowed, logits[rows], -torch.inf)
+        if unmodified is not None:
+            stuck = found.amax(-1, keepdim=True) == -torch.inf
+            found = torch.where(stuck & allowed, unmodified[rows], found)
+        logits[rows] = found

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from quire.engine.core.batch import Admission, Failure, Row
 from quire.engine.errors import InvalidRequest, Overloaded, QuireError
@@ -190,16 +188,3 @@ def _fill_after(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) ->
         if ahead.is_error() or ahead.is_stopped():  # where nothing but the end may follow, it has stopped already
             break
     return not worn_out(ahead)
-
-
-def constrain(adjusted: Tensor, unmodified: Tensor, allowed: Tensor) -> Tensor:
-    """Logits [R, vocab] with -inf where allowed [R, vocab] is false.
-
-    Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
-    grammar wins: that row takes its unmodified logits.
-    """
-    found = torch.where(allowed, adjusted, -torch.inf)
-    stuck = found.amax(-1, keepdim=True) == -torch.inf
-    if found.device.type == "cpu" and not bool(stuck.any()):  # on a GPU the host would have to wait for this
-        return found
-    return torch.where(stuck & allowed, unmodified, found)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.types import SamplingParams, ThinkingBudget
-from quire.engine.worker.sampling.grammar import GrammarMask, constrain
+from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.transfer import upload
 
 
@@ -135,22 +135,21 @@ class LogitChanges(Protocol):
     def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
         """Apply the penalties of these rows, which all have some."""
 
-    def unpack(self, words: Tensor) -> Tensor:
-        """GrammarMask.words [R, words] as [R, 32 * words] bool."""
+    def constrain(self, logits: Tensor, mask: GrammarMask, unmodified: Tensor | None) -> None:
+        """-inf to what the mask does not allow in its rows.
+
+        Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows,
+        the grammar wins: such a row takes its `unmodified` logits [R, vocab], which are None where nothing is banned.
+        """
 
 
 def change_logits(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None, changes: LogitChanges) -> None:
     """Apply the rules of every row to its logits [R, vocab] float32, in place, then the grammars' mask."""
     ruled = [(index, row) for index, row in enumerate(rows) if not row.rules.plain]
-    if mask is None:
-        _apply_rules(logits, ruled, changes)
-        return
-    masked, words = upload([np.array(mask.rows), mask.words], logits.device)
-    adjusted = unmodified = logits[masked]
-    if ruled:
-        _apply_rules(logits, ruled, changes)
-        adjusted = logits[masked]
-    logits[masked] = constrain(adjusted, unmodified, changes.unpack(words)[:, : logits.shape[1]])
+    unmodified = logits.clone() if ruled and mask is not None else None
+    _apply_rules(logits, ruled, changes)
+    if mask is not None:
+        changes.constrain(logits, mask, unmodified)
 
 
 def _apply_rules(logits: Tensor, rows: list[Numbered], changes: LogitChanges) -> None:

@@ -30,7 +30,7 @@ from quire.engine.text.grammar import (
 )
 from quire.engine.types import Grammar, Request, SamplingParams
 from quire.engine.worker.sampling.device_sampler import DeviceChanges
-from quire.engine.worker.sampling.grammar import SlotGrammars, constrain
+from quire.engine.worker.sampling.grammar import GrammarMask, SlotGrammars
 from quire.engine.worker.sampling.sampler import HostChanges
 from quire.engine.worker.sampling.sampling_rules import LogitChanges
 from tests.engine.harness import Answer, request, run
@@ -410,19 +410,17 @@ def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
         GrammarCompiler(Vocabulary("{}", 320, (1,)))
 
 
-def test_a_mask_allows_only_its_tokens() -> None:
-    logits = torch.arange(140, dtype=torch.float32).reshape(2, 70)
-    mask = torch.zeros(2, 70, dtype=torch.bool)
-    mask[0, 5] = mask[0, 67] = mask[1, 63] = True
-    banned = logits.clone()
-    banned[1, 63] = -torch.inf
-    allowed = constrain(banned, logits, mask)
-    assert allowed.isfinite().nonzero().tolist() == [[0, 5], [0, 67], [1, 63]]
-    assert allowed[1, 63] == logits[1, 63], "when bans leave no token that the grammar allows, the grammar wins"
-
-
 @pytest.mark.parametrize("changes", [HostChanges(), DeviceChanges()], ids=["host", "device"])
-def test_bits_are_tokens_the_lowest_first(changes: LogitChanges) -> None:
-    words = torch.tensor([[1 << 5, 0, 1 << 3 | 1 << 6], [0, -(1 << 31), -1]], dtype=torch.int32)
-    wanted = [{5, 67, 70}, {63, *range(64, 96)}]
-    assert [set(row.nonzero().flatten().tolist()) for row in changes.unpack(words)] == wanted
+def test_a_mask_allows_only_its_tokens(changes: LogitChanges) -> None:
+    """The lowest bit of a word is its first token; rows without a grammar stay as they are."""
+    unmodified = torch.arange(3 * 100, dtype=torch.float32).reshape(3, 100)
+    words = np.array([[1 << 5, 0, 1 << 3 | 1 << 6, 0], [0, -(1 << 31), -1, 0]], dtype=np.int32)
+    allowed = [{5, 67, 70}, {63, *range(64, 96)}]
+    banned = unmodified.clone()
+    banned[2, 63:96] = -torch.inf
+    for before in (None, unmodified):
+        logits = unmodified.clone() if before is None else banned.clone()
+        changes.constrain(logits, GrammarMask([0, 2], words), before)
+        assert [set(logits[row].isfinite().nonzero().flatten().tolist()) for row in (0, 2)] == allowed
+        assert logits[1].equal(unmodified[1])
+        assert logits[2, 63] == unmodified[2, 63], "when bans leave nothing that the grammar allows, the grammar wins"
