@@ -77,7 +77,8 @@ class Sessions:
         self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
         pool.give_up = self._give_up
         self._named: dict[str, Session] = {}
-        self._by_tail: dict[bytes, Session] = {}
+        self._by_tail: dict[tuple[str, bytes], Session] = {}
+        """By tenant and `tail`: prompts of several tenants may have the same pages."""
         self._all: OrderedDict[Session, None] = OrderedDict()
         """The one that was used last at the end."""
         self._going: dict[str, Session] = {}
@@ -136,10 +137,9 @@ class Sessions:
         session.turns += request.id != session.latest  # one that was preempted takes the same turn again
         session.latest, session.left = request.id, self._clock()
         session.seconds = request.keep_seconds or KEEP_SECONDS
-        if self._by_tail.get(session.tail) is session:
-            del self._by_tail[session.tail]
+        self._forget_tail(session)
         session.tail = digests[-1]
-        self._by_tail[session.tail] = session
+        self._by_tail[session.tenant, session.tail] = session
         if session.name is not None:
             self._named[session.name] = session
         if session.turns > 1 or session.name is not None or request.keep_seconds:
@@ -159,7 +159,8 @@ class Sessions:
         name = _name(seq)
         if name is not None and (found := self._named.get(name)) is not None:
             return found
-        before = next((found for digest in reversed(digests) if (found := self._by_tail.get(digest))), None)
+        tails = ((seq.request.tenant, digest) for digest in reversed(digests))
+        before = next((found for tail in tails if (found := self._by_tail.get(tail))), None)
         if before is None or name is None or before.name == name:
             return before
         if before.name is not None:
@@ -212,10 +213,13 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         self._give_back(session, len(session.pages))
         del self._all[session]
-        if self._by_tail.get(session.tail) is session:
-            del self._by_tail[session.tail]
+        self._forget_tail(session)
         if session.name is not None and self._named.get(session.name) is session:
             del self._named[session.name]
+
+    def _forget_tail(self, session: Session) -> None:
+        if self._by_tail.get((session.tenant, session.tail)) is session:
+            del self._by_tail[session.tenant, session.tail]
 
 
 def _name(seq: Sequence) -> str | None:

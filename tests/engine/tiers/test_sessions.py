@@ -72,6 +72,18 @@ def test_a_conversation_from_its_second_turn_on_outlives_prompts_that_nobody_goe
     assert house.cached(12, of=1) == 0
 
 
+def test_a_tenant_that_sends_what_another_sent_takes_over_nothing_of_its_conversation() -> None:
+    house = House()
+    house.turn(4, of=1, tenant="a")
+    house.turn(6, of=1, tenant="a")
+    house.turn(6, of=1, tenant="b")
+    house.turn(9, of=1, tenant="b", session="mine")
+    first, second = house.sessions.known
+    assert (first.tenant, first.name, len(first.pages)) == ("a", None, 6)
+    assert second.tenant == "b"
+    assert len(second.pages) == 9
+
+
 def test_one_with_an_id_is_kept_from_its_first_turn_and_found_though_its_text_was_rewritten() -> None:
     house = House()
     house.turn(8, of=1, session="a")
