@@ -176,6 +176,13 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
     )
+    decode_context_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="With the value of --tensor-parallel-size, its processes divide sequences' tokens among them, "
+        "not its key-value heads",
+    )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
     )
@@ -227,6 +234,11 @@ class EngineConfig(BaseModel):
         return self.model_copy(update={"quantization": None})
 
     @property
+    def divides_tokens(self) -> bool:
+        """Whether the ranks divide sequences' tokens."""
+        return self.decode_context_parallel_size > 1
+
+    @property
     def ranks(self) -> int:
         """Processes that compute one engine's model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -269,6 +281,11 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def with_nodes(self) -> EngineConfig:
+        if self.divides_tokens and self.decode_context_parallel_size != self.tensor_parallel_size:
+            raise ValueError(
+                f"decode_context_parallel_size: all ranks of tensor_parallel_size, {self.tensor_parallel_size}, divide "
+                f"the tokens, or none (1), not {self.decode_context_parallel_size} of them"
+            )
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank: machine {self.node_rank} is none of the {self.nnodes} of nnodes, from 0 on")
         if self.nnodes == 1:

@@ -260,6 +260,20 @@ class Operations(ABC):
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
 
+    def divided_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        softmax: Softmax,
+        group: Collective,
+    ) -> Tensor:
+        """The same of ranks that divide every sequence's tokens (`Backend.divided`): q [T, H / ranks, D] of this rank's
+        heads, caches of all K heads for its tokens; slots below 0 are those of others' tokens. `softmax.bias` is of all
+        heads, `softmax.sinks` of this rank's. With the bits that one process has. Raises RankEnded."""
+        raise NotImplementedError
+
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
@@ -294,6 +308,11 @@ class Backend(Operations):
     """Tokens in a page."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
+
+    def divided(self, ranks: int) -> Backend | None:
+        """The same for so many ranks that divide every sequence's tokens: a page has as many for each of them. None
+        where the backend cannot."""
+        return None
 
     @abstractmethod
     def description(self) -> str:

@@ -13,7 +13,7 @@ from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, times
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, attend, times
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
@@ -101,7 +101,8 @@ class Attention(Part):
         rms = NormSpec(spec.norm.eps, spec.norm.offset)
         self._head_norms = NormWeights({} if spec.qk_norm is None else head_norms, making.dtype, rms)
         self._sinks: Tensor | None = None
-        self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, heads)
+        biased = range(spec.num_heads) if shard.divides_tokens else heads
+        self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, biased)
 
     def parameters(self) -> ParameterTable:
         norms = self._norms.parameters() | self._head_norms.parameters()
@@ -126,7 +127,8 @@ class Attention(Part):
     def page_formula(self) -> str:
         dim, kind, beside = self._spec.head_dim, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
         head = f"({dim} + {beside})" if beside else f"{dim}"
-        return f"2 x {self._making.backend.block_size} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
+        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
+        return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         if self._spec.input_size is None:
@@ -138,7 +140,7 @@ class Attention(Part):
         if metadata.axes is not None and self._spec.axes is not None:
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
         q = run.rope_store(run.apply(self._qkv.packed, x, context), rope, k_cache, v_cache, turned)
-        attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax)
+        attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
         if (seen := metadata.together) is not None:
             both_ways = replace(self._softmax, ahead=None)
             attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)

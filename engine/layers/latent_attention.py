@@ -15,7 +15,7 @@ from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, attend
 from quire.kernels.backend import Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.latents.latent import Latent
@@ -123,7 +123,8 @@ class LatentAttention(Part):
     def page_formula(self) -> str:
         spec, kind, beside = self._spec, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
         numbers = f"({spec.latent} latent + {spec.rotated} rotated{f' + {beside}' if beside else ''})"
-        return f"{self._making.backend.block_size} tokens x {numbers} x {kind.itemsize} B"
+        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
+        return f"{tokens} tokens x {numbers} x {kind.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         assert self._absorb is not None, "weights are not loaded"
@@ -136,7 +137,7 @@ class LatentAttention(Part):
         q = run.apply(self._absorb, run.apply(self._q.packed, low, context), context)
         kv = run.apply(self._kv.packed, x, context)
         q = run.latent_store(q, kv, self._latent, cache, metadata)
-        attended = run.paged_attention(q, cache, cache, metadata, self._softmax).flatten(1)
+        attended = attend(run, self._making.shard, q, (cache, cache), metadata, self._softmax).flatten(1)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
         values = run.apply(self._expand, attended, context)

@@ -20,6 +20,7 @@ from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
 from quire.kernels.kv_codes import KVScales
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,16 @@ class PartSpec(ABC):
     @abstractmethod
     def indivisible(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""
+
+
+def attend(
+    run: Operations, shard: Shard, q: Tensor, caches: tuple[Tensor, Tensor], metadata: AttentionMetadata, rule: Softmax
+) -> Tensor:
+    """Operations.paged_attention of this rank's heads q [T, H, D], whoever keeps which keys and values."""
+    if shard.divides_tokens:
+        assert shard.group is not None
+        return run.divided_attention(q, *caches, metadata, rule, shard.group)
+    return run.paged_attention(q, *caches, metadata, rule)
 
 
 def times(run: Operations, x: Tensor, factor: float) -> Tensor:

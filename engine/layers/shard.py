@@ -102,6 +102,8 @@ class Shard:
     count: int = 1
     group: Collective | None = None
     """None: there is one rank, which has all."""
+    divides_tokens: bool = False
+    """Each rank keeps all heads of some of a sequence's tokens, not some heads of all: decode context parallelism."""
 
     def span(self, size: int) -> range:
         """This rank's part of so many things: consecutive, and of equal numbers where that is possible."""
@@ -109,7 +111,9 @@ class Shard:
 
     def kv_heads(self, heads: int) -> range:
         """The key-value heads that this rank's query heads read; where there are more ranks than heads, several ranks
-        have the same one."""
+        have the same one. All, where ranks divide the tokens."""
+        if self.divides_tokens:
+            return range(heads)
         return self.span(heads) if heads >= self.count else range(first := self.rank * heads // self.count, first + 1)
 
     def outs(self, size: int) -> Cut:
@@ -119,6 +123,10 @@ class Shard:
     def ins(self, size: int) -> Cut:
         """Of a linear of so many inputs, whose results are summed."""
         return Cut(ins=self.span(size), biased=self.rank == 0) if self.count > 1 else WHOLE_LINEAR
+
+    def page_tokens(self, whole: int) -> int:
+        """How many of a page's tokens this rank keeps."""
+        return whole // self.count if self.divides_tokens else whole
 
     def heads(self, heads: range, head_dim: int) -> Cut:
         """Of a linear whose outputs are heads."""

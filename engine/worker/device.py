@@ -16,6 +16,7 @@ import torch
 
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
@@ -23,6 +24,7 @@ from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
+from quire.engine.models.adapted.spec import AdaptedSpec
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
@@ -189,7 +191,29 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     dtype, changed = choose_dtype(config, model_config, device)
     spec = decoder_spec(replace(model_config, context=config.max_model_len))
     check_attention(device, model_config, spec)
-    return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
+    backend, why = choose_backend(config, device, dtype, spec, tried=tried)
+    if config.divides_tokens:
+        backend = dividing_tokens(config, device, spec, backend)
+    return Chosen(spec, device, dtype, changed, backend, why)
+
+
+def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:
+    """The backend for ranks that divide every sequence's tokens. Raises ConfigError where they cannot."""
+    param, asked, wrong = "decode_context_parallel_size", config.speculative_config, None
+    divided = backend.divided(config.decode_context_parallel_size)
+    if device.type != "cpu" or divided is None:
+        wrong = f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})"
+    elif isinstance(spec, AdaptedSpec):
+        wrong = "a model by transformers' classes keeps its own keys and values; see --model-impl"
+    elif not all(isinstance(each, PagedState) for each in spec.states):
+        wrong = "layers that keep a state of a whole sequence cannot divide its tokens"
+    elif config.nnodes > 1:
+        wrong = "ranks of one machine alone divide tokens so far (nnodes)"
+    elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
+        wrong = f"speculative_config: {asked.method!r} has pages of its own; ngram, suffix and grammar have none"
+    if wrong is not None or divided is None:
+        raise ConfigError(f"{param}: {wrong}", param=param)
+    return divided
 
 
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:

@@ -65,14 +65,16 @@ class Slots:
         groups: int = 1,
         states: Sequence[Pages] = (),
         drafts: int = 0,
+        own: range | None = None,
     ) -> None:
         """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
         the device too; `decode_inputs` needs both. `groups`: of layers that have pages of their own; for each
         block_size tokens a table has a page of each of them, side by side. `states`: what layers keep in slots, as
-        allocate_states made it for so many `drafts`."""
+        allocate_states made it for so many `drafts`. `own`: the tokens of each page that this rank keeps; None: all."""
         self.states, self._most_drafts = states, drafts
         self._keeps_guesses = drafts > 0 and any(states)
         self.block_size = block_size
+        self.own = range(block_size) if own is None else own
         self.device = device
         self.groups = groups
         self.scratch_slot = num_slots
@@ -233,9 +235,7 @@ class Slots:
         positions += np.arange(len(positions))
         page = positions // self.block_size
         tables = self._blocks.reshape(len(self._blocks), -1, self.groups)
-        stored = tables[owner, page].astype(np.int64)
-        stored *= self.block_size
-        stored += (positions - page * self.block_size)[:, None]
+        stored = self._stored(tables[owner, page].astype(np.int64), positions - page * self.block_size)
         longest = int(contexts.max())
         tables = tables[slots, : -(-longest // self.block_size)]
         starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
@@ -274,6 +274,15 @@ class Slots:
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
+
+    def _stored(self, pages: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """AttentionMetadata.slots, by group, of tokens at these places [T] of their pages [T, groups], which it
+        overwrites; -1: other ranks keep it."""
+        pages *= len(self.own)
+        pages += (places - self.own.start)[:, None]
+        if len(self.own) < self.block_size:
+            pages[(places < self.own.start) | (places >= self.own.stop)] = -1
+        return pages
 
     def _guessed(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None

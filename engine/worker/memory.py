@@ -215,10 +215,12 @@ def copy_slot(states: Sequence[Pages], copy: SlotCopy) -> None:
         each[copy.target] = each[copy.source]
 
 
-def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:
-    """Only for large pages of block_size tokens, which lie token by token, or piece by piece, in every layout."""
+def copy_page(pages: Sequence[Tensor], copy: PageCopy, own: range) -> None:
+    """Only for large pages, of whose tokens these are `own`: they lie token by token, or piece by piece, in every
+    layout."""
+    count = len(own[: max(copy.tokens - own.start, 0)])
     for each in pages:
-        end = copy.tokens * each.shape[2] // block_size
+        end = count * each.shape[2] // len(own)
         each[:, copy.target, :end] = each[:, copy.source, :end]
 
 

@@ -110,9 +110,9 @@ class Runner:
     def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
         for copy in batch.copies:
-            copy_page(self._pages, copy, self._slots.block_size)
+            copy_page(self._pages, copy, self._slots.own)
             if self._heads is not None:
-                copy_page(self._heads.pages, copy, self._slots.block_size)
+                copy_page(self._heads.pages, copy, self._slots.own)
         for slots in batch.slot_copies:
             copy_slot(self._slots.states, slots)
         self._slots.put_drafts(batch.rows)

@@ -32,6 +32,7 @@ from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
 from quire.kernels.cpu.latents import latent as latents
+from quire.kernels.cpu.paged import attended, attended_over_ranks
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
@@ -45,7 +46,8 @@ from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)
-_ALL = 2**31 - 1
+_PIECE, _TILE = 16, 256
+"""Tokens of a block, and of what attention merges in order (attention_tile.h)."""
 _MOST_EXPERTS = 1024
 _MOST_TOKENS = 2**19
 """From this size of a vocabulary on, the reference draws."""
@@ -53,7 +55,7 @@ _MOST_TOKENS = 2**19
 
 class Cpu(Reference):
     name = "cpu"
-    block_size = 16
+    block_size = _PIECE
     keeps_bits = True
     library: native.Native
     """The compiled kernels; there are none where something is `missing`."""
@@ -69,6 +71,11 @@ class Cpu(Reference):
         """Why there are no compiled kernels, in one line; None where there are."""
         if not isinstance(found, str):
             self.library = found
+
+    def divided(self, ranks: int) -> Cpu:
+        made = Cpu(self.library, deterministic=self.deterministic, activation_bits=self.activation_bits)
+        made.block_size = _TILE * ranks
+        return made
 
     @property
     def isa(self) -> str:
@@ -94,14 +101,16 @@ class Cpu(Reference):
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """[pages, kv_heads, bytes or numbers of a head]; the last axis is laid out as kernels/cpu/layout.h says, of
-        codes as kernels/cpu/kv_codes.h does."""
+        codes as kernels/cpu/kv_codes.h does. Where ranks divide the tokens, [pages, pieces of 16 tokens, kv_heads, ...]
+        of this rank's."""
         if dtype not in self.library.paged_attention and dtype not in KV_CODES:
             raise TypeError(
                 f"the CPU kernels keep KV in float32, bfloat16 or 8 bits, not {dtype}; backend 'reference' takes any"
             )
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, not {head_dim}")
-        return (num_blocks, kv_heads, self.block_size * (head_dim + scale_elements(dtype)))
+        pieces = () if self.block_size == _PIECE else (_TILE // _PIECE,)
+        return (num_blocks, *pieces, kv_heads, _PIECE * (head_dim + scale_elements(dtype)))
 
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
@@ -119,36 +128,20 @@ class Cpu(Reference):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         _check_cache(q, k_cache, v_cache)
-        q = q.contiguous()
-        out = q.new_empty((*q.shape[:2], softmax.values or q.shape[2]))
-        table, pages = metadata.block_table, k_cache.shape[0]
-        _, heads, head_dim = q.shape
-        lengths = (metadata.query_start, metadata.context_lens)
-        sizes = (
-            table.shape[1],
-            k_cache.stride(0),
-            v_cache.stride(0),
-            pages,
-            len(table),
-            heads,
-            k_cache.shape[1],
-            head_dim,
-        )
-        ahead = _ALL if softmax.ahead is None else softmax.ahead
-        rules = (
-            softmax.scale,
-            softmax.window or 0,
-            softmax.softcap or 0.0,
-            ahead,
-            *native.bias_arguments(softmax.bias),
-        )
-        beside = (native.sinks_address(softmax.sinks, heads), softmax.values or 0)
-        held = native.kv_format(k_cache, softmax.kv_scales)
-        pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
-        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
-        if outside:
-            raise IndexError(f"block table names a page outside the {pages} pages of the cache")
-        return out
+        return attended(self.library, q, (k_cache, v_cache), metadata, softmax)
+
+    def divided_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        softmax: Softmax,
+        group: Collective,
+    ) -> Tensor:
+        _check_cache(q, k_cache, v_cache)
+        assert isinstance(group, collective.SharedCollective)
+        return attended_over_ranks(self.library, q, (k_cache, v_cache), metadata, softmax, group)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         kernel = self.library.layer_norm.get(x.dtype)
@@ -239,6 +232,7 @@ class Cpu(Reference):
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         _check_cache(qkv, k_cache, v_cache)
+        k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
         qkv = qkv.contiguous()
         pages, kv_heads, _ = k_cache.shape
         tokens, width = qkv.shape
@@ -260,6 +254,7 @@ class Cpu(Reference):
 
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         _check_cache(q, cache, cache)
+        cache = native.in_pieces(cache)
         return latents.stored(self.library, q, kv, latent, cache, (metadata.positions, metadata.slots))
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:

@@ -181,7 +181,13 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                         const int32_t* table, long table_stride, long key_stride, long value_stride,   \
                                         long pages, int sequences, int heads, int kv_heads, int dim, float scale,      \
                                         int window, float softcap, int ahead, const float* bias, long bias_stride,     \
-                                        long bias_center, const float* sinks, int values_dim, int threads);
+                                        long bias_center, const float* sinks, int values_dim, int threads);            \
+  EXPORTED int ranks_attention_##suffix(                                                                               \
+      Collective* group, void* out, const void* query, const void* keys, const void* values, const KVFormat* format,   \
+      const int32_t* starts, const int32_t* contexts, const int32_t* table, long table_stride, long key_stride,        \
+      long value_stride, long pages, int sequences, int heads, int kv_heads, int dim, float scale, int window,         \
+      float softcap, const float* bias, long bias_stride, long bias_center, const float* sinks, int values_dim,        \
+      int threads);
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 
@@ -217,6 +223,7 @@ struct Kernels;
     static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
+    static constexpr auto ranks_attention = ranks_attention_##suffix;                                                  \
   };
 KERNELS(f32, float)
 KERNELS(bf16, bf16)

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 constexpr int kBlock = 16;
+constexpr int64_t kElsewhere = -1;  // the slot of a token that another rank keeps: ranks/divided_attention.cpp
 
 template <class T>
 constexpr int kPack = 4 / static_cast<int>(sizeof(T));

@@ -133,6 +133,11 @@ def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
     return None if held is None else KVFormat(held, scales.key, scales.value)
 
 
+def in_pieces(cache: Tensor) -> Tensor:
+    """A cache of keys or values as kernels take it, also where its pages have several pieces."""
+    return cache if cache.ndim == 3 else cache.flatten(0, 1)
+
+
 def bias_arguments(bias: Tensor | None) -> tuple[int | None, int, int]:
     """Softmax.bias as the kernel takes it: where it is, its rows' stride, and the column of distance 0."""
     if bias is None:
@@ -188,6 +193,10 @@ SIGNATURES = {
     "paged_attention": [
         *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
         *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+    ],
+    "ranks_attention": [
+        *[*[_POINTER] * 9, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
+        *[_POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
     ],
     "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
     "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],

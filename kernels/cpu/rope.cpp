@@ -102,6 +102,7 @@ void rope_token(const Projection<T>& p, long token) {
     norm_and_rotate(row + h * p.dim, head, p.dim, query + h * p.dim);
     if (p.norm == kWhole && head.weight) head.weight += p.dim;
   }
+  if (p.slots[token] == kElsewhere) return;
   const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
   T* rotated = reinterpret_cast<T*>(scratch(p.dim * (sizeof(T) + 1)));
   auto* codes = reinterpret_cast<uint8_t*>(rotated + p.dim);
@@ -115,7 +116,7 @@ void rope_token(const Projection<T>& p, long token) {
 
 bool slots_valid(const int64_t* slots, long tokens, long pages) {
   for (long t = 0; t < tokens; ++t)
-    if (slots[t] < 0 || slots[t] >= pages * kBlock) return false;
+    if (slots[t] < kElsewhere || slots[t] >= pages * kBlock) return false;
   return true;
 }
 
@@ -133,7 +134,7 @@ int store_kv(const T* k, const T* v, const Projection<T>& p, long tokens, long p
   if (!slots_valid(p.slots, tokens, pages)) return 1;
   auto* codes = reinterpret_cast<uint8_t*>(scratch(p.dim));
   for (long t = 0; t < tokens; ++t)
-    for (int h = 0; h < p.kv_heads; ++h) {
+    for (int h = 0; h < p.kv_heads && p.slots[t] != kElsewhere; ++h) {
       const long from = (t * p.kv_heads + h) * p.dim;
       store_head(k + from, v + from, p, p.slots[t], h, codes);
     }

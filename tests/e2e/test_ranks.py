@@ -71,7 +71,9 @@ def started(tmp_path: Path) -> Iterator[Start]:
 
     def start(ranks: int, *, how: str = "tensor", wait: bool = True) -> tuple[Server, str]:
         mark = uuid.uuid4().hex
-        divided = (f"--{how}-parallel-size", str(ranks), "--threads", str(ranks), "--tool-call-parser", "hermes")
+        divided = [f"--{how}-parallel-size", str(ranks), "--threads", str(ranks), "--tool-call-parser", "hermes"]
+        if how == "decode-context":
+            divided += ["--tensor-parallel-size", str(ranks)]
         servers.append(Server(tmp_path / "log", *divided, env={"TEST_MARK": mark}, wait=wait))
         return servers[-1], mark
 
@@ -82,9 +84,11 @@ def started(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.slow
-def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
+@pytest.mark.parametrize("dividing", [1, 2], ids=["heads", "tokens"])
+def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
-    made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": dividing}
+    made = Engine(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
     expected = run(Engine(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
     assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
     assert isinstance(made.runner, SpmdRunner)
@@ -119,7 +123,9 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "ranks"), [("tensor", 2), ("pipeline", 2), *nightly(("tensor", 4), ("pipeline", 3))])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("tensor", 2), ("pipeline", 2), *nightly(("tensor", 4), ("pipeline", 3), ("decode-context", 2))]
+)
 async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: Start) -> None:
     server, mark = started(ranks, how=how)
     limits = httpx.Limits(max_connections=STREAMS + 1)

@@ -36,7 +36,8 @@ def make_room(
     capture = choose_capture(config, backend, device) if graphs else None
     scratch = None if capture is None else pages
     held = allocate_explained(loaded.model, pages + (scratch is not None))
-    size = backend.block_size
+    size, shard = backend.block_size, loaded.model.shard
+    own = shard.page_tokens(size)
     drafts = most_drafts(config)
     with explained(f"the states of {shares.sequences} sequences", "max_num_seqs", "Lower it"):
         states = allocate_states(loaded.model, shares.slots, drafts)
@@ -49,5 +50,6 @@ def make_room(
         groups=groups,
         states=states,
         drafts=drafts,
+        own=range(own * shard.rank, own * (shard.rank + 1)) if own < size else None,
     )
     return Room(capture, held, slots)

@@ -153,7 +153,9 @@ class TensorRank(Rank):
         config, chosen = self._config, self._chosen
         address = config.master_addr if self._here is None else self._here.address
         self._group = meet(start, config, chosen, address)
-        loaded = load(_nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group))
+        loaded = load(
+            _nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group, config.divides_tokens)
+        )
         if config.speculative_config is not None and config.speculative_config.hidden_states:
             self._head = load_draft_head(config, chosen.backend, loaded.model)
         self.loaded = Loaded(loaded.read_bytes, digest=sampled(config) if config.nnodes > 1 else "")

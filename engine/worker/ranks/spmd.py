@@ -106,7 +106,7 @@ class SpmdRanks(Ranks):
         return os.environ | {_VISIBLE: visible_gpus(rank, os.environ.get(_VISIBLE), torch.cuda.device_count())}
 
     def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own = load(shard=Shard(0, self.count, self.group))
+        own = load(shard=Shard(0, self.count, self.group, self._config.divides_tokens))
         others = self.wait_loaded()
         digest = sampled(self._config) if self._config.nnodes > 1 else ""
         for process, each in zip(self._processes, others, strict=True):

@@ -153,6 +153,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(state_space_##suffix)                                                                                         \
   CALLED(sigmoid_mul_##suffix)                                                                                         \
   CALLED(paged_attention_##suffix)                                                                                     \
+  CALLED(ranks_attention_##suffix)                                                                                     \
   EXPORTED int run_calls_##suffix(const Call* calls, int count, const int64_t* values, long tokens, int sequences,     \
                                   long token_bytes) {                                                                  \
     return run<T>(calls, count, values, tokens, sequences, token_bytes, call_paged_attention_##suffix);                \

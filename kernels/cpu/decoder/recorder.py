@@ -156,6 +156,7 @@ class _Recorder(Operations):
         return self._call("gelu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
 
     def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
+        k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
         kv_heads, dim = k_cache.shape[1], rope.head_dim
         weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale, NORMS.index(rope.norm))
         q = self._buffer(qkv.width // dim - 2 * kv_heads, dim)
@@ -175,8 +176,22 @@ class _Recorder(Operations):
         rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
+    def divided_attention(
+        self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax, group: Any
+    ) -> Any:
+        out, pages = self._buffer(q.shape[0], softmax.values or q.shape[1]), len(k_cache)
+        k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
+        caches = self._caches(k_cache, v_cache, softmax.kv_scales)
+        where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
+        sizes = (pages, _SEQUENCES, q.shape[0] * group.count, k_cache.shape[1], q.shape[1])
+        _, *columns = native.bias_arguments(softmax.bias)
+        beside = (softmax.bias, *columns, softmax.sinks, softmax.values or 0)
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, *beside)
+        return self._call("ranks_attention", out, group.native, out, q, *caches, *where, *sizes, *rules, _THREADS)
+
     def latent_store(self, q: Any, kv: Any, latent: Latent, cache: Tensor, metadata: Any) -> Any:
         check_latent(latent)
+        cache = native.in_pieces(cache)
         _, where, held = self._caches(cache, cache, latent.kv_scales)
         size, rotated = latent.sizes
         given = (q, kv, latent.norm, latent.cos_sin, latent.neighbours, metadata.positions, metadata.slots, where, held)
@@ -244,7 +259,7 @@ class _Recorder(Operations):
         first = ctypes.addressof(self._calls) + begin * ctypes.sizeof(native.Call)
         numbers, sizes = (ctypes.c_int64 * len(values))(*values), (len(x), len(table), self._token_bytes)
         if failed := self._library.run_calls[self._dtype](first, end - begin, numbers, *sizes):
-            if self._noted[begin + failed - 1][0] == "sum_ranks":
+            if self._noted[begin + failed - 1][0] in ("sum_ranks", "ranks_attention"):
                 raise RankEnded
             raise IndexError("a block table or a slot names a page outside of the cache")
         return x, residual

@@ -47,6 +47,7 @@ void store_token(const Latents<T>& l, long token) {
     T* end = l.q + (token * l.heads + h) * dim + l.latent;
     rotate(end, cosines, l.rotated, l.neighbours, end);
   }
+  if (l.slots[token] == kElsewhere) return;
   const T* row = l.kv + token * dim;
   T* key = reinterpret_cast<T*>(scratch(dim * (sizeof(T) + 1)));
   const Vec factor = vset(rms_factor(row, l.latent, l.eps));
@@ -65,7 +66,7 @@ void store_token(const Latents<T>& l, long token) {
 template <class T>
 int store_latents(const Latents<T>& l, long tokens, long pages, int threads) {
   for (long t = 0; t < tokens; ++t)
-    if (l.slots[t] < 0 || l.slots[t] >= pages * kBlock) return 1;
+    if (l.slots[t] < kElsewhere || l.slots[t] >= pages * kBlock) return 1;
   const long cost = tokens * (static_cast<long>(l.heads) * l.rotated + l.dim()) * 4;
   parallel_rows(threads, tokens, cost, [&](long begin, long end) {
     for (long t = begin; t < end; ++t) store_token(l, t);

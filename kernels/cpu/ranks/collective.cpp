@@ -4,7 +4,7 @@
 // A rank writes its part to a buffer of its own and raises its count of steps; it reads the others' once their counts
 // are as high. Each rank has two buffers, used in turns: who has begun a step has seen all others begin it, so they
 // have read all of the step before, whose buffers the next one overwrites. One wait per step is enough.
-#include "../kernels.h"
+#include "exchange.h"
 
 #include <atomic>
 #include <cstring>
@@ -29,10 +29,6 @@ struct alignas(kLine) Place {
 static_assert(sizeof(Place) == kLine && std::atomic<uint32_t>::is_always_lock_free);
 
 Place* place(const Collective& group, int rank) { return reinterpret_cast<Place*>(group.memory + kLine * (1 + rank)); }
-
-char* buffer(const Collective& group, int rank) {
-  return group.memory + kHeader + group.capacity * (2 * rank + (group.steps & 1));
-}
 
 #ifdef __linux__
 // Not the private kind: the waiters are other processes.
@@ -70,7 +66,12 @@ bool await(const Collective& group, Place& other, int looks) {
   }
 }
 
-// Says that this rank's buffer is filled, and waits for those of all others. False if a rank has ended.
+}  // namespace
+
+char* rank_buffer(const Collective& group, int rank) {
+  return group.memory + kHeader + group.capacity * (2 * rank + (group.steps & 1));
+}
+
 bool exchange(Collective& group, int looks) {
   Place& own = *place(group, group.rank);
   own.steps.store(group.steps);
@@ -80,6 +81,8 @@ bool exchange(Collective& group, int looks) {
   return true;
 }
 
+namespace {
+
 // x = the sum of all ranks' x, added in the order of the ranks in float32 and rounded once, so that all have the same
 // bits, whatever else is in the batch. Returns 1 if a rank has ended, else 0.
 template <class T>
@@ -88,14 +91,14 @@ int sum_ranks(Collective& group, T* x, long size, int threads) {
   for (long begin = 0; begin < size; begin += most) {
     const long n = size - begin < most ? size - begin : most;
     ++group.steps;
-    std::memcpy(buffer(group, group.rank), x + begin, n * sizeof(T));
+    std::memcpy(rank_buffer(group, group.rank), x + begin, n * sizeof(T));
     if (!exchange(group, group.spins)) return 1;
     parallel_rows(threads, (n + lines - 1) / lines, n, [&](long first, long last) {
       const long end = last * lines < n ? last * lines : n;
       for (long i = first * lines; i < end; i += 16) {
-        Vec sum = vload_first(reinterpret_cast<const T*>(buffer(group, 0)) + i, end - i);
+        Vec sum = vload_first(reinterpret_cast<const T*>(rank_buffer(group, 0)) + i, end - i);
         for (int rank = 1; rank < group.count; ++rank)
-          sum = vadd(sum, vload_first(reinterpret_cast<const T*>(buffer(group, rank)) + i, end - i));
+          sum = vadd(sum, vload_first(reinterpret_cast<const T*>(rank_buffer(group, rank)) + i, end - i));
         vstore_first(x + begin + i, sum, end - i);
       }
     });
@@ -114,9 +117,9 @@ int share_rank(Collective* group, char* x, long size) {
   for (long begin = 0; begin < size; begin += group->capacity) {
     const long n = size - begin < group->capacity ? size - begin : group->capacity;
     ++group->steps;
-    if (!group->rank) std::memcpy(buffer(*group, 0), x + begin, n);
+    if (!group->rank) std::memcpy(rank_buffer(*group, 0), x + begin, n);
     if (!exchange(*group, 0)) return 1;
-    if (group->rank) std::memcpy(x + begin, buffer(*group, 0), n);
+    if (group->rank) std::memcpy(x + begin, rank_buffer(*group, 0), n);
   }
   return 0;
 }
@@ -131,10 +134,10 @@ int gather_ranks(Collective* group, const float* own, float* out, long rows, con
   for (long begin = 0; begin < rows; begin += most) {
     const long n = rows - begin < most ? rows - begin : most;
     ++group->steps;
-    if (mine) std::memcpy(buffer(*group, group->rank), own + begin * mine, n * mine * item);
+    if (mine) std::memcpy(rank_buffer(*group, group->rank), own + begin * mine, n * mine * item);
     if (!exchange(*group, group->spins)) return 1;
     for (int rank = 0; out && rank < group->count; ++rank) {
-      const auto* theirs = reinterpret_cast<const float*>(buffer(*group, rank));
+      const auto* theirs = reinterpret_cast<const float*>(rank_buffer(*group, rank));
       for (long r = 0; r < n; ++r)
         std::memcpy(out + (begin + r) * starts[group->count] + starts[rank], theirs + r * width(rank),
                     width(rank) * item);

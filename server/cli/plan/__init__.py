@@ -80,6 +80,8 @@ def _config(args: argparse.Namespace) -> ServerConfig:
     """The settings as `quire serve` would have them; how many processes there are is the machine's to say."""
     known = ServerConfig.model_fields.keys() - {"model", "nnodes"}
     given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    if args.tp is not None:
+        given["tensor_parallel_size"] = args.tp
     config = load(ServerConfig, given, args.config)
     if config.num_kv_blocks is not None:
         raise ConfigError("num_kv_blocks: a plan says how many fit: leave it out, or give --kv-cache-memory")

@@ -37,6 +37,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         drafts=most_drafts(config),
         state_memory=config.state_memory,
         prefix_caching=config.enable_prefix_caching,
+        divides_tokens=config.divides_tokens,
         within_windows=config.disable_sliding_window,
     )
 

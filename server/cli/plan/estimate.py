@@ -25,7 +25,7 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
-from quire.server.cli.plan.machine import PAGE, Machine
+from quire.server.cli.plan.machine import PAGE, TILE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 from quire.server.cli.plan.weights import weight_bytes
 
@@ -72,6 +72,8 @@ class Wishes:
     state_memory: float | None = None
     """GiB for states that are too large for pages; None: the server's own rule."""
     prefix_caching: bool = True
+    divides_tokens: bool = False
+    """Ranks divide the tokens of sequences, not their heads."""
     within_windows: bool = False
     """The context ends where the narrowest sliding window does."""
 
@@ -213,11 +215,14 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
-    split = machine.count if machine.stages > 1 else min(machine.count, sizes.kv_heads)
+    every = machine.stages > 1 or wishes.divides_tokens
+    split = machine.count if every else min(machine.count, sizes.kv_heads)
     token = whole // split + own // sharing
     kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
     large = wishes.kv_cache_dtype == "auto"  # flash-attn, whose pages are larger, holds no 8 bits
     block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend) if large else PAGE
+    if wishes.divides_tokens:
+        block_size = TILE * machine.count
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     step = step_bytes(sizes, width)
@@ -311,6 +316,7 @@ def _flags(made: Estimate, wishes: Wishes, context: int | None, seqs: int) -> tu
     given: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
         ("--max-model-len", context),
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
+        ("--decode-context-parallel-size", machine.count if wishes.divides_tokens else None),
         ("--nnodes", machine.nodes if several else None),
         ("--master-addr", "ADDRESS" if several else None),
         ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),
@@ -354,6 +360,8 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
     if machine.stages == 1 and sizes.heads % machine.count:
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
+    if wishes.divides_tokens and (machine.gpu or machine.nodes > 1):
+        return ["ranks divide tokens (--decode-context-parallel-size) on the CPUs of one machine alone so far"]
     if machine.stages > sizes.num_layers:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
     if wishes.context is not None and wishes.context > sizes.max_position:

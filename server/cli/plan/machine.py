@@ -19,6 +19,8 @@ from quire.engine.errors import ConfigError
 _CARDS = Path(__file__).with_name("cards.toml")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")
+TILE = 256
+"""Tokens of a page that each rank keeps, where ranks divide the tokens."""
 PAGE, FLASH_PAGE = 16, 256
 """Tokens of a page: of most attention backends, and of most made of flash-attn."""
 FLASH_PAGES = {"flash3": FLASH_PAGE, "flash4": 128, "flash": FLASH_PAGE, "torch_varlen": FLASH_PAGE}

@@ -158,6 +158,18 @@ def test_two_devices_share_weights_and_cache() -> None:
     assert two.kv_budget > 30 * GIB
 
 
+@pytest.mark.usefixtures("thread_ranks")
+def test_ranks_that_divide_tokens_have_the_room_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_models.save_tiny_model(tmp_path, "llama", num_key_value_heads=1, max_position_embeddings=65_536)
+    asked = (str(folder), "--kv-cache-memory", "0.001", "--max-num-seqs", "1", "--tp", "2", "--dtype", "float32")
+    heads, tokens = plan(capsys, *asked), plan(capsys, *asked, "--decode-context-parallel-size", "2")
+    assert 1.8 * heads["context"] < tokens["context"] <= 2 * heads["context"]
+    flags = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_memory": 0.001, "max_num_seqs": 1}
+    engine = Engine(EngineConfig(model=str(folder), dtype="float32", **flags))
+    assert engine.info.max_model_len == tokens["context"]
+    assert "alone so far" in plan(capsys, *asked, "--gpu", "H100", "--dcp", "2", status=1)["reasons"][0]
+
+
 @pytest.mark.parametrize("preset", ["gpu-2x24gb", "gpu-2x80gb"])
 def test_presets_of_two_cards_divide_the_model(preset: str, coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = plan(capsys, coder, "--gpu", "H100", "--config", preset, "--tp", "1")

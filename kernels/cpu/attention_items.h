@@ -1,0 +1,254 @@
+// What attention over pages is made of, in one process (attention.cpp) as over ranks that divide the tokens (in
+// ranks/divided_attention.cpp): work items, and where their keys and values are. An item is one KV head for a few
+// consecutive queries of one sequence, with all query heads that share this KV head. A row is one query head of one
+// query. So a tile of keys, once loaded, serves many rows; decode steps and prompts differ only in the number of rows.
+#pragma once
+
+#include <vector>
+
+#include "attention_tile.h"
+
+namespace {
+
+constexpr long kItemRows = 48;  // rows of a work item, at most
+
+struct Batch {
+  void* out;
+  const void *query, *keys, *values;
+  const int32_t *starts, *contexts, *table;
+  KVFormat format;
+  long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
+  int heads, kv_heads, dim;
+  int values_dim;  // 0: values have `dim` numbers; else they are the first ones of their keys
+  Softmax softmax;
+  // Where ranks divide the tokens, tile t is rank t % ranks's, and a page of the table has a tile of each of them.
+  int rank = 0, ranks = 1;
+
+  int group() const { return heads / kv_heads; }
+  int out_dim() const { return values_dim ? values_dim : dim; }
+  int width() const { return padded(out_dim()); }
+  static int padded(int numbers) { return (numbers + 15) / 16 * 16; }
+
+  // The block that has these tokens of a sequence; they must be of a tile of this rank's.
+  long page_of(int sequence, long block) const {
+    const int32_t* pages = table + sequence * table_stride;
+    if (ranks == 1) return pages[block];
+    return static_cast<long>(pages[block / (kTileBlocks * ranks)]) * kTileBlocks + block % kTileBlocks;
+  }
+
+  // The parts of a KV head in a page.
+  template <class T>
+  const char* keys_of(long page, int kv_head) const {
+    return part<T>(keys, page * key_stride, kv_head);
+  }
+  template <class T>
+  const char* values_of(long page, int kv_head) const {
+    return part<T>(values, page * value_stride, kv_head);
+  }
+  template <class T>
+  const char* part(const void* pages, long offset, int kv_head) const {
+    return static_cast<const char*>(pages) +
+           (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
+  }
+  // Elements of a block's copies: of keys, where these are codes, and behind them of values.
+  long copied_keys() const { return format.held == kPlain ? 0 : static_cast<long>(kBlock) * padded(dim); }
+  long copied() const { return copied_keys() + static_cast<long>(kBlock) * width(); }
+};
+
+struct WorkItem {
+  int sequence, kv_head;
+  long first, count;  // the first query, as a token of the batch, and how many queries
+  long position;      // of the first query in its sequence
+  long end;           // the first key that its last query does not see any more
+  long tile;          // the only tile to compute; < 0: all
+  long partial_row;   // with a single tile: the row of the TileResults for its first row
+};
+
+long first_tile(const Batch& batch, const WorkItem& item) {
+  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
+  return earliest > 0 ? earliest / kTile : 0;
+}
+long end_tile(const WorkItem& item) { return (item.end - 1) / kTile + 1; }
+
+// The first key that a query at this position of its sequence does not see any more.
+long seen_until(const Batch& batch, int sequence, long position) {
+  const long end = position + 1 + batch.softmax.ahead, context = batch.contexts[sequence];
+  return end < context ? end : context;
+}
+
+// Copies a block of values, with rows padded to `width` and with zeros for the tokens after the first `valid`.
+template <class T>
+void clean_values(const T* from, T* to, int dim, int width, int valid) {
+  constexpr int kP = kPack<T>;
+  const auto* words = reinterpret_cast<const uint32_t*>(from);
+  auto* copy = reinterpret_cast<uint32_t*>(to);
+  for (int slot = 0; slot < kBlock; slot += kP, words += dim, copy += width) {
+    // Of a pair of bfloat16 the first token's value is in the low half.
+    const uint32_t keep = valid >= slot + kP ? 0xffffffffu : valid > slot ? 0xffffu : 0;
+    for (int d = 0; d < dim; ++d) copy[d] = words[d] & keep;
+    for (int d = dim; d < width; ++d) copy[d] = 0;
+  }
+}
+
+// Finds the keys and values that are read after this tile: those of the item's next tile, or of the next item. They are
+// only prefetched, so a wrong guess costs time but changes no result.
+template <class T>
+void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, TileBlocks& blocks) {
+  const WorkItem& owner = next && tile + batch.ranks >= end_tile(item) ? *next : item;
+  const long begin = (&owner == &item ? tile + batch.ranks : first_tile(batch, owner)) * kTileBlocks;
+  const long last = (batch.contexts[owner.sequence] - 1) / kBlock;
+  for (int b = 0; b < kTileBlocks; ++b) {
+    const long page = batch.page_of(owner.sequence, begin + b < last ? begin + b : last);
+    blocks.next_keys[b] = reinterpret_cast<const uint32_t*>(batch.keys_of<T>(page, owner.kv_head));
+    blocks.next_values[b] = reinterpret_cast<const uint32_t*>(batch.values_of<T>(page, owner.kv_head));
+  }
+}
+
+// Makes the values of a block of the beginnings of its keys, and expands these to `copy` first where they are codes.
+template <class T>
+void share_block(const Batch& batch, const char* keys, T* copy, int b, int valid, TileBlocks& blocks) {
+  const auto* codes = reinterpret_cast<const uint8_t*>(keys);
+  auto* words = reinterpret_cast<uint32_t*>(copy);
+  auto* values = reinterpret_cast<uint32_t*>(copy + batch.copied_keys());
+  if (batch.format.held == kPlain)
+    blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
+  else {
+    const auto expand = batch.format.held == kInt8 ? expand_keys<T, int8_t> : expand_keys<T, float8>;
+    expand(codes, words, blocks.dim, blocks.next_keys[b]);
+    blocks.keys[b] = words;
+    blocks.key_scales[b] = blocks.value_scales[b] =
+        reinterpret_cast<const bf16*>(codes + static_cast<long>(kBlock) * blocks.dim);
+  }
+  values_of_keys<T>(blocks.keys[b], values, batch.values_dim, blocks.width, valid);
+  blocks.values[b] = values;
+}
+
+// Expands a block of codes to `copy`, which has room for both.
+template <class T, class Code>
+void expand_block(const char* keys, const char* values, T* copy, int b, int valid, TileBlocks& blocks) {
+  const auto *key_codes = reinterpret_cast<const uint8_t*>(keys), *codes = reinterpret_cast<const uint8_t*>(values);
+  auto* key_words = reinterpret_cast<uint32_t*>(copy);
+  auto* words = reinterpret_cast<uint32_t*>(copy + static_cast<long>(kBlock) * blocks.width);
+  expand_keys<T, Code>(key_codes, key_words, blocks.dim, blocks.next_keys[b]);
+  expand_values<T, Code>(codes, words, blocks.dim, blocks.width, valid, blocks.next_values[b]);
+  blocks.keys[b] = key_words;
+  blocks.values[b] = words;
+  blocks.key_scales[b] = reinterpret_cast<const bf16*>(key_codes + static_cast<long>(kBlock) * blocks.dim);
+  blocks.value_scales[b] = reinterpret_cast<const bf16*>(codes + static_cast<long>(kBlock) * blocks.dim);
+}
+
+// Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
+// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps; codes always are, and
+// their keys as well.
+template <class T>
+void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
+  const long end = item.end, begin = tile * kTile;
+  const long context = batch.contexts[item.sequence];
+  blocks.dim = batch.dim;
+  blocks.width = batch.width();
+  blocks.scaled = batch.format.held == kInt8;
+  // Pages before the window may meanwhile belong to another sequence, so they must not be read.
+  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
+  for (int b = 0; b < kTileBlocks && begin + b * kBlock < end; ++b) {
+    if (begin + (b + 1) * kBlock <= earliest) continue;
+    const long page = batch.page_of(item.sequence, begin / kBlock + b), left = context - begin - b * kBlock;
+    const int valid = static_cast<int>(left < kBlock ? left : kBlock);
+    const char *keys = batch.keys_of<T>(page, item.kv_head), *values = batch.values_of<T>(page, item.kv_head);
+    T* copy = copies + b * batch.copied();
+    if (batch.values_dim) {
+      share_block(batch, keys, copy, b, valid, blocks);
+      continue;
+    }
+    if (batch.format.held != kPlain) {
+      const auto expand = batch.format.held == kInt8 ? expand_block<T, int8_t> : expand_block<T, float8>;
+      expand(keys, values, copy, b, valid, blocks);
+      continue;
+    }
+    if (valid < kBlock || blocks.width != batch.dim) {
+      clean_values(reinterpret_cast<const T*>(values), copy, batch.dim, blocks.width, valid);
+      values = reinterpret_cast<const char*>(copy);
+    }
+    blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
+    blocks.values[b] = reinterpret_cast<const uint32_t*>(values);
+  }
+}
+
+// Computes all rows of the item over one tile, up to kRows at a time. Calls done(row, count, partials, values) with the
+// results of `count` rows from `row` on.
+template <class T, class Done>
+void attend_item(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, T* copies, float* values,
+                 const Done& done) {
+  TileBlocks blocks;
+  find_next<T>(batch, item, tile, next, blocks);
+  find_blocks(batch, item, tile, copies, blocks);
+  const int group = batch.group();
+  const long rows = item.count * group;
+  long query = 0, head = 0;
+  for (long row = 0; row < rows; row += kRows) {
+    const int count = static_cast<int>(rows - row < kRows ? rows - row : kRows);
+    Rows some;
+    for (int r = 0; r < count; ++r) {
+      const long at = ((item.first + query) * batch.heads + item.kv_head * group + head) * batch.dim;
+      some.query[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(batch.query) + at);
+      const long position = item.position + query;
+      some.at[r] = position - tile * kTile;
+      some.until[r] = seen_until(batch, item.sequence, position) - tile * kTile;
+      const Softmax& softmax = batch.softmax;
+      if (softmax.bias)
+        some.bias[r] =
+            softmax.bias + (item.kv_head * group + head) * softmax.bias_stride + softmax.bias_center - some.at[r];
+      if (++head == group) {
+        head = 0;
+        ++query;
+      }
+    }
+    Partial partial[kRows];
+    attend_rows<T>(count, some, blocks, batch.softmax, partial, values);
+    done(row, count, partial, values);
+  }
+}
+
+template <class T>
+void write_rows(const Batch& batch, const WorkItem& item, long row, int count, const Partial* sums,
+                const float* values) {
+  const int group = batch.group();
+  const int dim = batch.out_dim();
+  const Vec scale = vset(batch.values_dim ? batch.format.key_scale : batch.format.value_scale);
+  for (int r = 0; r < count; ++r, values += batch.width()) {
+    const long token = item.first + (row + r) / group, head = item.kv_head * group + (row + r) % group;
+    T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * dim;
+    // Adding 0 turns -0 into 0. Merging does so too, and a row must have the same bits with and without merging.
+    for (int d = 0; d < dim; d += 16)
+      vstore_first(out + d, vmul(vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), scale), dim - d);
+  }
+}
+
+// Of a row before its first tile: empty, or what its head's sink weighs.
+INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) {
+  if (!batch.softmax.sinks) return {-kInfinity, 0.0f};
+  return {batch.softmax.sinks[item.kv_head * batch.group() + row % batch.group()] * kLog2E, 1.0f};
+}
+
+// Splits the batch into work items. Items of one KV head come one after the other, so that its keys stay in L2, and the
+// longest first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds, where reading a
+// number of a key counts as 4.
+std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) {
+  std::vector<WorkItem> items;
+  const long queries = kItemRows / batch.group() > 1 ? kItemRows / batch.group() : 1;
+  for (int s = 0; s < sequences; ++s) {
+    const long begin = batch.starts[s], end = batch.starts[s + 1];
+    const long before = batch.contexts[s] - (end - begin);
+    for (int kv_head = 0; kv_head < batch.kv_heads; ++kv_head)
+      for (long last = end; last > begin; last -= queries) {
+        const long first = last - queries > begin ? last - queries : begin;
+        const long position = before + first - begin, end = seen_until(batch, s, before + last - begin - 1);
+        const WorkItem item = {s, kv_head, first, last - first, position, end, -1, 0};
+        const long keys = item.end - first_tile(batch, item) * kTile;
+        work += keys * (item.count * batch.group() + 4) * batch.dim;
+        items.push_back(item);
+      }
+  }
+  return items;
+}
+
+}  // namespace

@@ -1,0 +1,131 @@
+"""Ranks that divide the tokens of sequences: bit for bit what ranks compute that divide key-value heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import Request
+from quire.kernels.cpu.backend import Cpu
+from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import one_thread
+from tests.tiny_models import VOCAB, save_tiny_model
+
+__all__ = ["one_thread", "thread_ranks"]
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+LENGTH = 1200
+BASE = {"attention_backend": "cpu", "threads": 4, "max_model_len": LENGTH, "max_num_batched_tokens": 300}
+"""Prompts come in chunks, which end within tiles."""
+
+
+def engine(path: Path, ranks: int, *, divides: bool, **settings: Any) -> Engine:
+    dividing = {"decode_context_parallel_size": ranks} if divides else {}
+    return Engine(EngineConfig(model=str(path), **{"tensor_parallel_size": ranks, **BASE, **dividing, **settings}))
+
+
+def asked(seed: int = 5) -> list[Request]:
+    """Contexts of one tile, of as many as there are ranks, and of more; some begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(3, VOCAB, (LENGTH,), generator=generator).tolist()
+    lengths = [(3, {}), (250, {"logprobs": 2}), (505, {"temperature": 0.8, "logprobs": 0}), (1100, {"logprobs": 1})]
+    kinds: list[tuple[int, dict[str, Any]]] = [*lengths, (600, {"prompt_logprobs": 0, "logprobs": 0})]
+    return [request(str(at), text[:length], seed=at, max_tokens=20, **kind) for at, (length, kind) in enumerate(kinds)]
+
+
+def equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name].ids == answer.ids, name
+        assert found[name].logprobs == answer.logprobs, name
+        assert found[name].prompt_logprobs == answer.prompt_logprobs, name
+
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "bloom", "deepseek_v2-lite", "mixtral", "falcon-newer"]
+"""Windows, sinks, ALiBi, latents; more key-value heads than ranks, and fewer."""
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_of_ranks_that_divide_heads(family: str, ranks: int, dtype: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, max_position_embeddings=2048)
+    expected = run(engine(path, ranks, divides=False, dtype=dtype), asked())
+    divided = engine(path, ranks, divides=True, dtype=dtype)
+    equal(run(divided, asked()), expected)
+    equal(run(divided, asked()), expected)  # behind what is cached, by copies of pages' beginnings too
+    divided.reset_prefix_cache()
+    for each in asked():  # promise 2
+        equal(run(divided, [each]), {each.id: expected[each.id]})
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "int4": {"quantization": "int4", "dtype": "bfloat16"},
+    "preempted": {"num_kv_blocks": 3},
+    "drafts": {"speculative_config": "ngram"},
+    "decodes": {"max_num_batched_tokens": 1200, "max_num_seqs": 2},
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("setting", PAIRS)
+def test_with_every_other_setting(setting: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", max_position_embeddings=2048, intermediate_size=256)
+    given = PAIRS[setting]
+    whole = {name: value for name, value in given.items() if name != "num_kv_blocks"}
+    expected = run(engine(path, 2, divides=False, **whole), asked())
+    divided = engine(path, 2, divides=True, **given)
+    equal(run(divided, asked()), expected)
+    assert divided.stats.preemptions > 0 or setting != "preempted"
+
+
+def test_a_grammar_behind_a_long_prompt(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", max_position_embeddings=2048)
+    wanted = [request("json", asked()[3].prompt_ids, seed=1, max_tokens=30, temperature=1.0, grammar=json_grammar({}))]
+    expected = run(engine(path, 2, divides=False), wanted)
+    equal(run(engine(path, 2, divides=True), wanted), expected)
+
+
+def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
+    """One key-value head: ranks that divide heads all keep it, those that divide tokens a part each."""
+    path = save_tiny_model(tmp_path, "llama", max_position_embeddings=8192, num_key_value_heads=1)
+    memory = {"kv_cache_memory": 2**20 / 2**30, "max_model_len": None, "max_num_seqs": 1}
+    contexts = [engine(path, 2, divides=divides, **memory).info.max_model_len for divides in (False, True)]
+    assert 1.8 * contexts[0] < contexts[1] < 8192, "pages are larger, so it is not quite twice"
+    text = (asked()[3].prompt_ids * 8)[: contexts[0] + 300]
+    plenty = {"max_model_len": 8192, "num_kv_blocks": 600}
+    wanted = [request("long", text, seed=1, max_tokens=9, logprobs=1)]
+    expected = run(engine(path, 2, divides=False, **plenty), wanted)
+    equal(run(engine(path, 2, divides=True, **memory), wanted), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {"attention_backend": "reference"}, "this is reference"),
+        ("llama", {"tensor_parallel_size": 4}, "all ranks of tensor_parallel_size, 4"),
+        ("lfm2", {}, "state of a whole sequence"),
+        ("qwen3_5", {}, "state of a whole sequence"),
+        ("llama", {"model_impl": "transformers"}, "keeps its own keys"),
+        ("llama", {"kv_offload_memory": 0.01}, "tensor_parallel_size"),
+        ("llama", {"speculative_config": {"method": "draft_model", "model": "embedded"}}, "pages of its own"),
+    ],
+)
+def test_what_it_does_not_go_with(family: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    with pytest.raises((ConfigError, ValueError), match=why):
+        engine(path, 2, divides=True, **{"max_model_len": 500, **settings})
