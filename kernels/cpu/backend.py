@@ -19,12 +19,13 @@ from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
-    Experts,
     Layer,
     Linear,
+    Mixture,
     Recorded,
     Table,
 )
+from quire.kernels.routing import Experts
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder import recurrence
@@ -124,25 +125,11 @@ class Cpu(Reference):
         table, pages = metadata.block_table, k_cache.shape[0]
         _, heads, head_dim = q.shape
         lengths = (metadata.query_start, metadata.context_lens)
-        sizes = (
-            table.shape[1],
-            k_cache.stride(0),
-            v_cache.stride(0),
-            pages,
-            len(table),
-            heads,
-            k_cache.shape[1],
-            head_dim,
-        )
+        strides = (table.shape[1], k_cache.stride(0), v_cache.stride(0))
+        sizes = (*strides, pages, len(table), heads, k_cache.shape[1], head_dim)
         ahead = _ALL if softmax.ahead is None else softmax.ahead
-        rules = (
-            softmax.scale,
-            softmax.window or 0,
-            softmax.softcap or 0.0,
-            ahead,
-            *native.bias_arguments(softmax.bias),
-        )
-        beside = (native.sinks_address(softmax.sinks, heads), softmax.values or 0)
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, ahead)
+        beside = (*native.bias_arguments(softmax.bias), native.sinks_address(softmax.sinks, heads), softmax.values or 0)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
         outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
@@ -231,6 +218,15 @@ class Cpu(Reference):
         kernel = self.library.gelu_mul.get(gate_up.dtype)
         return super().gelu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
 
+    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
+        """In place: returns x itself where it is contiguous."""
+        kernel = self.library.mul_columns.get(x.dtype)
+        if kernel is None or beside.dtype != x.dtype:
+            return super().mul_columns(x, beside, first)
+        x, beside = x.contiguous(), beside.contiguous()
+        kernel(*_pointers(x, beside), *x.shape, beside.shape[1], first, torch.get_num_threads())
+        return x
+
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         kernel = self.library.clamped_mul.get(gate_up.dtype)
         return super().clamped_mul(gate_up, clamp) if kernel is None else _gate_mul(kernel, gate_up, *astuple(clamp))
@@ -242,15 +238,15 @@ class Cpu(Reference):
         qkv = qkv.contiguous()
         pages, kv_heads, _ = k_cache.shape
         tokens, width = qkv.shape
-        heads = width // rope.head_dim - 2 * kv_heads
+        heads = rope.heads(width, kv_heads)
         q = qkv.new_empty((tokens, heads, rope.head_dim))
-        weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale)
+        weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale)
         for each in weights:
             if each is not None and each.dtype != torch.float32:
-                raise TypeError(f"q_norm, k_norm, cos_sin and q_scale must be float32, not {each.dtype}")
+                raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
         held = native.kv_format(k_cache, rope.kv_scales)
         where = _pointers(metadata.turned, metadata.slots, q, k_cache, v_cache)
-        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), *where]
+        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), rope.projected, *where]
         shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
         sizes = (*shapes, rope.eps, torch.get_num_threads())
         outside = self.library.rope_store[qkv.dtype](*pointers, _address(held), *sizes)
@@ -327,7 +323,7 @@ class Cpu(Reference):
         )
         return Table(linear.look_up, linear if tied else None)
 
-    def mixture(self, experts: Experts) -> Linear:
+    def mixture(self, experts: Experts) -> Mixture:
         return compiled_mixture(self.library, experts) or super().mixture(experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

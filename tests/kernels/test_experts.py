@@ -10,12 +10,12 @@ from torch import Tensor
 
 from quire.engine.layers.quantize import int4, int8
 from quire.kernels.activation import Clamp
-from quire.kernels.backend import NO_ADAPTERS, Backend, Experts, Linear
+from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.quantized import GroupedWeight
 from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing
+from quire.kernels.routing import Experts, Routing
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
