@@ -88,7 +88,7 @@ def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int
     """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
     kv_heads, head_dim = int(text["num_key_value_heads"]), int(text["head_dim"])
     if (each := text.get("per_layer_config")) is not None:
-        own = each.get(str(layer)) or {}
+        own = _of_layer(each, layer)
         kv_heads, head_dim = own.get("num_key_value_heads") or kv_heads, own.get("head_dim") or head_dim
     elif full:
         head_dim = int(text.get("global_head_dim") or 512)
@@ -103,6 +103,16 @@ def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int
             f"model: config.json: num_key_value_heads: {kv_heads} in layer {layer} do not divide the {heads} query heads"
         )
     return kv_heads, head_dim
+
+
+def _of_layer(each: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """Whose keys are numbers, with zeros before some. Raises ModelError."""
+    for key, own in each.items():
+        if not (number := str(key)).isdecimal():
+            raise ModelError(f"model: config.json: per_layer_config: {number[:40]!r} is no layer's number")
+        if int(number) == layer:
+            return own or {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
