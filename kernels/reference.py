@@ -27,7 +27,6 @@ from quire.kernels.backend import (
     Recorded,
     Table,
 )
-from quire.kernels.routing import Experts
 from quire.kernels.collective import Collective
 from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
@@ -38,6 +37,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, MatrixRows, Recurrence, recur
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
+from quire.kernels.routing import Experts
 from quire.kernels.softmax import Softmax
 
 KEY_TILE = 128

@@ -156,7 +156,13 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "idefics3": "llama",
+    "mistral3": "mistral",
+    "smolvlm": "llama",
+}
 WITH_IMAGES |= {"internvl": "qwen2", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
 WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
 WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}

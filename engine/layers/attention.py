@@ -58,6 +58,10 @@ class AttentionSpec(PartSpec):
     """Norm of each value head, without weights."""
     keys_are_values: bool = False
     """Values are what keys are before their norm and rotation."""
+    ahead: int | None = 0
+    """Keys behind its own that a query sees; None: all."""
+    together: bool = True
+    """Tokens of an image see each other, where a step says so."""
     source: int | None = None
     """The layer whose keys and values it reads; None: it has its own."""
 
@@ -159,7 +163,7 @@ class Attention(Part):
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
         q = run.rope_store(run.apply(self._qkv.packed, x, context), rope, k_cache, v_cache, turned)
         attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax)
-        if (seen := metadata.together) is not None:
+        if (seen := metadata.together) is not None and self._spec.together:
             both_ways = replace(self._softmax, ahead=None)
             attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)
         attended = attended.flatten(1)
@@ -194,6 +198,5 @@ class Attention(Part):
     def _softmax(self) -> Softmax:
         spec = self._spec
         assert (self._sinks is not None) == spec.sinks, "weights are not loaded"
-        return Softmax(
-            spec.scale, spec.window, spec.softcap, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks
-        )
+        seen = (spec.scale, spec.window, spec.softcap, spec.ahead)
+        return Softmax(*seen, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks)

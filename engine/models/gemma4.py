@@ -72,6 +72,7 @@ def _layer(config: ModelConfig, each: UnequalLayer, rope: dict[str, Any], index:
         v_norm=True,
         keys_are_values=each.keys_are_values,
         source=each.source,
+        together=each.window is not None,
     )
     mlp = MlpSpec(each.inner, norm, activation="gelu_tanh", output_norm=True)
     inputs = (LayerInputSpec(size, index, norm),) if size else ()

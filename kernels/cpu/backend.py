@@ -25,7 +25,6 @@ from quire.kernels.backend import (
     Recorded,
     Table,
 )
-from quire.kernels.routing import Experts
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder import recurrence
@@ -43,6 +42,7 @@ from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.routing import Experts
 from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)

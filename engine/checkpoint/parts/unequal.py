@@ -99,9 +99,8 @@ def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int
         )
     if int(text["num_attention_heads"]) % kv_heads:
         heads = text["num_attention_heads"]
-        raise ModelError(
-            f"model: config.json: num_key_value_heads: {kv_heads} in layer {layer} do not divide the {heads} query heads"
-        )
+        apart = f"{kv_heads} in layer {layer} do not divide the {heads} query heads"
+        raise ModelError(f"model: config.json: num_key_value_heads: {apart}")
     return kv_heads, head_dim
 
 
