@@ -49,6 +49,10 @@ class Gemma4(Vision):
         return self.together
 
     @property
+    def longest(self) -> int:
+        return self.most_tokens
+
+    @property
     def unit(self) -> int:
         """The side of what becomes a token, in pixels."""
         return self.shape.patch_size * self.pool

@@ -99,6 +99,11 @@ class Vision(ABC):
         return False
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a content that see each other."""
+        return self.layout(1, 1).tokens
+
+    @property
     def deep(self) -> int:
         """How many of the text part's first layers are each followed by features of their own."""
         return 0

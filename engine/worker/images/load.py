@@ -63,6 +63,6 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
         return "image_token_id of its config.json is outside the vocabulary"
     for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
         most = getattr(config, name)
-        if vision.whole and most and most < (tokens := vision.layout(1, 1).tokens):
-            return f"{name} is {most}, and an image's {tokens} tokens are computed in one step"
+        if vision.whole and most and most < vision.longest:
+            return f"{name} is {most}, and an image's {vision.longest} tokens are computed in one step"
     return None
