@@ -132,7 +132,7 @@ def _modules(
     return found | _ends(hidden, vocab)
 
 
-def _ends(hidden: int, vocab: int) -> Modules:
+def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:
     return {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 
 

@@ -4,6 +4,7 @@ each other; the means of squares of patches become tokens."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,7 @@ class Gemma4Tower(Tower):
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
         table[name] = Parameter(positions, self._making.dtype, self._put_positions)
         for name in ("std_bias", "std_scale") if vision.standardized else ():
-            put = lambda tensor, name=name: self._moved.__setitem__(name, tensor)  # noqa: E731
-            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, put)
+            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, partial(self._moved.__setitem__, name))
         return table
 
     def _turned(self, name: str, given: Parameter) -> Parameter:
