@@ -423,14 +423,7 @@ def expected(
     path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], answer: list[int]
 ) -> tuple[list[int], torch.Tensor]:
     """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer."""
-    family = FAMILIES[name]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=family.tokens)
-    kind = named(family.processor)  # whose check would import processors of videos, which need torchvision
-    made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})(
-        image_processor=image_processor(name), tokenizer=tokenizer, chat_template=family.template, **family.processing
-    )
-    text = made.apply_chat_template(talk, add_generation_prompt=True)
-    inputs = made(text=[text], images=[images], return_tensors="pt", add_special_tokens=False, padding=False)
+    inputs = prepared(path, name, talk, images)
     ids = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask")
     for key in ("token_type_ids", "mm_token_type_ids"):
@@ -442,3 +435,29 @@ def expected(
         wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
         found = model(input_ids=torch.tensor([ids + answer]), **wide)
     return ids, found.logits[0].log_softmax(-1)
+
+
+def vector(path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image]) -> torch.Tensor:
+    """What transformers makes of a conversation's last token, behind the last norm, of length 1."""
+    inputs = prepared(path, name, talk, images, asks=False)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
+    with torch.inference_mode():
+        hidden = model.model(**wide).last_hidden_state[0, -1]
+    return hidden / hidden.norm()
+
+
+def prepared(
+    path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], *, asks: bool = True
+) -> dict[str, torch.Tensor]:
+    """What transformers' processor makes of a conversation; asks: an answer is to follow."""
+    family = FAMILIES[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=family.tokens)
+    kind = named(family.processor)  # whose check would import processors of videos, which need torchvision
+    made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})(
+        image_processor=image_processor(name), tokenizer=tokenizer, chat_template=family.template, **family.processing
+    )
+    text = made.apply_chat_template(talk, add_generation_prompt=asks)
+    shown = {"images": [images]} if images else {}
+    found = made(text=[text], **shown, return_tensors="pt", add_special_tokens=False, padding=False)
+    return {key: torch.as_tensor(each) for key, each in found.items()}

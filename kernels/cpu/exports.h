@@ -210,6 +210,7 @@ struct Kernels;
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
     static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \
     static constexpr auto clamped_mul = clamped_mul_##suffix;                                                          \
+    static constexpr auto mul_columns = mul_columns_##suffix;                                                          \
     static constexpr auto mix_experts = mix_experts_##suffix;                                                          \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \
