@@ -9,7 +9,6 @@ from enum import Enum
 from quire.engine.core.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
 
-
 PIXELS = 16 * 16
 """Of an image, that weigh as much as a token: a patch of most towers, which are narrower than the text part."""
 
