@@ -124,8 +124,8 @@ class Sequence:
         return end - self.computed
 
     def weight(self, count: int) -> int:
-        """What its next `count` tokens take of a step's budget: themselves, and what a tower reads of images whose first
-        token is among them. So a step makes the features of few images, of however many requests they are."""
+        """What its next `count` tokens take of a step's budget: themselves, and what a tower reads of the images whose
+        first token is among them. So a step makes the features of few images, of however many requests they are."""
         if not self.request.spans or count <= 0:
             return count
         end = self.computed + count

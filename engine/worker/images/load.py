@@ -55,8 +55,6 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
     if chosen.device.type != "cpu":
         return "images are read on CPUs alone so far (--device cpu)"
-    if config.tensor_parallel_size > 1:
-        return "ranks (--tensor-parallel-size) read no images yet"
     if config.pipeline_parallel_size > 1:
         return "stages (--pipeline-parallel-size) read no images yet"
     if vision.image_token_id >= model_config.vocab_size:
