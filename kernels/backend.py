@@ -22,7 +22,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
-from quire.kernels.routing import Routing
+from quire.kernels.routing import Experts
 from quire.kernels.softmax import Softmax
 
 Pages = tuple[Tensor, ...]
@@ -52,6 +52,8 @@ class LinearContext:
 NO_ADAPTERS = LinearContext()
 Linear = Callable[[Tensor, LinearContext], Tensor]
 """[rows, in_features] to [rows, out_features]."""
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""What experts read [rows, hidden], and what their router reads, to what the chosen ones give together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class AttentionMetadata:
     turns: Tensor | None = None  # [T] int64, the position that each token is rotated by; None: its position
     axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
     together: Together | None = None  # None: every token sees what is before it, and no more
+    beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -170,32 +173,17 @@ class Together:
     metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
-
-    router: Linear
-    """[T, hidden] to scores [T, experts] float32."""
-    gate_up: Sequence[Linear]
-    down: Sequence[Linear]
-    routing: Routing
-    clamp: Clamp | None = None
-    """None: the gate is SiLU, without limits."""
-    activation: Activation | None = None
-    """Of MLPs without gates, whose `gate_up` is up alone; None: they have gates."""
-    correction: Tensor | None = None
-    """[experts] float32, for the choice alone, as kernels/routing.py says it."""
-    float_router: bool = False
-    """The router takes x in float32."""
-
-
 class Operations(ABC):
     """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
     backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. x stays."""
+        """What a linear gives. x stays."""
+
+    @abstractmethod
+    def mix(self, mixture: Mixture, x: Tensor, routed: Tensor) -> Tensor:
+        """What a mixture of experts gives. x and routed, which may be the same, stay."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -241,11 +229,15 @@ class Operations(ABC):
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
+    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
+        """x [T, F] times the columns of `beside` [T, W] from `first` on. May overwrite x."""
+
+    @abstractmethod
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
-        caches' shape. May overwrite qkv."""
+        caches' shape. With `Rope.given` K or 2K heads are not there. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
@@ -373,8 +365,8 @@ class Backend(Operations):
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
-    def mixture(self, experts: Experts) -> Linear:
-        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give."""
+    def mixture(self, experts: Experts) -> Mixture:
+        """The experts as one call: the weighed sum of what each token's experts give."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, Experts, LinearContext
-from quire.kernels.routing import route
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.routing import Experts, route
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -23,10 +23,12 @@ class ReferenceMixture:
         self._backend = backend
         self._experts = experts
 
-    def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        experts = self._experts
-        scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """routed: what the router reads; None: x."""
+        experts, routed = self._experts, x if routed is None else routed
+        scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
         chosen, shares = route(scores, experts.routing, experts.correction)
+        shares = shares if experts.factors is None else shares * experts.factors[chosen]
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
@@ -39,4 +41,6 @@ class ReferenceMixture:
         experts, backend = self._experts, self._backend
         if experts.activation is not None:
             return backend.activate(gate_up, experts.activation)
+        if experts.gelu:
+            return backend.gelu_mul(gate_up)
         return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)

@@ -20,10 +20,10 @@ from quire.kernels.backend import (
     AdapterSlots,
     AttentionMetadata,
     Backend,
-    Experts,
     Layer,
     Linear,
     LinearContext,
+    Mixture,
     Recorded,
     Table,
 )
@@ -37,6 +37,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, MatrixRows, Recurrence, recur
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
+from quire.kernels.routing import Experts
 from quire.kernels.softmax import Softmax
 
 KEY_TILE = 128
@@ -81,6 +82,9 @@ class Reference(Backend):
 
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
         return linear(x, context)
+
+    def mix(self, mixture: Mixture, x: Tensor, routed: Tensor) -> Tensor:
+        return mixture(x, routed)
 
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
         return x if group is None else group.sum(x)
@@ -137,6 +141,9 @@ class Reference(Backend):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
+        return x * beside[:, first : first + x.shape[1]]
+
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=clamp.limit)
@@ -146,13 +153,15 @@ class Reference(Backend):
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         kv_heads = k_cache.shape[2]
-        heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
-        q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        sizes = (rope.heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.projected)
+        q, *kv = qkv.view(len(qkv), -1, rope.head_dim).split(sizes, dim=1)
         q = normed_and_rotated(q, rope.q_norm, rope, metadata.turned)
-        k = normed_and_rotated(k, rope.k_norm, rope, metadata.turned)
         if rope.q_scale is not None:
             q = (q * rope.q_scale[metadata.turned][:, None, None]).to(q.dtype)
-        self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
+        if kv:
+            v = kv[-1] if rope.v_norm is None else rms_norm(kv[-1], rope.v_norm, rope.eps)
+            k = normed_and_rotated(kv[0], rope.k_norm, rope, metadata.turned)
+            self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
 
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -195,7 +204,7 @@ class Reference(Backend):
         whole = weight.dequantized().to(dtype)
         return Table(lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None)
 
-    def mixture(self, experts: Experts) -> Linear:
+    def mixture(self, experts: Experts) -> Mixture:
         return ReferenceMixture(self, experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

@@ -13,6 +13,8 @@ from quire.kernels.kv_codes import UNSCALED, KVScales
 
 NORMS = ("heads", "whole", "centred", "after")
 """By the numbers that kernels/cpu/rope.cpp gives them."""
+GIVEN = ("queries", "keys", "all")
+"""The same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,26 @@ class Rope:
     rotation."""
     q_scale: Tensor | None = None
     """[most positions] float32: what queries are multiplied by at each position."""
+    v_norm: Tensor | None = None
+    """Weights [D], float32, of an RMSNorm of each value head; only beside norms of heads."""
+    given: Literal["all", "keys", "queries"] = "all"
+    """What is projected: all three; keys which, before their norm and rotation, are values too; or queries alone, whose
+    keys and values another layer has stored."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is what all backends compute in one kernel: a norm of heads, and the rotation."""
-        return self.q_scale is None and (self.norm == "heads" or (self.q_norm is None and self.k_norm is None))
+        whole = self.q_scale is None and self.v_norm is None and self.given == "all"
+        return whole and (self.norm == "heads" or (self.q_norm is None and self.k_norm is None))
+
+    @property
+    def projected(self) -> int:
+        """Heads of keys and values that are projected for each that is stored."""
+        return GIVEN.index(self.given)
+
+    def heads(self, width: int, kv_heads: int) -> int:
+        """Query heads of a projection so wide."""
+        return width // self.head_dim - self.projected * kv_heads
 
 
 def normed_and_rotated(x: Tensor, weight: Tensor | None, rope: Rope, positions: Tensor) -> Tensor:

@@ -1,13 +1,19 @@
-"""How a mixture's experts are chosen by their scores, in plain PyTorch: the judge of kernels/cpu/decoder/routing.h."""
+"""A mixture's experts, and how they are chosen by their scores, in plain PyTorch: the judge of
+kernels/cpu/decoder/routing.h."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import Activation, Clamp
+
+Multiply = Callable[[Tensor, Any], Tensor]
+"""A `Linear` of kernels/backend.py."""
 WEIGHTS = ("softmax", "sigmoid", "mixer")
 """By the numbers that kernels/cpu/decoder/routing.h gives them."""
 
@@ -49,6 +55,29 @@ class Routing:
         if self.per_token > self.groups_kept * (count // self.groups):
             return f"{self.per_token} experts of {self.groups_kept} groups of {count // self.groups}"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
+
+    router: Multiply
+    """[T, hidden] to scores [T, experts] float32."""
+    gate_up: Sequence[Multiply]
+    down: Sequence[Multiply]
+    routing: Routing
+    clamp: Clamp | None = None
+    """None: the gate is SiLU, without limits."""
+    activation: Activation | None = None
+    """Of MLPs without gates, whose `gate_up` is up alone; None: they have gates."""
+    correction: Tensor | None = None
+    """[experts] float32, for the choice alone."""
+    factors: Tensor | None = None
+    """[experts] float32: each one's weight is multiplied by it, in the end."""
+    gelu: bool = False
+    """Gates are GELU in its tanh approximation, not SiLU."""
+    float_router: bool = False
+    """The router takes x in float32."""
 
 
 def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,18 @@ GEMMA = {
     "query_pre_attn_scalar": 50,
 }
 
+GEMMA4 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+}
 GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
@@ -296,6 +308,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "tie_word_embeddings": True,
     },
+    "gemma4": {**GEMMA4, "model_type": "gemma4_text"},
+    "gemma4-small": {
+        **GEMMA4,
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": VOCAB,
+    },
+    "gemma4-moe": {
+        **GEMMA4,
+        "model_type": "gemma4_text",
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 24},
     "phi3-longrope": {"model_type": "phi3", "rope_parameters": LONGROPE},
     "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": QUERY_SCALES},
@@ -461,11 +491,14 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         else:
             # norms that multiply by 1 + weight
             by_1 = family.startswith(("gemma", "qwen3_5", "qwen3-next")) or family == "nemotron"
+            by_1 = by_1 and not family.startswith("gemma4")
             centred = by_1 and "linear_attn" not in name
             mean = 0.0 if name.endswith("bias") or centred else -2.0 if name.endswith("A_log") else 1.0
             torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("bias") and buffer.is_floating_point():  # which corrects the choice of experts
             torch.nn.init.normal_(buffer, std=0.2)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

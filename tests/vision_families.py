@@ -65,6 +65,28 @@ class Family:
         )
 
 
+_GEMMA4 = {
+    **{key: value for key, value in _TEXT.items() if key != "tie_word_embeddings"},
+    **{"model_type": "gemma4_text", "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32},
+    **{"sliding_window": 24, "use_bidirectional_attention": "vision"},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_GEMMA4_VISION = {
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 3},
+    "position_embedding_size": 640,
+}
+_GEMMA4_FILES: dict[str, Any] = {
+    "processor": "models.gemma4.processing_gemma4.Gemma4Processor",
+    "image_processor": "models.gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+    "preparing": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70, "do_normalize": False},
+    **{"image": "<|image|>", "written": "<|image|>", "outer": {"audio_config": None, "tie_word_embeddings": True}},
+    "processing": {"feature_extractor": None, "video_processor": None},
+    "tokens": {
+        **{"image_token": "<|image|>", "boi_token": "<|boi|>", "eoi_token": "<|eoi|>"},
+        **{"boa_token": "<|boa|>", "eoa_token": "<|eoa|>", "audio_token": "<|audio|>", "video_token": "<|video|>"},
+    },
+}
 _QWEN_VISION = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN_PREPARING = {
     "patch_size": 4,
@@ -109,6 +131,24 @@ FAMILIES = {
         outer={"mm_tokens_per_image": 16, "tie_word_embeddings": True},
         tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         processing={"image_seq_length": 16},
+    ),
+    "gemma4": Family(
+        config="Gemma4Config",
+        text={
+            **_GEMMA4,
+            **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+        },
+        vision=_GEMMA4_VISION,
+        **_GEMMA4_FILES,
+    ),
+    "gemma4 of 2 B": Family(
+        config="Gemma4Config",
+        text={
+            **{**_GEMMA4, "use_bidirectional_attention": None, "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 288},
+        },
+        vision={**_GEMMA4_VISION, "use_clipped_linears": True, "standardize": True, "num_key_value_heads": 2},
+        **_GEMMA4_FILES,
     ),
     "qwen2_vl": Family(
         config="Qwen2VLConfig",
@@ -332,7 +372,7 @@ def config_of(name: str, **overrides: Any) -> Any:
     """transformers' configuration. overrides: of the text part."""
     family = FAMILIES[name]
     ids = {key.replace("_token", "_token_id"): family.token_id(token) for key, token in family.tokens.items()}
-    if "boi_token" in family.tokens:
+    if "boi_token" in family.tokens and "boa_token" not in family.tokens:
         ids = {key.replace("_token", "_token_index"): family.token_id(token) for key, token in family.tokens.items()}
     text, vision = {**family.text, **overrides}, dict(family.vision)
     if "context_image_token" in family.tokens:
@@ -352,6 +392,11 @@ def save_family(path: Path, name: str, **overrides: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.5 if table else 1.5 * parameter[0].numel() ** -0.5)
         else:
             torch.nn.init.normal_(parameter, mean=0.0 if "bias" in key else 1.0, std=0.2)
+    for key, buffer in model.named_buffers():  # Gemma 4's
+        if key.endswith(("put_min", "put_max")):
+            buffer.fill_((1.0 if key.endswith("max") else -1.2) * (0.7 if "v_proj" in key else 1.0))
+        elif key.endswith(("std_bias", "std_scale", "layer_scalar")):
+            torch.nn.init.normal_(buffer, mean=0.0 if key.endswith("bias") else 1.0, std=0.2)
     model.save_pretrained(path)
     if name == "qwen3_vl_moe":  # as it was published: a column for each output
         stored = load_file(path / "model.safetensors")
@@ -378,14 +423,7 @@ def expected(
     path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], answer: list[int]
 ) -> tuple[list[int], torch.Tensor]:
     """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer."""
-    family = FAMILIES[name]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=family.tokens)
-    kind = named(family.processor)  # whose check would import processors of videos, which need torchvision
-    made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})(
-        image_processor=image_processor(name), tokenizer=tokenizer, chat_template=family.template, **family.processing
-    )
-    text = made.apply_chat_template(talk, add_generation_prompt=True)
-    inputs = made(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    inputs = prepared(path, name, talk, images)
     ids = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask")
     for key in ("token_type_ids", "mm_token_type_ids"):
@@ -397,3 +435,29 @@ def expected(
         wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
         found = model(input_ids=torch.tensor([ids + answer]), **wide)
     return ids, found.logits[0].log_softmax(-1)
+
+
+def vector(path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image]) -> torch.Tensor:
+    """What transformers makes of a conversation's last token, behind the last norm, of length 1."""
+    inputs = prepared(path, name, talk, images, asks=False)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
+    with torch.inference_mode():
+        hidden = model.model(**wide).last_hidden_state[0, -1]
+    return hidden / hidden.norm()
+
+
+def prepared(
+    path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], *, asks: bool = True
+) -> dict[str, torch.Tensor]:
+    """What transformers' processor makes of a conversation; asks: an answer is to follow."""
+    family = FAMILIES[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), extra_special_tokens=family.tokens)
+    kind = named(family.processor)  # whose check would import processors of videos, which need torchvision
+    made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})(
+        image_processor=image_processor(name), tokenizer=tokenizer, chat_template=family.template, **family.processing
+    )
+    text = made.apply_chat_template(talk, add_generation_prompt=asks)
+    shown = {"images": [images]} if images else {}
+    found = made(text=[text], **shown, return_tensors="pt", add_special_tokens=False, padding=False)
+    return {key: torch.as_tensor(each) for key, each in found.items()}

@@ -28,6 +28,7 @@ FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "glm": "dense.glm",
     "glm4": "dense.glm4",
     "glm4_moe": "grouped.glm4_moe",
@@ -92,7 +93,7 @@ LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "granitemoehybrid", "kimi_k2", "nemotron_h"),
+    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "kimi_k2", "nemotron_h"),
 )
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
@@ -130,7 +131,15 @@ _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.s
 _SHARED |= {"nemotron_h": "mixer.shared_experts"}
 _SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp")
 STACKED = (
-    *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "qwen3_5_moe_text"),
+    *(
+        "gemma4_text",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "qwen3_5_moe_text",
+    ),
     "qwen3_vl_moe_text",
 )
 """Those whose checkpoints have all experts of a layer in one tensor."""
@@ -147,7 +156,13 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "idefics3": "llama",
+    "mistral3": "mistral",
+    "smolvlm": "llama",
+}
 WITH_IMAGES |= {"internvl": "qwen2", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
 WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
 WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}
@@ -169,7 +184,7 @@ AXES |= dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), (24, 20, 20))
 AXES |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), (11, 11, 10))
 """Those whose rotations tell rows and columns of an image apart. Not (): the frequencies of these take turns, and so
 many are theirs where mrope_section does not say it."""
-ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
+ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
 _SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {

@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
+from quire.engine.checkpoint.parts.inner_fields import AttnConfig, EagleConfig, UnequalFields
+
 MAX_LAYERS = 4096
 MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
@@ -30,10 +32,9 @@ _Experts0 = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _Text = Annotated[str, Meta(max_length=256)]
+_Names = Annotated[list[_Text], Meta(max_length=2**14)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
-_Names = Annotated[list[_Text], Meta(max_length=2**14)]
-
 ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -128,7 +129,7 @@ class Quantization(TypedDict, total=False):
     kv_cache_scheme: dict[str, Any] | None
 
 
-class SharedFields(TypedDict, total=False):
+class SharedFields(UnequalFields, total=False):
     """The fields that both a server and `quire plan` read."""
 
     model_type: _Text | None
@@ -190,23 +191,6 @@ class CrossEncoder(TypedDict, total=False):
     """What sentence-transformers writes of a classifier."""
 
     activation_fn: _Text | None
-
-
-class EagleConfig(TypedDict, total=False):
-    """What config.json of an EAGLE-3 head says of the served model."""
-
-    eagle_aux_hidden_state_layer_ids: Annotated[list[_LayerCount], Meta(min_length=1, max_length=16)] | None
-    use_aux_hidden_state: bool | None
-
-
-class AttnConfig(TypedDict, total=False):
-    """MPT's attention."""
-
-    alibi: bool | None
-    clip_qkv: float | None
-    qk_ln: bool | None
-    prefix_lm: bool | None
-    softmax_scale: _Above0 | None
 
 
 class ServedFields(SharedFields, total=False):

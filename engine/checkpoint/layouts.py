@@ -222,7 +222,8 @@ LAYOUTS: Mapping[str, Layout] = {
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
     """Numbers of a head that are rotated, the first ones. Raises ModelError."""
-    size = rope.get("rotary_dim") or int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+    part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
+    size = rope.get("rotary_dim") or int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
         raise ModelError(f"model: config.json: {size} of a head's {head_dim} numbers cannot be rotated")
     return int(size)

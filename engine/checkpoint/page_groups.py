@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig, text_config
-from quire.engine.checkpoint.parts.states import LayerStates
+from quire.engine.checkpoint.parts.states import LayerStates, SharedState
 from quire.engine.config import EngineConfig, SpeculativeConfig
 
 _MOST_GROUPS = 8
@@ -76,8 +76,12 @@ def page_groups(layers: Sequence[LayerStates], longest: int, block_size: int, *,
     """The groups of layers that keep these states, for contexts of up to `longest` tokens: so many layers to a page
     that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where
     it is asked for (`keep_all`), or where some layers keep more of a token than others, or another kind of state, so
-    that not any page would serve any of them."""
-    keep_all = keep_all or len({tuple((type(each), each.numbers) for each in layer) for layer in layers}) > 1
+    that not any page would serve any of them. A layer that reads another's pages is where that one is."""
+    sources = [next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layers]
+    if any(source is not None for source in sources):
+        own = [layer for layer, source in zip(layers, sources, strict=True) if source is None]
+        return _with_readers(page_groups(own, longest, block_size, keep_all=keep_all), sources)
+    keep_all = keep_all or len({tuple(replace(each, window=None) for each in layer) for layer in layers}) > 1
     windows = [layer[0].window if len(layer) == 1 else None for layer in layers]
     seen = [None if window is None or window >= longest or keep_all else window for window in windows]
     kinds = Counter(seen)
@@ -91,6 +95,17 @@ def page_groups(layers: Sequence[LayerStates], longest: int, block_size: int, *,
         if sum(groups.values()) <= _MOST_GROUPS and (held < least or (places and held == least)):
             least, places = held, size
     return _grouped(seen, kinds, places) if places else one_group(len(seen))
+
+
+def _with_readers(groups: PageGroups, sources: Sequence[int | None]) -> PageGroups:
+    """With layers, among those of `groups`, that read others' pages, whose numbers `sources` gives."""
+    group_of, place_of, own = list[int](), list[int](), 0
+    for source in sources:
+        where = (groups.group_of[own], groups.place_of[own]) if source is None else (group_of[source], place_of[source])
+        group_of.append(where[0])
+        place_of.append(where[1])
+        own += source is None
+    return PageGroups(groups.windows, tuple(group_of), tuple(place_of))
 
 
 def _grouped(seen: Sequence[int | None], kinds: Counter[int | None], places: int) -> PageGroups:

@@ -37,8 +37,15 @@ _SHOWN = 200
 """Characters of a name in a file that an error shows."""
 _HEADS = ("mtp.",)
 """Of heads that guess tokens."""
-_BESIDE_TEXT = ("model.visual.", "visual.", *_HEADS)
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.", "image_newline")
+_BESIDE_TEXT = ("model.visual.", "visual.", "model.audio_tower.", "model.embed_audio.", *_HEADS)
+_OF_IMAGES = (
+    "vision_tower.",
+    "embed_vision.",
+    "multi_modal_projector.",
+    "vision_model.",
+    "model.connector.",
+    "image_newline",
+)
 """Of towers for images, and of what follows them."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 

@@ -9,7 +9,7 @@ It does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from quire.engine.checkpoint.families import (
     why_not_served,
 )
 from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.parts import unequal
 from quire.engine.checkpoint.parts.parameters import (
     ALONE,
     LEARNED,
@@ -165,6 +166,26 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
     Raises ModelError for a model that is not a decoder, and for a missing size, which it names.
     """
+    sizes, text = _sizes_of_equal_layers(raw), text_config(raw)
+    if sizes.model_type not in unequal.KINDS:
+        return sizes
+    hidden = given_size(text, "hidden_size")
+    own = unequal.unequal_sizes(text, hidden)
+    embeddings = sizes.embeddings + own.table
+    return replace(
+        sizes,
+        parameters=embeddings + own.parameters + sizes.expert_parameters + end_numbers(text, hidden, 0, tied=True),
+        embeddings=embeddings,
+        kv_formula=own.formula,
+        kv_heads=own.kv_heads,
+        head_dim=own.head_dim,
+        attention_width=own.attention_width,
+        layer_states=own.states,
+    )
+
+
+def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
+    """The same of a model all of whose layers that attend do so with as many heads of one size."""
     family = family_not_served(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")

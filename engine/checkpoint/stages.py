@@ -22,6 +22,8 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 def groups_of_stage(groups: PageGroups, layers: range) -> PageGroups:
     """The groups as a stage of these layers has them: a page has the numbers that it has in all stages, and in each the
     keys and values of the stage's own layers."""
+    if len(layers) == len(groups.group_of):  # where layers may share a place
+        return groups
     group_of = groups.group_of[layers.start : layers.stop]
     place_of = [group_of[:index].count(group) for index, group in enumerate(group_of)]
     return replace(groups, group_of=group_of, place_of=tuple(place_of))

@@ -239,13 +239,13 @@ class Scheduler:
             needed = self._tables.missing(seq, seq.computed + count)
             while needed > self.pool.num_free and seq.status is Status.RUNNING:
                 victim = max(self._running, key=self._waiting.rank)
-                budget.take(victim, -planned.pop(victim, 0))
+                budget.take(victim, -victim.weight(planned.pop(victim, 0)))
                 self._preempt(victim)
             if seq.status is Status.RUNNING:
                 if needed > 0:
                     seq.blocks += self.pool.allocate(needed)
                 planned[seq] = count
-                budget.take(seq, count)
+                budget.take(seq, seq.weight(count))
         return planned, budget
 
     def _admit(self, rows: list[Row], copies: list[PageCopy], budget: TokenBudget) -> list[Admission]:
@@ -267,7 +267,7 @@ class Scheduler:
             self._tables.grow(seq, seq.computed + count)
             self.pool.share(copy.source for copy in forked)  # else a load might fill it before it is copied
             copies += forked
-            budget.take(seq, count)
+            budget.take(seq, seq.weight(count))
             rows.append(self._commit(seq, count, []))
             assert seq.slot is not None
             how = (seq.request.params, seq.request.seed, self._waiting.slot(seq), *seq.request.contents)

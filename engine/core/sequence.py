@@ -9,6 +9,9 @@ from enum import Enum
 from quire.engine.core.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
 
+PIXELS = 16 * 16
+"""Of an image, that weigh as much as a token: a patch of most towers, which are narrower than the text part."""
+
 
 class Status(Enum):
     WAITING = "waiting"
@@ -119,6 +122,16 @@ class Sequence:
         if last is not None and last.whole and end < (behind := last.start + last.count):
             end = last.start if last.start > self.computed else behind
         return end - self.computed
+
+    def weight(self, count: int) -> int:
+        """What its next `count` tokens take of a step's budget: themselves, and what a tower reads of the images whose
+        first token is among them. So a step makes the features of few images, of however many requests they are."""
+        if not self.request.spans or count <= 0:
+            return count
+        end = self.computed + count
+        begun = {each.digest for each in self.request.spans if self.computed <= each.start < end and not each.offset}
+        pixels = sum(each.height * each.width for each in self.request.images if each.digest in begun)
+        return count + pixels // PIXELS
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all

@@ -12,12 +12,13 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import ModelFiles
-from quire.engine.images import internvl, llava, patches, pixtral, squares, tiles
+from quire.engine.images import gemma4, internvl, llava, patches, pixtral, squares, tiles
 from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, VisionFields
 from quire.engine.images.vision import Given, Vision
 
 READERS: dict[str, Callable[[Given], Vision]] = {
     "gemma3": squares.gemma3,
+    "gemma4": gemma4.gemma4,
     "idefics3": tiles.read,
     "internvl": internvl.read,
     "llava": llava.llava,
@@ -33,6 +34,8 @@ READERS: dict[str, Callable[[Given], Vision]] = {
     "smolvlm": tiles.read,
 }
 """By the model_type of those whose images are read."""
+_AS_THEY_ARE = ("gemma4",)
+"""Those whose pixels may be from 0 to 1."""
 KEPT_BYTES = 256 << 20
 """Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
 
@@ -49,7 +52,8 @@ def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> Vision | No
     content, label = files.json("config.json") if raw is None else raw, files.label("config.json")
     if content is None or not reads_images(content):
         return None
-    return _vision(content, _preparing(files), label)
+    preparing = _preparing(files, normalizes=str(content.get("model_type")) not in _AS_THEY_ARE)
+    return _vision(content, preparing, label)
 
 
 def tower_numbers(raw: Mapping[str, Any], text_size: int) -> int:
@@ -69,14 +73,15 @@ def _vision(content: Mapping[str, Any], preparing: PreparingFields, label: str, 
     return READERS[str(content.get("model_type"))](Given(tower, outer, preparing, text, label, planned))
 
 
-def _preparing(files: ModelFiles) -> PreparingFields:
+def _preparing(files: ModelFiles, *, normalizes: bool) -> PreparingFields:
+    """normalizes: the family's pixels must be."""
     name, other = "preprocessor_config.json", "processor_config.json"
     given = files.json(name)
     if given is None:
         processor = checked(files.json(other) or {}, ProcessorFields, files.label(other))
         name, given = other, processor.get("image_processor") or {}
     fields = checked(given, PreparingFields, files.label(name))
-    for switch in ("do_resize", "do_rescale", "do_normalize"):
+    for switch in ("do_resize", "do_rescale", *(["do_normalize"] if normalizes else [])):
         if fields.get(switch) is False:
             raise ModelError(f"model: {files.label(name)}: {switch}: false is not served")
     return fields

@@ -24,6 +24,8 @@ MOST_PIXELS = 25_000_000
 """Of an image: a bomb is a few bytes that say they are more."""
 
 
+_WIDE = ("I", "I;16", "I;16B", "I;16L")
+"""Modes of PNG files with 16 bits for each grey."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 """Of EXIF: the tag, and its values for an image that lies on its side."""
 
@@ -78,6 +80,9 @@ def upright(image: Image.Image, where: str) -> Image.Image:
         image.load()
         if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be a copy
             image = ImageOps.exif_transpose(image)
+        if image.mode in _WIDE:  # Pillow would make all but the darkest 256 greys white
+            image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
+            image.info.pop("transparency", None)  # a grey of 16 bits
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)

@@ -54,6 +54,14 @@ class VisionFields(TypedDict, total=False):
     use_qk_norm: bool | None
     use_mean_pooling: bool | None
     norm_type: _Text | None
+    head_dim: Width | None
+    num_key_value_heads: Width | None
+    hidden_activation: _Text | None
+    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] | None
+    pooling_kernel_size: _Few | None
+    position_embedding_size: Annotated[int, Meta(ge=1, le=2**20)] | None
+    use_clipped_linears: bool | None
+    standardize: bool | None
 
 
 class OuterFields(TypedDict, total=False):
@@ -64,6 +72,8 @@ class OuterFields(TypedDict, total=False):
     image_token_index: _TokenId | None
     boi_token_index: _TokenId | None
     eoi_token_index: _TokenId | None
+    boi_token_id: _TokenId | None
+    eoi_token_id: _TokenId | None
     mm_tokens_per_image: Annotated[int, Meta(ge=1, le=2**16)] | None
     vision_feature_layer: _Layer | list[_Layer] | None
     vision_feature_select_strategy: _Text | None
@@ -104,6 +114,8 @@ class PreparingFields(TypedDict, total=False):
     patch_size: _Patch | Sizes | None
     temporal_patch_size: _Few | None
     merge_size: _Few | None
+    max_soft_tokens: Annotated[int, Meta(ge=1, le=2**16)] | None
+    pooling_kernel_size: _Few | None
     image_grid_pinpoints: _Pairs | None
     min_patches: Annotated[int, Meta(ge=1, le=1024)] | None
     max_patches: Annotated[int, Meta(ge=1, le=1024)] | None

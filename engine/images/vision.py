@@ -99,6 +99,11 @@ class Vision(ABC):
         return False
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a content that see each other."""
+        return self.layout(1, 1).tokens
+
+    @property
     def deep(self) -> int:
         """How many of the text part's first layers are each followed by features of their own."""
         return 0
@@ -166,12 +171,12 @@ class Given:
             sizes = f"{shape.num_heads} do not divide hidden_size, {shape.hidden_size}, into even parts"
             raise self.wrong(f"vision_config: num_attention_heads: {sizes}")
 
-    def colours(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF) -> Colours:
-        """With these defaults. Raises ModelError."""
+    def colours(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF, *, asked: bool = True) -> Colours:
+        """With these defaults, and these alone where no others are `asked` for. Raises ModelError."""
         given = self.preparing
         colours = Colours(
-            tuple(given.get("image_mean") or mean),
-            tuple(given.get("image_std") or std),
+            tuple((asked and given.get("image_mean")) or mean),
+            tuple((asked and given.get("image_std")) or std),
             given.get("rescale_factor") or 1 / 255,
         )
         if not all(colours.std):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
@@ -54,10 +54,22 @@ class AttentionSpec(PartSpec):
     """What it gives is multiplied with it."""
     input_size: int | None = None
     """Of what is projected, where it is not the residual stream; None: it is that."""
+    v_norm: bool = False
+    """Norm of each value head, without weights."""
+    keys_are_values: bool = False
+    """Values are what keys are before their norm and rotation."""
+    ahead: int | None = 0
+    """Keys behind its own that a query sees; None: all."""
+    together: bool = True
+    """Tokens of an image see each other, where a step says so."""
+    source: int | None = None
+    """The layer whose keys and values it reads; None: it has its own."""
 
     @property
-    def state(self) -> PagedState:
-        return PagedState(2 * self.num_kv_heads * self.head_dim, self.window)
+    def state(self) -> PagedState | SharedState:
+        if self.source is not None:
+            return SharedState(self.source, self.window)
+        return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
 
     def part(self, making: Making, layer: str) -> Attention:
         return Attention(self, making, layer)
@@ -85,8 +97,13 @@ class Attention(Part):
         q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
         cuts = {q: shard.heads(heads, dim), k: shard.heads(kv_heads, dim), v: shard.heads(kv_heads, dim)}
         linear = partial(JoinedLinear, making.scheme, adapters=making.adapters)
-        sizes = {q: q_size, k: kv_size, v: kv_size}
-        self._qkv = linear(spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts=cuts)
+        self._given: Literal["all", "keys", "queries"] = "keys" if spec.keys_are_values else "all"
+        sizes = {q: q_size, k: kv_size} if spec.keys_are_values else {q: q_size, k: kv_size, v: kv_size}
+        if spec.source is not None:
+            self._given, sizes = "queries", {q: q_size}
+        self._qkv = linear(
+            spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts={name: cuts[name] for name in sizes}
+        )
         gate = f"{prefix}.gate_proj"
         gates = {gate: q_size} if spec.gated else {}
         self._gate = linear(hidden, gates, bias=spec.qkv_bias, cuts={gate: cuts[q]}) if gates else None
@@ -97,7 +114,8 @@ class Attention(Part):
             norms |= {self._output_norm: hidden}
         self._norms = NormWeights(norms, making.dtype, spec.norm)
         each = spec.qk_norm in ("whole", "centred")
-        head_norms = {f"{prefix}.q_norm": q_size if each else dim, f"{prefix}.k_norm": kv_size if each else dim}
+        head_norms = {f"{prefix}.q_norm": q_size if each else dim}
+        head_norms |= {f"{prefix}.k_norm": kv_size if each else dim} if spec.source is None else {}
         rms = NormSpec(spec.norm.eps, spec.norm.offset)
         self._head_norms = NormWeights({} if spec.qk_norm is None else head_norms, making.dtype, rms)
         self._sinks: Tensor | None = None
@@ -119,9 +137,15 @@ class Attention(Part):
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """A key cache and a value cache."""
+        if self._spec.source is not None:
+            return ()
         kind = self._making.kv_dtype
         shape = self._making.backend.kv_cache_shape(num_blocks, self._kv_heads, self._spec.head_dim, kind)
         return PageTensor(shape, kind), PageTensor(shape, kind)
+
+    @property
+    def reads(self) -> int:
+        return 2
 
     @property
     def page_formula(self) -> str:
@@ -141,7 +165,7 @@ class Attention(Part):
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
         q = run.rope_store(run.apply(self._qkv.packed, x, context), rope, k_cache, v_cache, turned)
         attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
-        if (seen := metadata.together) is not None:
+        if (seen := metadata.together) is not None and self._spec.together:
             both_ways = replace(self._softmax, ahead=None)
             attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)
         attended = attended.flatten(1)
@@ -158,7 +182,9 @@ class Attention(Part):
         """How heads are rotated and stored, once its weights are there."""
         spec, (q_norm, k_norm) = self._spec, (self._head_norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
         kind, scale = spec.qk_norm or "heads", None if spec.rope is None else self._making.query_scales(spec.rope)
-        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, self._kv_scales, kind, scale)
+        v_norm = torch.ones(spec.head_dim, device=self._making.device) if spec.v_norm else None
+        beside = (self._kv_scales, kind, scale, v_norm, self._given)
+        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *beside)
 
     def _along(self, axes: Tensor) -> Rope:
         """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
@@ -174,6 +200,5 @@ class Attention(Part):
     def _softmax(self) -> Softmax:
         spec = self._spec
         assert (self._sinks is not None) == spec.sinks, "weights are not loaded"
-        return Softmax(
-            spec.scale, spec.window, spec.softcap, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks
-        )
+        seen = (spec.scale, spec.window, spec.softcap, spec.ahead)
+        return Softmax(*seen, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks)

@@ -37,7 +37,9 @@ class MlpSpec(PartSpec):
     factors: tuple[float, float] = (1.0, 1.0)
     """Of what the gate's function takes, and of what the MLP gives."""
     name: str = "mlp"
-    """In a checkpoint, behind the layer's."""
+    """In a checkpoint, behind the layer's; and what is called so there too,"""
+    output_name: str = "post_feedforward_layernorm"
+    """the norm of what it gives."""
 
     def part(self, making: Making, layer: str) -> Mlp:
         return Mlp(self, making, layer)
@@ -60,7 +62,7 @@ class Mlp(Part):
         linear = partial(JoinedLinear, making.scheme, bias=spec.bias, adapters=making.adapters)
         self._up = linear(hidden, up, cuts=outs)
         self._down = linear(inner, {down: hidden}, cuts=ins)
-        self._output_norm = f"{layer}.post_feedforward_layernorm"
+        self._output_norm = f"{layer}.{spec.output_name}"
         # In families with output norms, post_attention_layernorm is attention's output norm instead.
         name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
         self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else name}"

@@ -15,8 +15,8 @@ from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
 from quire.kernels.activation import Activation, Clamp
-from quire.kernels.backend import Experts, Linear, Operations
-from quire.kernels.routing import Routing
+from quire.kernels.backend import Mixture, Operations
+from quire.kernels.routing import Experts, Routing
 
 _SQUARED = Activation("relu2")
 
@@ -61,8 +61,19 @@ class ExpertsSpec(PartSpec):
     """Without gates their function, and that of shared ones, is the square of ReLU."""
     shares_norm: bool = False
     """The norm of what is read is attention's."""
+    parallel: bool = False
+    """They read the residual stream as the part before has read it, and what they give is added to what that gives."""
+    norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    """What the norms of what is read and of what is given are called, behind the layer's name."""
+    gelu: bool = False
+    """Gates are GELU in its tanh approximation, not SiLU."""
+    router_scale: str | None = None
+    """The name, below the experts', of what the router's input is multiplied with, and with hidden^-0.5, behind a norm
+    of its own without weights; None: the router reads what the experts do."""
+    factors: str | None = None
+    """The name, below the experts', of factors of their weights; None: there are none."""
     name: str = "mlp"
-    """In a checkpoint, behind the layer's; and below it the names of the router and, below each
+    """In a checkpoint, behind the layer's ("": that itself); and below it the names of the router and, below each
     expert's, those of its linears."""
     router: str = "gate"
     gate: str = "gate_proj"
@@ -88,7 +99,8 @@ class Moe(Part):
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
         self._spec, self._backend, self._shard = spec, making.backend, making.shard
-        self._prefix, hidden, inner = f"{layer}.{spec.name}", making.hidden_size, spec.intermediate_size
+        hidden, inner = making.hidden_size, spec.intermediate_size
+        self._prefix, self._hidden = f"{layer}.{spec.name}" if spec.name else layer, hidden
         router, router_dtype = f"{self._prefix}.{spec.router}", torch.float32 if spec.float_router else making.dtype
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
@@ -96,8 +108,11 @@ class Moe(Part):
         linears = [_mlp(making, inner, name, names, bias=spec.bias, adapters=None) for name in each]
         self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
         self._correction: Tensor | None = None
-        self._input_norm = f"{layer}.{'input' if spec.shares_norm else 'post_attention'}_layernorm"
-        self._output_norm = f"{layer}.post_feedforward_layernorm"
+        self._factors: Tensor | None = None
+        self._router_norm: Tensor | None = None
+        read, given = spec.norms
+        self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else read}"
+        self._output_norm = f"{layer}.{given}"
         norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
         self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
@@ -110,20 +125,39 @@ class Moe(Part):
             shape = (1,) * self._spec.correction_row + (self._spec.count,)
             correction = Parameter(shape, torch.float32, self._put_correction)
             table[f"{self._prefix}.{self._spec.correction}"] = correction
+        if self._spec.factors is not None:
+            factors = Parameter((self._spec.count,), torch.float32, self._put_factors)
+            table[f"{self._prefix}.{self._spec.factors}"] = factors
+        if self._spec.router_scale is not None:
+            scale = Parameter((self._hidden,), torch.float32, self._put_router_scale)
+            table[f"{self._prefix}.{self._spec.router_scale}"] = scale
         return table
 
     def _put_correction(self, tensor: Tensor) -> None:
         self._correction = tensor.flatten().contiguous()
 
+    def _put_factors(self, tensor: Tensor) -> None:
+        self._factors = tensor
+
+    def _put_router_scale(self, tensor: Tensor) -> None:
+        self._router_norm = tensor * self._hidden**-0.5
+
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self._norms.add(run, self._input_norm, x, residual)
+        before = x
+        if self._spec.parallel:
+            assert residual is not None
+            x = self._norms.norm(run, self._input_norm, residual)
+        else:
+            x, residual = self._norms.add(run, self._input_norm, x, residual)
+        routed = x if self._router_norm is None else run.rms_norm(residual, self._router_norm, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
-        x = run.apply(self._mixture, x, step.context)
+        x = run.mix(self._mixture, x, routed)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
-        return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
+        x = self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group))
+        return run.add(x, before) if self._spec.parallel else x, residual
 
     @cached_property
-    def _mixture(self) -> Linear:
+    def _mixture(self) -> Mixture:
         spec = self._spec
         experts = Experts(
             router=self._router.packed,
@@ -133,6 +167,8 @@ class Moe(Part):
             clamp=spec.clamp,
             activation=None if spec.gated else _SQUARED,
             correction=self._correction,
+            factors=self._factors,
+            gelu=spec.gelu,
             float_router=spec.float_router,
         )
         return self._backend.mixture(experts)

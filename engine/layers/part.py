@@ -89,6 +89,8 @@ class Step:
     rows: Tensor | None
     """What comes behind the layer's state is wanted of these tokens alone, so the part that keeps it drops the others
     once they are kept; None: of all."""
+    beside: Tensor | None = None
+    """[T, W], what layers read of tokens beside the stream, as AttentionMetadata has it."""
 
     @property
     def context(self) -> LinearContext:
@@ -96,7 +98,8 @@ class Step:
 
     def behind(self, rows: Tensor) -> Step:
         """For the parts behind the one that has dropped all others."""
-        return Step(replace(self.metadata, linear=self.context.at(rows)), self.pages, None)
+        beside = None if self.beside is None else self.beside[rows]
+        return Step(replace(self.metadata, linear=self.context.at(rows)), self.pages, None, beside)
 
 
 class Part(ABC):
@@ -109,6 +112,11 @@ class Part(ABC):
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """What keeps its state, for so many pages; (): it keeps none."""
         return ()
+
+    @property
+    def reads(self) -> int:
+        """How many tensors of pages its layer has for it: those that it keeps, or another layer's."""
+        return len(self.pages(1))
 
     def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
         """The same for so many slots, each of which keeps what is not in pages of one sequence; a step computes up to

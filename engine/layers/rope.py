@@ -21,7 +21,9 @@ _NEEDED = {
     "factors": ("factors",),
     "dynamic": ("alpha",),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "max_position_embeddings"),
+    "axial": (),
     "ntk": ("factor",),
+    "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """What a rope_type needs beside rope_theta."""
@@ -57,6 +59,12 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
             frequencies, size = _yarn(frequencies, rope), _yarn_size(rope)
         case "ntk":
             frequencies = _ntk(frequencies, rope)
+        case "axial":  # of a tower's patches: the same for rows and for columns, which each turn half of a head
+            half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
+            frequencies = torch.cat((half, half))
+        case "proportional":  # Gemma 4's: the lowest ones, which are counted as if all turned, stand still
+            turning = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+            frequencies = frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < turning)
         case _:
             raise ModelError(f"model: rope_type {rope_type!r} is not supported ({', '.join(ROPE_TYPES)})")
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)

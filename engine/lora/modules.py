@@ -20,6 +20,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, stored_module
+from quire.engine.checkpoint.parts import unequal
 from quire.engine.checkpoint.parts.states import MatrixState, state_of
 from quire.engine.errors import ConfigError
 
@@ -42,6 +43,8 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 
 def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
+    if model.model_type in unequal.KINDS:
+        return unequal.unequal_modules(model.raw, model.hidden_size) | _ends(model.hidden_size, model.vocab_size)
     attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
     layers = layer_parts(model.raw, model.num_layers)
@@ -58,6 +61,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     if wrong := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:
         raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
+    if raw.get("model_type") in unequal.KINDS:
+        return unequal.unequal_modules(raw, hidden) | _ends(hidden, vocab)
     dim = int(raw.get("head_dim") or hidden // heads)
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
     with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
@@ -124,7 +129,11 @@ def _modules(
         for name, shape in modules.items()
         if kind not in WITHOUT_GATES or not name.endswith(("mlp.gate_proj", "shared_experts.gate_proj"))
     }
-    return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
+    return found | _ends(hidden, vocab)
+
+
+def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:
+    return {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 
 
 def adapter_numbers(modules: Modules, rank: int, *, head: bool = False) -> int:

@@ -24,6 +24,7 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.layers.stream.layer_inputs import LayerInputs
 from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
 from quire.kernels.kv_codes import KVScales
@@ -47,7 +48,7 @@ class _Keeps(NamedTuple):
 
 def _steps(layer: Sequence[Part]) -> list[_Keeps]:
     """Pages lie before slots, both in the parts' order."""
-    pages, slots = [len(part.pages(1)) for part in layer], [len(part.slots(1, 0)) for part in layer]
+    pages, slots = [part.reads for part in layer], [len(part.slots(1, 0)) for part in layer]
     found, last = [], max((at for at in range(len(layer)) if pages[at] or slots[at]), default=None)
     for at, part in enumerate(layer):
         page, slot = sum(pages[:at]), sum(pages) + sum(slots[:at])
@@ -124,6 +125,7 @@ class Decoder:
             shard=shard,
         )
         self._positions = None if spec.positions is None else Positions(spec.positions, spec.hidden_size, dtype)
+        self._layer_inputs = None if spec.layer_inputs is None else LayerInputs(spec.layer_inputs, making)
         embedding_norm = {_EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
         self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, spec.norm)
@@ -145,6 +147,7 @@ class Decoder:
         table = self._embedding.parameters() if self.is_first or tied else {}
         table |= self._embedding_norm.parameters() if self.is_first else {}
         table |= self._positions.parameters() if self.is_first and self._positions is not None else {}
+        table |= {} if self._layer_inputs is None else self._layer_inputs.parameters()
         table |= self._norm.parameters() if self.is_last else {}
         if self.has_head and not tied:
             table |= self._head.parameters()
@@ -227,6 +230,10 @@ class Decoder:
         deep = list[Tensor]()
         if features is not None:
             x[features.rows], *deep = features.values.split(self.spec.hidden_size, dim=1)
+        if self._layer_inputs is not None:
+            images = None if features is None else features.rows
+            beside = self._layer_inputs.of(token_ids, x, images, metadata.linear)
+            metadata = replace(metadata, beside=beside)
         kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
         assert self.is_last
@@ -293,7 +300,7 @@ class Decoder:
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         kept = kv_cache[self.groups.place_of[index]]
-        step = Step(metadata.of(self.groups.group_of[index]), kept, rows)
+        step = Step(metadata.of(self.groups.group_of[index]), kept, rows, metadata.beside)
         for part, own, drops in self._steps[index]:
             given = replace(step, pages=tuple(kept[place] for place in own), rows=step.rows if drops else None)
             x, residual = part.forward(run, x, residual, given)

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from quire.engine.checkpoint.families import AXES
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, State
+from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, SharedState, State
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import PartSpec
 from quire.engine.layers.rope import axes_of
+from quire.engine.layers.stream.layer_inputs import LayerInputsSpec
 
 LayerSpec = tuple[PartSpec, ...]
 P = TypeVar("P", bound=PartSpec)
@@ -35,6 +36,8 @@ class DecoderSpec:
     """Norm of the embeddings, as `norm` says it."""
     stream_unit: float = 1.0
     """What a 1 in the residual stream stands for."""
+    layer_inputs: LayerInputsSpec | None = None
+    """What tokens have for each layer beside their embedding; None: nothing."""
     head_bias: bool = False
     logit_scale: float = 1.0
     """Factor of the logits,"""
@@ -62,6 +65,15 @@ class DecoderSpec:
     def needs_snapshots(self) -> bool:
         """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
         return any(isinstance(each, MatrixState) for each in self.states)
+
+    @property
+    def unstageable(self) -> str | None:
+        """Why its layers cannot be divided among processes; None: they can."""
+        if self.layer_inputs is not None:
+            return "the model's layers read embeddings of their own, which the first process alone would have"
+        if any(isinstance(each, SharedState) for each in self.states):
+            return "some of the model's layers read keys and values of others, which must be in the same process"
+        return None
 
     def indivisible(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""

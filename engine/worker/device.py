@@ -45,6 +45,7 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts = spec.parts(AttentionSpec)
     kinds = {"ALiBi": any(each.alibi is not None for each in parts), "sinks": any(each.sinks for each in parts)}
+    kinds |= {"norms of values": any(each.v_norm for each in parts)}
     for kind, has in kinds.items():
         if has and device.type != "cpu":
             why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"

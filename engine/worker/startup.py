@@ -233,6 +233,8 @@ def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
         wrong = "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two"
     elif stages > layers:
         wrong = f"the model's {layers} layers cannot be divided among {stages} stages"
+    elif (apart := chosen.spec.unstageable) is not None:
+        wrong = apart
     elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
         wrong = f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not"
     elif given:

@@ -19,9 +19,9 @@ from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
-    Experts,
     Layer,
     Linear,
+    Mixture,
     Recorded,
     Table,
 )
@@ -43,6 +43,7 @@ from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.routing import Experts
 from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -224,6 +225,15 @@ class Cpu(Reference):
         kernel = self.library.gelu_mul.get(gate_up.dtype)
         return super().gelu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
 
+    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
+        """In place: returns x itself where it is contiguous."""
+        kernel = self.library.mul_columns.get(x.dtype)
+        if kernel is None or beside.dtype != x.dtype:
+            return super().mul_columns(x, beside, first)
+        x, beside = x.contiguous(), beside.contiguous()
+        kernel(*_pointers(x, beside), *x.shape, beside.shape[1], first, torch.get_num_threads())
+        return x
+
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         kernel = self.library.clamped_mul.get(gate_up.dtype)
         return super().clamped_mul(gate_up, clamp) if kernel is None else _gate_mul(kernel, gate_up, *astuple(clamp))
@@ -236,15 +246,15 @@ class Cpu(Reference):
         qkv = qkv.contiguous()
         pages, kv_heads, _ = k_cache.shape
         tokens, width = qkv.shape
-        heads = width // rope.head_dim - 2 * kv_heads
+        heads = rope.heads(width, kv_heads)
         q = qkv.new_empty((tokens, heads, rope.head_dim))
-        weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale)
+        weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale)
         for each in weights:
             if each is not None and each.dtype != torch.float32:
-                raise TypeError(f"q_norm, k_norm, cos_sin and q_scale must be float32, not {each.dtype}")
+                raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
         held = native.kv_format(k_cache, rope.kv_scales)
         where = _pointers(metadata.turned, metadata.slots, q, k_cache, v_cache)
-        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), *where]
+        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), rope.projected, *where]
         shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
         sizes = (*shapes, rope.eps, torch.get_num_threads())
         outside = self.library.rope_store[qkv.dtype](*pointers, _address(held), *sizes)
@@ -322,7 +332,7 @@ class Cpu(Reference):
         )
         return Table(linear.look_up, linear if tied else None)
 
-    def mixture(self, experts: Experts) -> Linear:
+    def mixture(self, experts: Experts) -> Mixture:
         return compiled_mixture(self.library, experts) or super().mixture(experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

@@ -62,6 +62,7 @@ struct LinearBlocks {
 // How a row's experts follow from their scores (decoder/routing.h); kernels/routing.py explains the fields.
 struct Routing {
   const float* correction;  // [experts]; may be null
+  const float* factors;     // [experts], of their weights in the end; may be null
   int chosen, weights, normalized, groups, groups_kept, group_best;
   float added, scale, softcap, jitter;  // softcap 0: there is none
 };
@@ -75,6 +76,7 @@ struct Experts {
   int float_router;    // whether the router's weights are float32, whatever the others' are
   float alpha, limit;  // of clamped_mul; limit 0: the gate is SiLU
   int activation;      // its kind, where gate_up is up alone; -1: there are gates
+  int gelu;            // whether these are GELU
 };
 
 // What an adapter adds to some consecutive outputs of a linear.
@@ -147,12 +149,14 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
   EXPORTED void clamped_mul_##suffix(const T* gate_up, T* out, long rows, int size, float alpha, float limit,          \
                                      int threads);                                                                     \
-  EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, T* out, long rows, int threads);              \
-  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const float* q_scale, int norm, const int64_t* positions, const int64_t* slots,     \
-                                   T* query, void* keys, void* values, const KVFormat* format, long key_stride,        \
-                                   long value_stride, long tokens, long pages, int heads, int kv_heads, int dim,       \
-                                   float eps, int threads);                                                            \
+  EXPORTED void mul_columns_##suffix(T* x, const T* beside, long rows, int size, int width, int first, int threads);   \
+  EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, const T* routed, T* out, long rows,           \
+                                     int threads);                                                                     \
+  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* v_norm,        \
+                                   const float* cos_sin, const float* q_scale, int norm, int given,                    \
+                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
+                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
+                                   long pages, int heads, int kv_heads, int dim, float eps, int threads);              \
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim);                                                               \
@@ -212,6 +216,7 @@ struct Kernels;
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
     static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \
     static constexpr auto clamped_mul = clamped_mul_##suffix;                                                          \
+    static constexpr auto mul_columns = mul_columns_##suffix;                                                          \
     static constexpr auto mix_experts = mix_experts_##suffix;                                                          \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \

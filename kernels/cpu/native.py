@@ -73,7 +73,7 @@ class LinearBlocks(ctypes.Structure):
 
 class Routing(ctypes.Structure):
     _fields_ = [
-        ("correction", _POINTER),
+        *[(name, _POINTER) for name in ("correction", "factors")],
         *[(name, _INT) for name in ("chosen", "weights", "normalized", "groups", "groups_kept", "group_best")],
         *[(name, _FLOAT) for name in ("added", "scale", "softcap", "jitter")],
     ]
@@ -85,7 +85,7 @@ class Experts(ctypes.Structure):
         ("routing", Routing),
         *[(name, _INT) for name in ("count", "float_router")],
         *[(name, _FLOAT) for name in ("alpha", "limit")],
-        ("activation", _INT),
+        *[(name, _INT) for name in ("activation", "gelu")],
     ]
 
 
@@ -201,7 +201,7 @@ SIGNATURES = {
     "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
     "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
-    "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "rope_store": [*[_POINTER] * 6, *[_INT] * 2, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
     "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
     "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
@@ -214,8 +214,9 @@ SIGNATURES = {
     "activate": [_POINTER, _LONG, _INT, *[_FLOAT] * 3, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "mul_columns": [*[_POINTER] * 2, _LONG, *[_INT] * 4],
     "clamped_mul": [*[_POINTER] * 2, _LONG, _INT, _FLOAT, _FLOAT, _INT],
-    "mix_experts": [*[_POINTER] * 3, _LONG, _INT],
+    "mix_experts": [*[_POINTER] * 4, _LONG, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 3, _LONG, _INT, _POINTER],
     "add_adapters": [*[_POINTER] * 4, _LONG, _INT],

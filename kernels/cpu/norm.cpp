@@ -156,6 +156,19 @@ void gate_mul(const T* gate_up, T* out, long rows, int size, int threads) {
   });
 }
 
+// x [rows, size] times the columns of `beside` [rows, width] from `first` on.
+template <class T>
+void mul_columns(T* x, const T* beside, long rows, int size, int width, int first, int threads) {
+  parallel_rows(threads, rows, rows * size, [&](long begin, long end) {
+    for (long r = begin; r < end; ++r) {
+      T* own = x + r * size;
+      const T* columns = beside + r * width + first;
+      for (int i = 0; i < size; i += 16)
+        vstore_first(own + i, vmul(vload_first(own + i, size - i), vload_first(columns + i, size - i)), size - i);
+    }
+  });
+}
+
 // silu_mul with a steeper gate, and limits: gate * sigmoid(alpha * gate) * (up + 1).
 template <class T>
 void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, float limit, int threads) {
@@ -203,6 +216,9 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
   }                                                                                                                    \
   EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
     gate_mul<true>(gate_up, out, rows, size, threads);                                                                 \
+  }                                                                                                                    \
+  EXPORTED void mul_columns_##suffix(T* x, const T* beside, long rows, int size, int width, int first, int threads) {  \
+    mul_columns(x, beside, rows, size, width, first, threads);                                                         \
   }                                                                                                                    \
   EXPORTED void clamped_mul_##suffix(const T* gate_up, T* out, long rows, int size, float alpha, float limit,          \
                                      int threads) {                                                                    \

@@ -8,6 +8,8 @@ namespace {
 
 // What is done to a head; by the numbers that kernels/rotation.py has for the kinds of norm.
 enum { kHeads = 0, kWhole = 1, kCentred = 2, kAfter = 3 };
+// What is projected: queries alone; keys too, which are also values; all three.
+enum { kQueries = 0, kKeys = 1, kAll = 2 };
 struct Head {
   const float* weight;   // of its norm; null: it has none
   float mean, factor;    // of the norm: (x - mean) * factor * weight
@@ -46,9 +48,9 @@ INLINE void norm_and_rotate(const T* x, const Head& head, int dim, T* out) {
 template <class T>
 struct Projection {
   const T* qkv;
-  const float *q_norm, *k_norm;
+  const float *q_norm, *k_norm, *v_norm;
   const float *cos_sin, *q_scale;  // null: no rotary embedding; null: queries are not scaled
-  int norm;
+  int norm, given;
   const int64_t *positions, *slots;
   T* query;
   void *keys, *values;
@@ -92,7 +94,7 @@ INLINE Head head_of(const T* all, int h, int heads, const float* weights, const 
 
 template <class T>
 void rope_token(const Projection<T>& p, long token) {
-  const T* row = p.qkv + token * (p.heads + 2L * p.kv_heads) * p.dim;
+  const T* row = p.qkv + token * (p.heads + static_cast<long>(p.given) * p.kv_heads) * p.dim;
   const float* cosines = p.cos_sin ? p.cos_sin + p.positions[token] * p.dim : nullptr;
   const float scale = p.q_scale ? p.q_scale[p.positions[token]] : 1.0f;
   T* query = p.query + token * p.heads * p.dim;
@@ -102,15 +104,22 @@ void rope_token(const Projection<T>& p, long token) {
     norm_and_rotate(row + h * p.dim, head, p.dim, query + h * p.dim);
     if (p.norm == kWhole && head.weight) head.weight += p.dim;
   }
-  if (p.slots[token] == kElsewhere) return;
-  const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
-  T* rotated = reinterpret_cast<T*>(scratch(p.dim * (sizeof(T) + 1)));
-  auto* codes = reinterpret_cast<uint8_t*>(rotated + p.dim);
+  if (p.given == kQueries || p.slots[token] == kElsewhere) return;
+  const T* key = row + static_cast<long>(p.heads) * p.dim;
+  const T* value = p.given == kAll ? key + static_cast<long>(p.kv_heads) * p.dim : key;
+  T* rotated = reinterpret_cast<T*>(scratch(p.dim * (2 * sizeof(T) + 1)));
+  T* normed = rotated + p.dim;
+  auto* codes = reinterpret_cast<uint8_t*>(normed + p.dim);
   for (int h = 0; h < p.kv_heads; ++h) {
     if (!h || p.norm != kWhole) head = head_of(key, h, p.kv_heads, p.k_norm, cosines, 1.0f, p);
     norm_and_rotate(key + h * p.dim, head, p.dim, rotated);
     if (p.norm == kWhole && head.weight) head.weight += p.dim;
-    store_head(rotated, value + h * p.dim, p, p.slots[token], h, codes);
+    const T* own = value + h * p.dim;
+    if (p.v_norm) {
+      norm_and_rotate(own, {p.v_norm, 0.0f, rms_factor(own, p.dim, p.eps), false, nullptr, 1.0f}, p.dim, normed);
+      own = normed;
+    }
+    store_head(rotated, own, p, p.slots[token], h, codes);
   }
 }
 
@@ -122,7 +131,7 @@ bool slots_valid(const int64_t* slots, long tokens, long pages) {
 
 template <class T>
 int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
-  if (!slots_valid(p.slots, tokens, pages)) return 1;
+  if (p.given != kQueries && !slots_valid(p.slots, tokens, pages)) return 1;
   parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim * 4, [&](long begin, long end) {
     for (long t = begin; t < end; ++t) rope_token(p, t);
   });
@@ -145,20 +154,21 @@ int store_kv(const T* k, const T* v, const Projection<T>& p, long tokens, long p
 
 // Both return 1, and write nothing, if a slot is outside of the caches. No format: pages hold the type itself.
 #define EXPORT(suffix, T)                                                                                              \
-  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const float* q_scale, int norm, const int64_t* positions, const int64_t* slots,     \
-                                   T* query, void* keys, void* values, const KVFormat* format, long key_stride,        \
-                                   long value_stride, long tokens, long pages, int heads, int kv_heads, int dim,       \
-                                   float eps, int threads) {                                                           \
-    const Projection<T> p = {qkv,  q_norm, k_norm,          cos_sin,    q_scale,      norm,  positions, slots, query,  \
-                             keys, values, held_as(format), key_stride, value_stride, heads, kv_heads,  dim,   eps};   \
+  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* v_norm,        \
+                                   const float* cos_sin, const float* q_scale, int norm, int given,                    \
+                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
+                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
+                                   long pages, int heads, int kv_heads, int dim, float eps, int threads) {             \
+    const Projection<T> p = {qkv,        q_norm,       k_norm, v_norm,   cos_sin, q_scale, norm,                       \
+                             given,      positions,    slots,  query,    keys,    values,  held_as(format),            \
+                             key_stride, value_stride, heads,  kv_heads, dim,     eps};                                \
     return rope_store(p, tokens, pages, threads);                                                                      \
   }                                                                                                                    \
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim) {                                                              \
-    const Projection<T> p = {nullptr,    nullptr,      nullptr, nullptr,  nullptr, kHeads,                             \
-                             nullptr,    slots,        nullptr, keys,     values,  held_as(format),                    \
+    const Projection<T> p = {nullptr,    nullptr,      nullptr, nullptr,  nullptr, nullptr, kHeads,                    \
+                             kAll,       nullptr,      slots,   nullptr,  keys,    values,  held_as(format),           \
                              key_stride, value_stride, 0,       kv_heads, dim,     0.0f};                              \
     return store_kv(k, v, p, tokens, pages);                                                                           \
   }

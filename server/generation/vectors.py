@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
-from quire.engine.types import Adapter, PoolingParams, Request, RequestOutput
+from quire.engine.types import Adapter, Image, PoolingParams, Request, RequestOutput, Span
 from quire.server.generation.deadlines import Deadlines
 from quire.server.observe.metrics import Metrics
 
@@ -38,6 +38,9 @@ class VectorAnswer(Protocol):
 class VectorInput:
     ids: list[int]
     params: PoolingParams
+    spans: tuple[Span, ...] = ()
+    """Ids that stand for images."""
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,8 @@ class Vectors:
                 id=id,
                 prompt_ids=each.ids,
                 params=each.params,
+                spans=each.spans,
+                images=each.images,
                 seed=0,
                 cache_salt=spec.cache_salt,
                 priority=spec.priority,

@@ -10,13 +10,14 @@ from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHan
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import PoolingTask
 from quire.server.protocol.bounds import MAX_ENTRIES, MAX_PROMPTS, MAX_SALT, AtMost
+from quire.server.protocol.chat import Messages
 from quire.server.protocol.common import SOUND_ID, RequestBody
 
 MAX_NAME = 256
 MAX_INSTRUCTION = 4096
 
 
-NO_IMAGES = "vectors are made of text alone here: no model that makes them of images is served yet"
+NO_IMAGES = "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
 _IMAGE_KEYS = ("image", "image_url", "content")
 """What an input that is an object has in the APIs of Jina, vLLM and Cohere where it is an image, or may be."""
 
@@ -78,7 +79,7 @@ class InputBody(PoolingBody):
     @classmethod
     def no_conversation(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("messages") and "input" not in body:
-            raise InvalidRequest(f"messages: not read here, send `input`; {NO_IMAGES}", param="messages")
+            raise InvalidRequest(f"messages: not read here, send `input`: {NO_IMAGES}", param="messages")
         return body
 
 
@@ -86,6 +87,18 @@ class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     """Keep only so many of the first numbers."""
+
+
+class ConversationEmbeddingRequest(PoolingBody):
+    """vLLM's form of it: a conversation, as the model's template writes it, has one vector. It may show images."""
+
+    messages: Messages
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class CohereEmbedRequest(PoolingBody):

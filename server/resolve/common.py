@@ -59,6 +59,7 @@ def measured(
         prompts = [replace(prompt, ids=[], images=()) for prompt in made.spec.prompts]
         kept = replace(made, spec=replace(made.spec, prompts=prompts))
     elif isinstance(made, VectorSpec):
+        pixels = sum(len(image.pixels) for each in made.inputs for image in each.images)
         kept = replace(made, inputs=())
     return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids + pixels
 

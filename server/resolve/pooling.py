@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.pairs import encode_cut
@@ -12,26 +14,36 @@ from quire.server.config import ServerConfig
 from quire.server.generation.answers.vectors import EmbeddingsAnswer, LabelsAnswer
 from quire.server.generation.vectors import VectorAnswer, VectorInput, VectorSpec
 from quire.server.protocol.bounds import MAX_PROMPTS
+from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.pooling import (
     ClassificationRequest,
+    ConversationEmbeddingRequest,
     EmbeddingRequest,
     InputBody,
     PoolingBody,
     PoolingRequest,
 )
 from quire.server.resolve.checks import check_text, check_token_ids
-from quire.server.resolve.parse import parse
-from quire.server.resolve.prompts import check_fits
+from quire.server.resolve.parse import parse, read_object, validated
+from quire.server.resolve.prompts import chat_prompt, check_fits
 from quire.server.served_model import ServedModel
 
+_OF_CHATS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs"),
+    "truncate_prompt_tokens",
+)
+"""Fields that conversations have in a chat too."""
 MAX_NUMBERS = 2**24
 """Of one answer, where each token has a vector."""
 
 
 def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    body = parse(given, EmbeddingRequest)
+    asked = read_object(given)
+    if asked.get("messages") and "input" not in asked:
+        return _of_conversation(validated(asked, ConversationEmbeddingRequest), asked, model, config)
+    body = validated(asked, EmbeddingRequest)
     return embedding_spec(body, EmbeddingsAnswer(body.encoding_format, size=token_size(body, model)), model, config)
 
 
@@ -46,7 +58,22 @@ def embedding_spec(
     return vector_spec(body, "embd", input_ids(body, model), params, answer, model, config)
 
 
-def token_size(body: EmbeddingRequest, model: ServedModel) -> int | None:
+def _of_conversation(
+    body: ConversationEmbeddingRequest, asked: Mapping[str, Any], model: ServedModel, config: ServerConfig
+) -> VectorSpec:
+    """Raises as above, and what chat_prompt raises."""
+    check_asked(body, "embed", model)
+    same = {name: asked[name] for name in _OF_CHATS if name in asked}
+    chat = validated({"add_generation_prompt": False, **same}, ChatRequest)
+    prompt = chat_prompt(chat, model, None, trusted=False)
+    check_vector_length(prompt.ids, model, "messages")
+    answer = EmbeddingsAnswer(body.encoding_format, size=token_size(body, model))
+    spec = vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
+    shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
+    return replace(spec, inputs=shown)
+
+
+def token_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
     """Numbers of each token's vector, where tokens have some."""
     if model.pooling is None or model.pooling.kind != "none":
         return None
@@ -89,7 +116,7 @@ def check_asked(body: PoolingBody, task: Task, model: ServedModel) -> None:
     model.check_task(task)
 
 
-def embedding_params(body: EmbeddingRequest, model: ServedModel) -> PoolingParams:
+def embedding_params(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> PoolingParams:
     size = None if model.pooling is None else model.pooling.size
     if body.dimensions is not None and size is not None and body.dimensions > size:
         message = f"dimensions must be at most the model's {size}, got {body.dimensions}"

@@ -120,9 +120,8 @@ def test_answers_are_the_same(
         server.stop()
 
 
-@pytest.mark.parametrize("option", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_ranks_say_that_they_read_none(path: Path, tmp_path: Path, option: str) -> None:
-    server = Server(tmp_path / "log", str(path), *OPTIONS, option, "2")
+def test_stages_say_that_they_read_none(path: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", str(path), *OPTIONS, "--pipeline-parallel-size", "2")
     try:
         with pytest.raises(openai.BadRequestError, match="read no images yet"):
             ask(client_of(server), 1)

@@ -109,10 +109,13 @@ void attend() {
   const bool sunk = draw(0, 1), normed = draw(0, 1), biased = draw(0, 1), turned = draw(0, 1), windowed = draw(0, 1),
              capped = draw(0, 1);
   const int window = windowed ? draw(1, 300) : 0, ahead = draw(0, 1) ? draw(0, 300) : 0, threads = draw(1, 3);
+  const auto v_norm = numbers<float>(dim);
+  const int given = draw(1, 2);  // whether values are projected
   int failed = Kernels<T>::rope_store(qkv.get(), normed ? q_norm.get() : nullptr, normed ? k_norm.get() : nullptr,
-                                      turned ? cos_sin.get() : nullptr, scaled ? q_scale.get() : nullptr, norm,
-                                      positions.get(), slots.get(), query.get(), keys.get(), values.get(), &format,
-                                      stride, stride, tokens, pages, heads, kv_heads, dim, 1e-5f, threads);
+                                      draw(0, 1) ? v_norm.get() : nullptr, turned ? cos_sin.get() : nullptr,
+                                      scaled ? q_scale.get() : nullptr, norm, given, positions.get(), slots.get(),
+                                      query.get(), keys.get(), values.get(), &format, stride, stride, tokens, pages,
+                                      heads, kv_heads, dim, 1e-5f, threads);
   failed |= Kernels<T>::paged_attention(
       out.get(), query.get(), keys.get(), values.get(), &format, starts.get(), contexts.get(), table.get(), most,
       stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f, window, capped ? 8.0f : 0.0f, ahead,
@@ -257,6 +260,8 @@ void rowwise() {
   expect_finite(out, rows * size, "gelu_mul");
   Kernels<T>::clamped_mul(gate_up.get(), out.get(), rows, size, 1.702f, 1.5f, threads);
   expect_finite(out, rows * size, "clamped_mul");
+  Kernels<T>::mul_columns(out.get(), gate_up.get(), rows, size, 2 * size, draw(0, size), threads);
+  expect_finite(out, rows * size, "mul_columns");
 }
 
 template <class T>
@@ -367,9 +372,10 @@ void mixes() {
   }
   Array<T> memory;
   const PackedLinear router = linear(memory, hidden, count, 1);
-  const auto correction = numbers<float>(count);
+  const auto correction = numbers<float>(count), factors = numbers<float>(count);
   const int groups = count % 2 || draw(0, 1) ? 1 : count / 2, kept = draw(1, groups), best = groups > 1 ? 2 : 1;
   const Routing routing = {draw(0, 1) ? correction.get() : nullptr,
+                           draw(0, 1) ? factors.get() : nullptr,
                            draw(1, kept * (count / groups)),
                            draw(0, 2),
                            draw(0, 1),
@@ -381,9 +387,9 @@ void mixes() {
                            draw(0, 1) * 9.0f,
                            0.1f};
   const Experts experts = {&router, linears.get(), linears.get() + count, routing, count,
-                           0,       1.702f,        draw(0, 1) * 7.0f,     kind};
-  auto x = numbers<T>(rows * hidden);
-  Kernels<T>::mix_experts(&experts, x.get(), x.get(), rows, threads);
+                           0,       1.702f,        draw(0, 1) * 7.0f,     kind,    draw(0, 1)};
+  auto x = numbers<T>(rows * hidden), routed = numbers<T>(rows * hidden);
+  Kernels<T>::mix_experts(&experts, x.get(), draw(0, 1) ? routed.get() : x.get(), x.get(), rows, threads);
   expect_finite(x, rows * hidden, "experts");
 }
 

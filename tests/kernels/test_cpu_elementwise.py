@@ -170,6 +170,48 @@ def test_norms_of_heads_and_scales_of_queries(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", ["all", "keys", "queries"])
+def test_what_is_not_projected_is_a_key_or_another_layers(
+    cpu: Cpu, given: Any, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """By hand: values are normed without weights; of keys alone they are what these are before norm and rotation;
+    queries alone leave the pages as they are."""
+    heads, kv_heads, dim = 6, 2, 40
+    part = random_part(70, 70, heads, kv_heads, dim, dtype, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    before = [each.clone() for each in (k_cache, v_cache)]
+    q_norm, k_norm = (1 + torch.randn(dim, generator=generator) / 4 for _ in range(2))
+    projected = {"all": 2, "keys": 1, "queries": 0}[given]
+    qkv = torch.randn((70, (heads + projected * kv_heads) * dim), generator=generator).to(dtype)
+    rope = Rope(dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), given=given)
+    got = cpu.rope_store(qkv.clone(), rope, k_cache, v_cache, metadata)
+    if given == "queries":
+        pairs = zip((k_cache, v_cache), before, strict=True)
+        assert all(torch.equal(each.view(torch.uint8), was.view(torch.uint8)) for each, was in pairs)
+        k, v = part.k.double(), part.v.double()
+    else:
+        k, v = (qkv.view(70, -1, dim)[:, first:][:, :kv_heads].double() for first in (heads, -kv_heads))
+        v = v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * k_norm
+        cosine, sine = tables(70, dim)[:, None].chunk(2, dim=-1)
+        first, second = k.chunk(2, dim=-1)
+        k = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    judged = [torch.zeros(reference.kv_cache_shape(len(k_cache), kv_heads, dim, torch.float64)).double() for _ in "kv"]
+    reference.store_kv(k, v, *judged, metadata.slots)
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
+    judge = reference.paged_attention(got.double(), *judged, metadata, Softmax(dim**-0.5))
+    assert error(out, judge) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_of_another_tensor_multiply(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, beside = (torch.randn((33, width), generator=generator).to(dtype) for width in (37, 90))
+    expected = x.double() * beside[:, 21:58].double()
+    for backend in (cpu, reference):
+        assert error(backend.mul_columns(x.clone(), beside, 21), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_store_kv_keeps_the_neighbours(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Writing the second half of a sequence does not touch the first, to the bit."""
     part = random_part(90, 90, 2, 2, 48, dtype, generator)

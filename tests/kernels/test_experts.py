@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from quire.engine.layers.quantize import int4, int8
 from quire.kernels.activation import Clamp
-from quire.kernels.backend import NO_ADAPTERS, Backend, Experts, Linear
+from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.quantized import GroupedWeight
 from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing
+from quire.kernels.routing import Experts, Routing
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
@@ -87,6 +88,28 @@ def test_every_row_is_the_weighed_sum_of_its_experts(
     for backend in (cpu, Reference()):
         mixture = backend.mixture(experts(backend, given, normalized=normalized, clamp=clamp))
         assert error(mixture(x), judge) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_router_that_reads_something_else_and_factors(
+    cpu: Cpu, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """By hand, with GELU in the gates: of two experts of a token, each has its share times its own factor."""
+    given = weights(dtype, generator)
+    x, routed = (torch.randn((40, HIDDEN), generator=generator).to(dtype) for _ in range(2))
+    factors, w = 0.5 + torch.rand(COUNT, generator=generator), {name: each.double() for name, each in given.items()}
+    rows = []
+    for row, by in zip(x.double(), routed.double(), strict=True):
+        scores = w["router"] @ by + w["router_bias"]
+        chosen, total = scores.topk(CHOSEN).indices, torch.zeros(HIDDEN, dtype=torch.float64)
+        for expert, share in zip(chosen.tolist(), scores[chosen].softmax(-1), strict=True):
+            gate, up = (w["gate_up"][expert] @ row + w["gate_up_bias"][expert]).chunk(2)
+            gated = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            total += share * factors[expert].double() * (w["down"][expert] @ gated + w["down_bias"][expert])
+        rows.append(total)
+    for backend in (cpu, Reference()):
+        made = replace(experts(backend, given, clamp=None), factors=factors, gelu=True)
+        assert error(backend.mixture(made)(x, routed), torch.stack(rows)) < TOLERANCE[dtype]
 
 
 @pytest.mark.usefixtures("keep_threads")

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Experts
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing, route
+from quire.kernels.routing import Experts, Routing, route
 from tests.kernels.ragged import error
 
 COUNT, HIDDEN, INNER = 12, 64, 32

@@ -8,6 +8,7 @@ from typing import Any
 from quire.engine.checkpoint.alike import latents, state_spaces
 from quire.engine.checkpoint.families import DELTA_NETS, STATE_SPACES
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
+from quire.engine.checkpoint.parts import unequal
 
 _GPT2_FIELDS = {
     "n_embd": "hidden_size",
@@ -51,6 +52,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "exaone_moe": {"num_shared_experts": "n_shared_experts"},
     "falcon": _MEGATRON_FIELDS,
+    "gemma4_text": {"top_k_experts": "num_experts_per_tok"},
     "glm4_moe": _ROUTED,
     "glm4_moe_lite": _ROUTED,
     "kimi_k2": _ROUTED,
@@ -138,6 +140,20 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131_072,
+    },
+    "gemma4_text": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
     },
     "glm": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
@@ -240,6 +256,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         _complete_lfm2(found)
     if kind in DELTA_NETS:
         _complete_layer_types(found)
+    if kind in unequal.KINDS:
+        unequal.complete(found)
     if kind in STATE_SPACES:
         state_spaces.complete(found)
     if found.get("kv_lora_rank"):

@@ -30,7 +30,7 @@ _FOUR_NORMS, _ONE_NORM = (
 )
 """Families whose layers have another number of norms than two."""
 TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
+TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""

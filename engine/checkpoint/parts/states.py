@@ -20,6 +20,8 @@ class PagedState:
     """Of a token."""
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
+    head: int = 0
+    """Numbers of one key, where layers differ in them: their pages are then of another shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,21 @@ class MatrixState:
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices
 
 
-State = PagedState | ColumnState | MatrixState
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """A layer keeps nothing of its own: it reads what another one keeps in pages."""
+
+    layer: int
+    """The other one, which comes before it."""
+    window: int | None
+    """As PagedState's."""
+    numbers: int = 0
+
+    def slot_bytes(self, drafts: int, width: int) -> int:
+        return 0
+
+
+State = PagedState | ColumnState | MatrixState | SharedState
 LayerStates = tuple[State, ...]
 """Of one layer's parts."""
 

@@ -7,11 +7,13 @@ from math import isqrt
 import torch
 
 from quire.engine.encoders.vision.connectors import Pooled, Shuffled, ShuffledLinears
+from quire.engine.encoders.vision.gemma4 import Gemma4Tower
 from quire.engine.encoders.vision.grids import GridTower
 from quire.engine.encoders.vision.llava import LlavaTower
 from quire.engine.encoders.vision.pixtral import PixtralTower
 from quire.engine.encoders.vision.squares import SquareTower, internvl, places_of, siglip
 from quire.engine.encoders.vision.tower import Tower, TowerMaking
+from quire.engine.images.gemma4 import Gemma4
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.llava import Llava
 from quire.engine.images.patches import Patched
@@ -30,6 +32,8 @@ def tower_of(vision: Vision, making: TowerMaking) -> Tower:
             return LlavaTower(vision, making)
         case Gemma3():
             return _gemma3(vision, making)
+        case Gemma4():
+            return Gemma4Tower(vision, making)
         case InternVL():
             return _internvl(vision, making)
         case Pixtral():

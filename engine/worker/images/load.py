@@ -55,14 +55,12 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
     if chosen.device.type != "cpu":
         return "images are read on CPUs alone so far (--device cpu)"
-    if config.tensor_parallel_size > 1:
-        return "ranks (--tensor-parallel-size) read no images yet"
     if config.pipeline_parallel_size > 1:
         return "stages (--pipeline-parallel-size) read no images yet"
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
     for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
         most = getattr(config, name)
-        if vision.whole and most and most < (tokens := vision.layout(1, 1).tokens):
-            return f"{name} is {most}, and an image's {tokens} tokens are computed in one step"
+        if vision.whole and most and most < vision.longest:
+            return f"{name} is {most}, and an image's {vision.longest} tokens are computed in one step"
     return None

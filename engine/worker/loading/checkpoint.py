@@ -22,6 +22,7 @@ from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.layers.schemes.formats import formats_of
 from quire.engine.layers.schemes.gguf import Gguf
 from quire.engine.layers.schemes.mixed import MixedScheme
+from quire.engine.layers.stream.layer_inputs import TABLE
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_delta import DeltaNets
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
@@ -104,7 +105,7 @@ def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = 
         return stream
     kind = model_config.model_type
     turned = model_config.hidden_size if kind == "qwen3_vl_moe_text" else None
-    halves = turned is not None or kind == "qwen3_5_moe_text"
+    halves = turned is not None or kind in ("gemma4_text", "qwen3_5_moe_text")
     apart = experts_apart(stream, halves=halves, turned=turned) if kind in STACKED else stream
     return Arrangement(model_config, gguf=gguf).arranged(apart)
 
@@ -140,7 +141,7 @@ def quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
     bits, in_8_bits = 0.0, int8_embedding(config.at_load, config.quantize_embedding)
     for name, each in table.items():
         held = 8.0 * each.dtype.itemsize
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in (f"{TABLE}.weight", "model.embed_tokens.weight", "lm_head.weight"):
             held = TABLE_BITS if in_8_bits else held
         elif config.at_load is not None and len(each.shape) > 1:
             held = QUANTIZED_BITS[config.at_load]

@@ -23,6 +23,7 @@ from quire.engine.text.grammar import GrammarCompiler
 from quire.engine.types import Adapter
 from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.heads import Heads
+from quire.engine.worker.images.load import load_tower
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
 from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
@@ -145,7 +146,7 @@ class Rank(ABC):
 
 
 class TensorRank(Rank):
-    """Has a part of every layer."""
+    """Has a part of every layer, and the whole tower: each rank makes the same features of an image."""
 
     _head: LoadedHead | None = None
 
@@ -158,7 +159,9 @@ class TensorRank(Rank):
         )
         if config.speculative_config is not None and config.speculative_config.hidden_states:
             self._head = load_draft_head(config, chosen.backend, loaded.model)
-        self.loaded = Loaded(loaded.read_bytes, digest=sampled(config) if config.nnodes > 1 else "")
+        self._tower = load_tower(config, self._path, self._model_config, chosen, _nothing)
+        digest = sampled(config) if config.nnodes > 1 else ""
+        self.loaded = Loaded(loaded.read_bytes + self._tower.weight_bytes, digest=digest)
         return loaded
 
     def _measure(self) -> Measured:
@@ -173,7 +176,9 @@ class TensorRank(Rank):
             heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
         pooler = choose_pooler(config, self._path, part)
         eos = self._model_config.eos_token_ids
-        return Runner(part.model, room.pages, room.slots, SlotGrammars(_no_grammars), eos, room.capture, pooler, heads)
+        paged = (part.model, room.pages, room.slots)
+        beside = (room.capture, pooler, heads, self._tower.features)
+        return Runner(*paged, SlotGrammars(_no_grammars), eos, *beside)
 
     def close(self) -> None:
         self._group.close()

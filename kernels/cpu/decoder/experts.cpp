@@ -83,6 +83,8 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
     work.gated.swap(work.gate_up);
   } else if (experts.limit > 0)
     K::clamped_mul(work.gate_up.data(), work.gated.data(), count, inner, experts.alpha, experts.limit, threads);
+  else if (experts.gelu)
+    K::gelu_mul(work.gate_up.data(), work.gated.data(), count, inner, threads);
   else
     K::silu_mul(work.gate_up.data(), work.gated.data(), count, inner, threads);
   K::linear(&down, work.gated.data(), work.y.data(), count, threads, nullptr);
@@ -99,13 +101,13 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
 }
 
 template <class T>
-void mix(const Experts& experts, const T* x, T* out, long rows, Workspace<T>& work, int threads) {
+void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows, Workspace<T>& work, int threads) {
   const int hidden = experts.router->in, count = experts.count, chosen = experts.routing.chosen;
   fit(work.scores, rows * count);
   fit(work.shares, rows * chosen);
   fit(work.chosen, rows * chosen);
   work.sums.assign(rows * hidden, 0.0f);
-  score(experts, x, rows, work, threads);
+  score(experts, routed, rows, work, threads);
   choose(experts, rows, work, threads);
   sort_by_expert(experts, rows, work);
   for (int e = 0; e < count; ++e)
@@ -122,9 +124,10 @@ void mix(const Experts& experts, const T* x, T* out, long rows, Workspace<T>& wo
 }  // namespace
 
 #define EXPORT(suffix, T)                                                                                              \
-  EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, T* out, long rows, int threads) {             \
+  EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, const T* routed, T* out, long rows,           \
+                                     int threads) {                                                                    \
     static thread_local Workspace<T> work;                                                                             \
-    mix(*experts, x, out, rows, work, threads);                                                                        \
+    mix(*experts, x, routed, out, rows, work, threads);                                                                \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

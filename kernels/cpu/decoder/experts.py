@@ -8,26 +8,28 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import KINDS
-from quire.kernels.backend import NO_ADAPTERS, Experts, Linear, LinearContext
+from quire.kernels.backend import Mixture
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.routing import WEIGHTS, Routing
+from quire.kernels.routing import WEIGHTS, Experts, Routing
 
 
-def compiled_mixture(library: native.Native, experts: Experts) -> Linear | None:
+def compiled_mixture(library: native.Native, experts: Experts) -> Mixture | None:
     """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
     return CompiledMixture(library, experts, *ours) if len(ours) == len(linears) else None
 
 
-def _native(rule: Routing, correction: Tensor | None) -> native.Routing:
-    if correction is not None and (correction.dtype != torch.float32 or not correction.is_contiguous()):
-        raise TypeError("a router's correction must be float32 and contiguous")
+def _native(rule: Routing, correction: Tensor | None, factors: Tensor | None) -> native.Routing:
+    given = (correction, factors)
+    if any(each is not None and (each.dtype != torch.float32 or not each.is_contiguous()) for each in given):
+        raise TypeError("a router's correction and factors must be float32 and contiguous")
+    pointers = (None if each is None else each.data_ptr() for each in given)
     counts = (rule.per_token, WEIGHTS.index(rule.weights), rule.normalized)
     groups = (rule.groups, rule.groups_kept, rule.group_best)
     numbers = (rule.added, rule.scale, rule.softcap or 0.0, rule.jitter)
-    return native.Routing(None if correction is None else correction.data_ptr(), *counts, *groups, *numbers)
+    return native.Routing(*pointers, *counts, *groups, *numbers)
 
 
 class CompiledMixture:
@@ -44,15 +46,22 @@ class CompiledMixture:
             for some in (linears[:count], linears[count:])
         )
         clamp = (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
-        rules = (_native(experts.routing, experts.correction), count, experts.float_router)
+        routing = _native(experts.routing, experts.correction, experts.factors)
+        rules = (routing, count, experts.float_router)
         kind = -1 if experts.activation is None else KINDS.index(experts.activation.kind)
-        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp, kind)
+        gates = (*clamp, kind, experts.gelu)
+        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *gates)
         self._kernel = library.mix_experts[self._dtype]
 
-    def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        if x.dtype != self._dtype or x.shape[1] != self._hidden:
-            raise TypeError(f"experts of {self._dtype} from {self._hidden} cannot take {list(x.shape)} of {x.dtype}")
-        x = x.contiguous()
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """routed: what the router reads; None: x."""
+        routed = x if routed is None else routed
+        for each in (x, routed):
+            if each.dtype != self._dtype or each.shape != (len(x), self._hidden):
+                shape = f"{list(each.shape)} of {each.dtype}"
+                raise TypeError(f"experts of {self._dtype} from {self._hidden} cannot take {shape}")
+        x, routed = x.contiguous(), routed.contiguous()
         out = torch.empty_like(x)
-        self._kernel(ctypes.addressof(self.native), x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
+        pointers = (each.data_ptr() for each in (x, routed, out))
+        self._kernel(ctypes.addressof(self.native), *pointers, len(x), torch.get_num_threads())
         return out

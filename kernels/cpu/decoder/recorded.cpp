@@ -144,6 +144,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(layer_norm_##suffix)                                                                                          \
   CALLED(activate_##suffix)                                                                                            \
   CALLED(silu_mul_##suffix)                                                                                            \
+  CALLED(mul_columns_##suffix)                                                                                         \
   CALLED(gelu_mul_##suffix)                                                                                            \
   CALLED(rope_store_##suffix)                                                                                          \
   CALLED(latent_store_##suffix)                                                                                        \

@@ -64,10 +64,11 @@ class _Buffer(_Given):
 
 
 _TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
-_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STATES, _SEEN, _KNOWN, _STRIDE, _SEQUENCES, _THREADS = (
-    _Given(_OF_STEP, number) for number in range(12)
+_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STATES, _SEEN, _KNOWN, _BESIDE, _WIDTH = (
+    _Given(_OF_STEP, number) for number in range(11)
 )
-_FIRST_TABLE = 12
+_STRIDE, _SEQUENCES, _THREADS = (_Given(_OF_STEP, number) for number in range(11, 14))
+_FIRST_TABLE = 14
 """The step's number of the first group's table; its slots follow, then those of the other groups."""
 
 
@@ -83,7 +84,8 @@ class _Recorder(Operations):
         self._used = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_Given(_OF_STEP, _FIRST_TABLE + number) for number in range(2 * groups)]
-        first = replace(AttentionMetadata(*step), block_table=paged[0], slots=paged[1])
+        beside: Any = _BESIDE
+        first = replace(AttentionMetadata(*step), block_table=paged[0], slots=paged[1], beside=beside)
         self._metadata = first.grouped(paged[::2], paged[1::2])
 
     def note(self, layer: Layer, *, starts: bool) -> None:
@@ -111,10 +113,13 @@ class _Recorder(Operations):
             case CompiledBlocks(dtype=self._dtype):
                 out = self._buffer(linear.outs)
                 return self._call("linear_blocks", out, linear.native, x, out, _TOKENS, _THREADS)
-            case CompiledMixture():
-                out = self._buffer(x.width)
-                return self._call("mix_experts", out, linear.native, x, out, _TOKENS, _THREADS)
         raise _NotOurs
+
+    def mix(self, mixture: Any, x: Any, routed: Any) -> Any:
+        if not isinstance(mixture, CompiledMixture):
+            raise _NotOurs
+        out = self._buffer(x.width)
+        return self._call("mix_experts", out, mixture.native, x, routed, out, _TOKENS, _THREADS)
 
     def sum(self, x: Any, group: Any) -> Any:
         if not isinstance(group, SharedCollective | None):
@@ -155,11 +160,15 @@ class _Recorder(Operations):
         out = self._buffer(gate_up.width // 2)
         return self._call("gelu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
 
+    def mul_columns(self, x: Any, beside: Any, first: int) -> Any:
+        return self._call("mul_columns", x, x, beside, _TOKENS, x.width, _WIDTH, first, _THREADS)
+
     def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
         k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
         kv_heads, dim = k_cache.shape[1], rope.head_dim
-        weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale, NORMS.index(rope.norm))
-        q = self._buffer(qkv.width // dim - 2 * kv_heads, dim)
+        kinds = (NORMS.index(rope.norm), rope.projected)
+        weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale, *kinds)
+        q = self._buffer(rope.heads(qkv.width, kv_heads), dim)
         where = (metadata.positions, metadata.slots, q, *self._caches(k_cache, v_cache, rope.kv_scales))
         sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), q.shape[0], kv_heads, dim, rope.eps)
         return self._call("rope_store", q, qkv, *weights, *where, *sizes, _THREADS)
@@ -250,9 +259,11 @@ class _Recorder(Operations):
         where = (x, residual, metadata.query_start, metadata.context_lens, metadata.turned)
         guesses = metadata.guesses
         bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
-        perhaps = (metadata.linear.adapters, metadata.state_slots, *bounds)
+        beside = metadata.beside
+        perhaps = (metadata.linear.adapters, metadata.state_slots, *bounds, beside)
         values = [each.data_ptr() for each in where]
         values += [0 if each is None else each.data_ptr() for each in perhaps]
+        values += [0 if beside is None else beside.shape[1]]
         values += [table.shape[1], len(table), torch.get_num_threads()]
         values += [each.data_ptr() for step in given for each in (step.block_table, step.slots)]
         begin, end = self._ends[layers.start], self._ends[layers.stop]

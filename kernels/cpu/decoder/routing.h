@@ -96,6 +96,8 @@ inline void route(const Routing& rule, float* scores, int count, int* chosen, fl
   // Sums of chosen softmax weights are in parts of the largest, which is what `added` is then beside.
   const float divisor = rule.normalized ? total + rule.added : sigmoids ? 1.0f : whole;
   for (int i = 0; i < rule.chosen; ++i) weights[i] = weights[i] / divisor * rule.scale;
+  if (rule.factors)
+    for (int i = 0; i < rule.chosen; ++i) weights[i] *= rule.factors[chosen[i]];
 }
 
 }  // namespace routing

@@ -59,8 +59,8 @@ class Machine:
 
     @property
     def reads_images(self) -> bool:
-        """Whether a model's tower for images is loaded: on CPUs, in one process."""
-        return not self.gpu and self.count == 1
+        """Whether a model's tower for images is loaded, on each rank: on CPUs, unless stages divide the layers."""
+        return not self.gpu and self.stages == 1
 
     @property
     def sharing(self) -> int:

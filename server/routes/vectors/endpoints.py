@@ -14,6 +14,7 @@ from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     CohereEmbedRequest,
+    ConversationEmbeddingRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
@@ -32,9 +33,11 @@ from quire.server.served_model import model_of
 router = APIRouter(route_class=GenerationRoute)
 
 
-@router.post("/v1/embeddings", response_model=None, openapi_extra=documented(EmbeddingRequest))
+@router.post(
+    "/v1/embeddings", response_model=None, openapi_extra=documented(EmbeddingRequest, ConversationEmbeddingRequest)
+)
 async def create_embeddings(request: Request) -> Response:
-    """A vector of each input."""
+    """A vector of each input, or of a conversation, which may show images."""
     return await answered(request, resolve_embedding)
 
 

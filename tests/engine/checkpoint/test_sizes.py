@@ -28,8 +28,8 @@ UNSAID: dict[str, dict[str, Any]] = {
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Shared parameters count once; what corrects the choice of experts is a buffer."""
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]
+    """Shared parameters count once; what corrects the choice of experts is a buffer, and a layer's factor."""
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith(("bias", "layer_scalar"))]
     corrections = [buffer for buffer in found if buffer.is_floating_point()]
     return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
 

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from quire.engine.core.blocks import GONE
 from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.core.fairness import FairQueue
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
+from quire.engine.types import Image, PoolingParams, Request, RequestOutput, SamplingParams, Span
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
 from tests.variants import examples
 
@@ -293,6 +294,21 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     batch = busy.schedule()
     assert batch is not None
     assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
+
+
+def test_images_of_several_requests_are_read_in_several_steps() -> None:
+    """Of two that come together: one with an image of 64 x 32 pixels, which weighs 8 tokens, leaves 10 - 5 - 8 of the
+    step's; the other one's begins when it is computed, and nobody who has a token to compute waits for either."""
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("calm", 3, max_tokens=20))
+    step(busy, device)
+    for name in ("a", "b"):
+        image = Image.of(64, 32, name.encode())
+        spans = (Span(1, 2, image.digest), Span(4, 1, image.digest, offset=2))
+        busy.add(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
+    rows = [[(row.request_id, row.count) for row in step(busy, device).rows] for _ in range(3)]
+    assert rows == [[("calm", 1), ("a", 5)], [("calm", 1), ("a", 1), ("b", 5)], [("calm", 1), ("b", 1)]]
 
 
 def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:

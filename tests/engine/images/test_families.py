@@ -89,6 +89,12 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
 def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) -> np.ndarray:
     """transformers' pixel_values as [images, height, width, 3]."""
     pixels = wanted["pixel_values"]
+    if "image_position_ids" in wanted:  # of Gemma 4
+        size = preparing["patch_size"]
+        rows, columns = shape[0] // size, shape[1] // size
+        cut = pixels[0, : rows * columns].reshape(rows, columns, size, size, 3)
+        assert wanted["num_soft_tokens_per_image"] == [rows * columns // preparing["pooling_kernel_size"] ** 2]
+        return cut.transpose(0, 2, 1, 3, 4).reshape(1, *shape)
     if "image_grid_thw" not in wanted:
         return pixels.reshape(-1, *pixels.shape[-3:]).transpose(0, 2, 3, 1).reshape(-1, *shape)
     patch, merge = preparing["patch_size"], preparing["merge_size"]
@@ -137,7 +143,9 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
     asked.append(request("d", [5, 6, 7], logprobs=2))
     wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
-    least = max(span.count for span in asked[0].spans)
+    least, vision = max(span.count for span in asked[0].spans), read_vision(path)
+    assert vision is not None
+    least = max(least, vision.longest if vision.whole else 0)
     chunked = {"long_prefill_token_threshold": least if asked[0].spans[0].whole else 7}
     for options in ({}, {"max_num_batched_tokens": least + 3, "max_num_seqs": 3}, chunked):
         assert bits(run(engine(path, **options), asked)) == bits(wanted), options

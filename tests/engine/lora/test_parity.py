@@ -101,6 +101,8 @@ JOINED = {
     "granite-hybrid-dense": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
     "youtu": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
     "deepseek_v2-dense": ("q_proj", "o_proj"),
+    "gemma4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "gemma4-small": ("q_proj", "k_proj", "up_proj", "per_layer_input_gate", "per_layer_projection"),
 }
 
 

@@ -233,7 +233,7 @@ def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
     ("value", "said"), [(float("nan"), "does not make model.embed_tokens"), ("wide", "expected float, got str")]
 )
 def test_a_number_of_which_the_class_makes_nothing_is_one_line(value: object, said: str, tmp_path: Path) -> None:
-    save_tiny_class(tmp_path, "gemma4_text")
+    save_tiny_class(tmp_path, "gemma4_unified_text")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"initializer_range": value}))
     with pytest.raises(ModelError, match=f"^model: [^\n]*{said}[^\n]*$"):

@@ -23,7 +23,7 @@ LINEARS: dict[str, tuple[str, ...]] = {
     "olmo": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
     "laguna": ("q_proj", "k_proj", "v_proj", "o_proj"),  # its MLPs are experts
     "persimmon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
-    "gemma4_text": ("q_proj", "o_proj", "gate_proj", "per_layer_input_gate", "per_layer_projection"),
+    "gemma4_unified_text": ("q_proj", "o_proj", "gate_proj", "per_layer_input_gate", "per_layer_projection"),
     "axk1": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "roberta": ("query", "value"),
     "nanochat": ("q_proj", "k_proj", "o_proj", "fc1", "fc2"),

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("one_thread"),
 ]
-KINDS = ["laguna", "olmo", "mimo_v2_flash", "gemma4_text", "axk1", "hy_v3", "nanochat"]
+KINDS = ["laguna", "olmo", "mimo_v2_flash", "gemma4_unified_text", "axk1", "hy_v3", "nanochat"]
 """Experts, soft caps, sinks, heads of several sizes, latents."""
 
 

@@ -1,5 +1,5 @@
-"""Families with experts: log probabilities against transformers in float64, promise 2, few bits, adapters of shared
-experts, and what config.json may not say."""
+"""Families with experts, and Gemma 4: log probabilities against transformers in float64, promise 2, few bits, adapters
+of shared experts, and what config.json may not say."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ MISSING = Cpu().missing
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 FAMILIES = ["glm4_moe", "qwen2-moe", "phimoe", "ernie4_5_moe", "flex_olmo", "granitemoe_swa", "hunyuan_v1_moe"]
 FAMILIES += [
+    "gemma4",
+    "gemma4-small",
+    "gemma4-moe",
     "lfm2_moe",
     "minimax_m2",
     "dots1",

@@ -1,0 +1,178 @@
+"""Layers of Gemma 4 (Google, 2026), which differ in the size of heads, share keys and values, and more: what its
+config.json says of each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.checkpoint.parts.states import LayerStates, PagedState, SharedState
+from quire.engine.errors import ModelError
+
+KINDS = ("gemma4_text",)
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UnequalLayer:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    """Keys a query sees; None: all."""
+    source: int | None
+    """The layer whose keys and values it reads; None: it has its own."""
+    keys_are_values: bool
+    inner: int
+    """Of its MLP."""
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token, where it keeps any."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def state(self) -> PagedState | SharedState:
+        if self.source is not None:
+            return SharedState(self.source, self.window)
+        return PagedState(self.kept, self.window, self.head_dim)
+
+
+def complete(found: dict[str, Any]) -> None:
+    """Put into a config.json's content, by Llama's names, what it leaves out."""
+    layers = found.get("num_hidden_layers")
+    if isinstance(layers, int) and 1 <= layers <= _MOST_LAYERS:
+        kinds = ("full_attention", "sliding_attention")
+        given = found.get("layer_types") or [kinds[layer % 6 != 0] for layer in range(1, layers + 1)]
+        if isinstance(given, list):
+            found["layer_types"] = [*given[:-1], "full_attention"]
+    if not found.get("enable_moe_block"):
+        found["num_experts"] = found["num_experts_per_tok"] = None
+
+
+def unequal_layers(text: Mapping[str, Any]) -> list[UnequalLayer]:
+    """By layer, of a content that is complete. Raises ModelError."""
+    kinds, count = list(text.get("layer_types") or ()), int(text["num_hidden_layers"])
+    if len(kinds) != count:
+        raise ModelError(f"model: config.json: layer_types: {len(kinds)} entries for {count} layers")
+    shared = int(text.get("num_kv_shared_layers") or 0)
+    if shared >= count:
+        raise ModelError(
+            f"model: config.json: num_kv_shared_layers: {shared} of {count} layers leave none to read from"
+        )
+    own, wide = kinds[: count - shared], bool(text.get("use_double_wide_mlp"))
+    found = list[UnequalLayer]()
+    for layer, kind in enumerate(kinds):
+        sliding, source = "sliding" in kind, None
+        if layer >= len(own):
+            if kind not in own:
+                raise ModelError(f"model: config.json: num_kv_shared_layers: no layer has keys for a {kind}")
+            source = len(own) - 1 - own[::-1].index(kind)
+        kv_heads, head_dim = _heads(text, layer, full=not sliding)
+        found.append(
+            UnequalLayer(
+                heads=int(text["num_attention_heads"]),
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                window=int(text.get("sliding_window") or 0) or None if sliding else None,
+                source=source,
+                keys_are_values=bool(text.get("attention_k_eq_v")) and not sliding,
+                inner=int(text["intermediate_size"]) * (2 if wide and source is not None else 1),
+            )
+        )
+    return found
+
+
+def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int]:
+    """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
+    kv_heads, head_dim = int(text["num_key_value_heads"]), int(text["head_dim"])
+    if (each := text.get("per_layer_config")) is not None:
+        own = _of_layer(each, layer)
+        kv_heads, head_dim = own.get("num_key_value_heads") or kv_heads, own.get("head_dim") or head_dim
+    elif full:
+        head_dim = int(text.get("global_head_dim") or 512)
+        kv_heads = int((text.get("attention_k_eq_v") and text.get("num_global_key_value_heads")) or kv_heads)
+    if head_dim % 2:
+        raise ModelError(
+            f"model: config.json: head_dim: a head must have an even size, got {head_dim} in layer {layer}"
+        )
+    if int(text["num_attention_heads"]) % kv_heads:
+        heads = text["num_attention_heads"]
+        apart = f"{kv_heads} in layer {layer} do not divide the {heads} query heads"
+        raise ModelError(f"model: config.json: num_key_value_heads: {apart}")
+    return kv_heads, head_dim
+
+
+def _of_layer(each: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """Whose keys are numbers, with zeros before some. Raises ModelError."""
+    for key, own in each.items():
+        if not (number := str(key)).isdecimal():
+            raise ModelError(f"model: config.json: per_layer_config: {number[:40]!r} is no layer's number")
+        if int(number) == layer:
+            return own or {}
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class UnequalSizes:
+    """What `quire plan` counts of all layers together."""
+
+    parameters: int
+    """Of layers, without routed experts; and of what gives each layer its embeddings, but its table."""
+    table: int
+    """Parameters of that table."""
+    states: tuple[LayerStates, ...]
+    formula: str
+    kv_heads: int
+    head_dim: int
+    """Of the layers that keep something, the least and the largest."""
+    attention_width: int
+
+
+def unequal_sizes(text: Mapping[str, Any], hidden: int) -> UnequalSizes:
+    """Raises ModelError."""
+    layers, numbers = unequal_layers(text), 0
+    for each in layers:
+        queries, keys = each.heads * each.head_dim, each.kv_heads * each.head_dim
+        projected = 0 if each.source is not None else keys * (1 if each.keys_are_values else 2)
+        biases = (queries + projected + hidden) * bool(text.get("attention_bias"))
+        norms = 4 * hidden + each.head_dim * (1 if each.source is not None else 2)
+        numbers += hidden * (2 * queries + projected) + biases + norms + 3 * hidden * each.inner + 1
+    if experts := int(text.get("num_experts") or 0):
+        # norms of both halves, the router, its scale and its factors
+        numbers += len(layers) * (3 * hidden + experts * hidden + hidden + experts)
+    size, table = int(text.get("hidden_size_per_layer_input") or 0), 0
+    if size:
+        table = int(text["vocab_size_per_layer_input"]) * len(layers) * size
+        numbers += len(layers) * (2 * hidden * size + hidden) + hidden * len(layers) * size + size
+    own = [each for each in layers if each.source is None]
+    kinds = dict.fromkeys(f"2 x {each.kv_heads} heads x {each.head_dim}" for each in own)
+    counts = [sum(f"2 x {each.kv_heads} heads x {each.head_dim}" == kind for each in own) for kind in kinds]
+    return UnequalSizes(
+        parameters=numbers,
+        table=table,
+        states=tuple((each.state,) for each in layers),
+        formula=" + ".join(f"{kind} x {count} layers" for kind, count in zip(kinds, counts, strict=True)),
+        kv_heads=min(each.kv_heads for each in own),
+        head_dim=max(each.head_dim for each in own),
+        attention_width=sum(each.heads * each.head_dim for each in layers),
+    )
+
+
+def unequal_modules(text: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+    """The linears that may have adapters but the head, (in, out) by name. Raises ModelError."""
+    found: dict[str, tuple[int, int]] = {}
+    layers, size = unequal_layers(text), int(text.get("hidden_size_per_layer_input") or 0)
+    for index, each in enumerate(layers):
+        queries, keys = each.heads * each.head_dim, each.kv_heads * each.head_dim
+        own = {"self_attn.q_proj": (hidden, queries), "self_attn.o_proj": (queries, hidden)}
+        if each.source is None:
+            own |= {"self_attn.k_proj": (hidden, keys)}
+            own |= {} if each.keys_are_values else {"self_attn.v_proj": (hidden, keys)}
+        own |= {f"mlp.{name}_proj": (hidden, each.inner) for name in ("gate", "up")}
+        own |= {"mlp.down_proj": (each.inner, hidden)}
+        if size:
+            own |= {"per_layer_input_gate": (hidden, size), "per_layer_projection": (size, hidden)}
+        found |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+    return found | ({"model.per_layer_model_projection": (hidden, len(layers) * size)} if size else {})

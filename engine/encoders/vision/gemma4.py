@@ -1,0 +1,130 @@
+"""Gemma 4's tower (Google, 2026) over an image of any shape. Its layers are those of the text part, whose patches see
+each other; the means of squares of patches become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, normalised
+from quire.engine.images.gemma4 import Gemma4
+from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.part import Making, Step
+from quire.engine.layers.schemes.clipped import Clippable
+from quire.engine.types import Image
+from quire.kernels.backend import NO_ADAPTERS
+
+_TOWER, _EMBEDDER = "vision_tower", "embed_vision"
+_TURNED = ("self_attn.q_proj.linear.weight", "self_attn.k_proj.linear.weight")
+_NORMED = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
+class Gemma4Tower(Tower):
+    unused = ("audio_tower.", "embed_audio.")
+
+    def __init__(self, vision: Gemma4, making: TowerMaking) -> None:
+        shape, self._vision, self._making = vision.shape, vision, making
+        norm, quarter = NormSpec(shape.eps), vision.head_dim // 4
+        attention = AttentionSpec(
+            *(shape.num_heads, vision.kv_heads, vision.head_dim),
+            scale=1.0,
+            rope={"rope_type": "axial", "rope_theta": vision.theta},
+            norm=norm,
+            qk_norm="heads",
+            output_norm=True,
+            v_norm=True,
+            axes=(1,) * quarter + (2,) * quarter,
+            ahead=None,
+        )
+        mlp = MlpSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
+        scheme = Clippable(making.scheme, clipped=vision.clipped)
+        kinds = (making.dtype, making.dtype, CPU, vision.most_tokens * vision.pool)
+        parts = Making(making.backend, scheme, shape.hidden_size, *kinds, {})
+        names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
+        self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
+        hidden = shape.hidden_size
+        self._patches = making.linear(
+            3 * shape.patch_size**2, f"{_TOWER}.patch_embedder.input_proj", hidden, bias=False
+        )
+        self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
+        self._positions: Tensor | None = None
+        self._moved: dict[str, Tensor] = {}
+
+    def parameters(self) -> ParameterTable:
+        vision, hidden = self._vision, self._vision.shape.hidden_size
+        table = self._patches.parameters() | self._project.parameters()
+        for each in (part for layer in self._layers for part in layer):
+            table |= {name: self._turned(name, given) for name, given in each.parameters().items()}
+        positions = (2, vision.table, hidden)
+        name = f"{_TOWER}.patch_embedder.position_embedding_table"
+        table[name] = Parameter(positions, self._making.dtype, self._put_positions)
+        for name in ("std_bias", "std_scale") if vision.standardized else ():
+            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, partial(self._moved.__setitem__, name))
+        return table
+
+    def _turned(self, name: str, given: Parameter) -> Parameter:
+        """Stored heads have two halves, of columns and of rows, each of which is turned by itself: numbers are put
+        where turns of the whole head find them."""
+        if not name.endswith((*_TURNED, *_NORMED)):
+            return given
+        size = self._vision.head_dim
+        order = torch.arange(size).view(2, 2, size // 4).transpose(0, 1).flatten()
+
+        def put(tensor: Tensor) -> None:
+            heads = tensor.view(-1, size, *tensor.shape[1:])
+            given.put(heads[:, order.to(tensor.device)].reshape(tensor.shape))
+
+        return replace(given, put=put)
+
+    @torch.inference_mode()
+    def features(self, image: Image) -> Tensor:
+        vision, backend = self._vision, self._making.backend
+        x, places = self._embedded(image)
+        hidden, residual = self._through_layers(x, places)
+        x = hidden + residual
+        rows, columns = (each // vision.shape.patch_size for each in (image.height, image.width))
+        grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
+        means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
+        means = means * vision.shape.hidden_size**0.5
+        if vision.standardized:
+            means = (means - self._moved["std_bias"]) * self._moved["std_scale"]
+        normed = backend.rms_norm(means.to(x.dtype).contiguous(), torch.ones(x.shape[1]), vision.shape.eps)
+        return self._project.packed(normed, NO_ADAPTERS)
+
+    def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
+        """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.axes has it, columns
+        in the second place."""
+        assert self._positions is not None, "weights are not loaded"
+        size = self._vision.shape.patch_size
+        rows, columns = image.height // size, image.width // size
+        pixels = 2 * (normalised(image, self._vision.colours) - 0.5)
+        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
+        place = torch.arange(rows * columns)
+        x = self._patches.packed(cut.to(self._making.dtype).contiguous(), NO_ADAPTERS)
+        x = x + (self._positions[0, place % columns] + self._positions[1, place // columns])
+        return x, torch.stack((place, place % columns, place // columns), dim=1)
+
+    def _through_layers(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes out of the layers, and the stream that it is to be added to."""
+        backend, vision = self._making.backend, self._vision
+        metadata = replace(alone(len(x), backend), axes=places)
+        pages = 1 + int(metadata.block_table.max())
+        shape = backend.kv_cache_shape(pages, vision.kv_heads, vision.head_dim, x.dtype)
+        step = Step(metadata, (torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)), None)
+        residual: Tensor | None = None
+        for layer in self._layers:
+            for part in layer:
+                x, residual = part.forward(backend, x, residual, step)
+            self._making.progress()
+        assert residual is not None
+        return x, residual
+
+    def _put_positions(self, table: Tensor) -> None:
+        self._positions = table

@@ -1,0 +1,1 @@
+"""Parts of layers beside attention and MLPs, of families whose residual stream is more than a sum (Gemma 4)."""

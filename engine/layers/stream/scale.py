@@ -1,0 +1,70 @@
+"""A norm of what parts have given together, and a factor of the residual stream at a layer's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.part import Making, Part, PartSpec, Step, times
+from quire.kernels.backend import Operations
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNormSpec(PartSpec):
+    """Norm of what the parts before give, before it joins the residual stream."""
+
+    norm: NormSpec
+    name: str
+    """In a checkpoint, behind the layer's."""
+
+    def part(self, making: Making, layer: str) -> OutputNorm:
+        return OutputNorm(self, making, layer)
+
+    def indivisible(self, ranks: int) -> str | None:
+        return None
+
+
+class OutputNorm(Part):
+    def __init__(self, spec: OutputNormSpec, making: Making, layer: str) -> None:
+        self._name = f"{layer}.{spec.name}"
+        self._norms = NormWeights({self._name: making.hidden_size}, making.dtype, spec.norm)
+
+    def parameters(self) -> ParameterTable:
+        return self._norms.parameters()
+
+    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        assert residual is not None
+        return self._norms.norm(run, self._name, x), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSpec(PartSpec):
+    """The residual stream, and what is to be added to it, times a learned number."""
+
+    name: str
+    """In a checkpoint, behind the layer's."""
+
+    def part(self, making: Making, layer: str) -> Scale:
+        return Scale(self, layer)
+
+    def indivisible(self, ranks: int) -> str | None:
+        return None
+
+
+class Scale(Part):
+    def __init__(self, spec: ScaleSpec, layer: str) -> None:
+        self._name, self._factor = f"{layer}.{spec.name}", 1.0
+
+    def parameters(self) -> ParameterTable:
+        return {self._name: Parameter((1,), torch.float32, self._put)}
+
+    def _put(self, tensor: Tensor) -> None:
+        self._factor = tensor.item()
+
+    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        assert residual is not None
+        return times(run, x, self._factor), times(run, residual, self._factor)

@@ -1,0 +1,49 @@
+"""Ranks that read images: the answers of one process, and the same bits alone and beside others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.kernels.cpu.backend import Cpu
+from tests.engine.harness import Answer, run
+from tests.engine.images.test_families import about
+from tests.engine.ranks import thread_ranks
+from tests.vision_families import FAMILIES, save_family
+
+__all__ = ["thread_ranks"]
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks"),
+]
+KINDS = ["gemma3", "gemma4", "qwen3_vl", *(name for name in FAMILIES if name not in ("gemma3", "gemma4", "qwen3_vl"))]
+
+
+def engine(path: Path, ranks: int, **options: Any) -> Engine:
+    plain = {"num_kv_blocks": 96, "dtype": "float32", "attention_backend": "cpu", "threads": 4}
+    return Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **plain, **options))
+
+
+def numbers(answer: Answer) -> list[float]:
+    return [each.logprob for each in answer.logprobs]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
+    path = save_family(tmp_path, name)
+    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
+    wanted, divided = run(engine(path, 1), asked), engine(path, 2)
+    assert not divided.info.no_images
+    found = run(divided, asked)
+    for each in asked:
+        assert found[each.id].ids == wanted[each.id].ids
+        assert numbers(found[each.id]) == pytest.approx(numbers(wanted[each.id]), abs=5e-5, rel=1e-6)
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)

@@ -1,0 +1,92 @@
+"""Vectors of images: the whole server on a tiny Qwen3-VL, against what transformers makes of the last token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import AsyncOpenAI
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.images.reader import image_reader
+from quire.engine.link.client import EngineClient
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.served_model import ModelSource
+from tests.server.api import Api
+from tests.server.images.test_requests import data_url, file_of
+from tests.tiny_vision import picture
+from tests.vision_families import save_family, vector
+
+FAMILY = "qwen3_vl"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("vision"), FAMILY)
+
+
+@pytest.fixture(scope="module")
+async def api(path: Path) -> AsyncIterator[Api]:
+    config = ServerConfig(model=str(path), runner="pooling", dtype="float32", num_kv_blocks=96)
+    tokenizer, (pooling, _) = Tokenizer.load(path), read_tasks(path, read_model_config(path), config)
+    client = EngineClient(InProcessLink(config))
+    source = ModelSource(config, tokenizer, 288, {}, pooling=pooling, images=image_reader(path, tokenizer))
+    app = create_app(client, source)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
+    ):
+        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
+        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+
+
+def talk(*parts: Any) -> list[dict[str, Any]]:
+    """One turn of the user: pictures by their seeds, and texts."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(file_of(picture(part, 70, 50)))}}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+async def asked(api: Api, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    answer = await api.http.post("/v1/embeddings", json={"messages": messages, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("parts", [("See ", 1, " and ", 2), (3,), ("Text alone.",)], ids=str)
+async def test_a_vector_is_that_of_transformers(api: Api, path: Path, parts: tuple[Any, ...]) -> None:
+    told = [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in parts]
+    images = [picture(each, 70, 50) for each in parts if isinstance(each, int)]
+    wanted = vector(path, FAMILY, [{"role": "user", "content": told}], images)
+    found = await asked(api, talk(*parts))
+    (only,) = found["data"]
+    assert torch.tensor(only["embedding"]).double() == pytest.approx(wanted, abs=1e-5)
+    again = await asked(api, talk(*parts))  # its pages are cached
+    assert again["data"] == found["data"]
+    assert found["usage"]["prompt_tokens"] > (12 if images else 0)
+    short = await asked(api, talk(*parts), dimensions=8)
+    assert len(short["data"][0]["embedding"]) == 8
+
+
+async def test_what_is_no_image_names_its_field(api: Api) -> None:
+    messages = talk("a")
+    messages[0]["content"].append({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
+    answer = await api.http.post("/v1/embeddings", json={"messages": messages})
+    assert answer.status_code == 400
+    assert "messages[0].content[1].image_url.url: is not" in answer.json()["error"]["message"]
+    answer = await api.http.post("/v1/embeddings", json={"input": [{"image": "x"}]})
+    assert answer.status_code == 400
+    assert "they come in `messages`" in answer.json()["error"]["message"]
