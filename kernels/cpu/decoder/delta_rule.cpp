@@ -49,7 +49,7 @@ struct Delta {
   }
 
   template <int W>
-  __attribute__((always_inline)) void update(int, float* matrix, long stride, int rows, const float* q, const float* k,
+  __attribute__((always_inline)) void update(int, int, float* matrix, long stride, int rows, const float* q, const float* k,
                                              const float* v, float* out_of, float decay, float beta) const {
     const Vec kept = vset(decay);
     Vec even[W], odd[W], delta[W];
