@@ -11,6 +11,7 @@ from quire.engine.checkpoint.fields import MAX_LAYERS
 _MAMBA = {
     "conv_kernel": "mamba_d_conv",
     "expand": "mamba_expand",
+    "intermediate_size": "mamba_d_ssm",
     "layer_norm_epsilon": "rms_norm_eps",
     "state_size": "mamba_d_state",
     "time_step_rank": "mamba_dt_rank",
@@ -44,14 +45,16 @@ _CHANNELS = (64, 32, 16)
 def complete(found: dict[str, Any]) -> None:
     """The sizes that follow from others, and which layers have attention and experts, where other fields say it."""
     kind, layers, hidden = found["model_type"], found.get("num_hidden_layers"), found.get("hidden_size")
-    times = found.get("mamba_expand")
-    if isinstance(hidden, int) and isinstance(times, int):
+    times, inner = found.get("mamba_expand"), None if kind == "jamba" else found.get("mamba_d_ssm")
+    if inner is None and isinstance(hidden, int) and isinstance(times, int):
         inner = times * hidden
+    if isinstance(inner, int):
+        found["mamba_d_ssm"] = inner
         found["mamba_d_head"] = value = next((size for size in _CHANNELS if inner % size == 0), _CHANNELS[-1])
         found["mamba_n_heads"] = heads = inner // value
         if kind != "jamba":  # which have neither attention nor an MLP
             found |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": value}
-            found["intermediate_size"] = hidden
+            found["intermediate_size"] = inner
     if found.get("mamba_dt_rank") == "auto" and isinstance(hidden, int):
         found["mamba_dt_rank"] = -(-hidden // 16)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:

@@ -19,8 +19,8 @@ def selective_scan(config: ModelConfig, **rules: Any) -> SelectiveScanSpec:
         if not isinstance(size, int):
             raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a selective scan")
     heads, value, key, rank, width = (size for size in sizes if isinstance(size, int))
-    if (inner := (raw.get("mamba_expand") or 0) * config.hidden_size) != heads * value:
-        raise ModelError(f"model: config.json: mamba_expand: expected a multiple of 16 channels, got {inner}")
+    if (inner := raw.get("mamba_d_ssm")) != heads * value:
+        raise ModelError(f"model: config.json: mamba_d_ssm: expected a multiple of 16 channels, got {inner}")
     if key % 2:
         raise ModelError(f"model: config.json: mamba_d_state: expected an even number, got {key}")
     biases = {"bias": bool(raw.get("mamba_proj_bias")), "conv_bias": raw.get("mamba_conv_bias") is not False}
