@@ -368,6 +368,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_norm_before_gate": False,
     },
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON_H},
+    "nemotron_h-experts": {
+        "model_type": "nemotron_h",
+        **NEMOTRON_H,
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+    },
     "mamba": {"model_type": "mamba", "state_size": 12, "intermediate_size": 256},
     "mamba-tied": {
         "model_type": "mamba",

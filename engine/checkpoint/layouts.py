@@ -260,8 +260,12 @@ def head_order(rope: Mapping[str, Any], head_dim: int, *, neighbours: bool) -> l
 def layout_of(kind: str, *, gguf: bool = False) -> Layout:
     """Of a family's checkpoints, or of its GGUF files, whose tensors come by the names here but for what is joined."""
     layout = LAYOUTS.get(kind, Layout())
+    if not gguf:
+        return layout
     delta = _QWEN3_5.inside if any("linear_attn" in name for name in layout.inside) else {}
-    return Layout(inside={**JOINED, **delta}, neighbours=layout.neighbours) if gguf else layout
+    pairs = [(name.rpartition(".")[2], own) for name, own in layout.inside.items() if isinstance(own, tuple)]
+    space = {f"mamba.{name}": own for name, own in pairs if own[0].startswith("mamba.")}
+    return Layout(inside={**JOINED, **delta, **space}, neighbours=layout.neighbours)
 
 
 def stored_module(layout: Layout, name: str) -> str:

@@ -59,9 +59,10 @@ def complete(found: dict[str, Any]) -> None:
         found["mamba_dt_rank"] = -(-hidden // 16)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         return
-    attends = _every(found, "attn_layer", layers) if kind == "jamba" else [False] * layers
-    found["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
-    if kind == "jamba":
+    if kind != "jamba" or not found.get("layer_types"):
+        attends = _every(found, "attn_layer", layers) if kind == "jamba" else [False] * layers
+        found["layer_types"] = ["full_attention" if each else "linear_attention" for each in attends]
+    if kind == "jamba" and not found.get("mlp_layer_types"):
         count = found.get("num_experts")
         has = _every(found, "expert_layer", layers) if isinstance(count, int) and count > 1 else [False] * layers
         found["mlp_layer_types"] = ["sparse" if each else "dense" for each in has]
