@@ -1,5 +1,5 @@
-"""GGUF files of models with state spaces and selective scans, made of transformers' checkpoints as llama.cpp's converter
-makes them (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/)."""
+"""GGUF files of models with state spaces and selective scans, made of transformers' checkpoints as llama.cpp's
+converter makes them (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/)."""
 
 from __future__ import annotations
 

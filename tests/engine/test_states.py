@@ -1,5 +1,6 @@
 """Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
-2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only new tokens computed."""
+2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only new tokens
+computed."""
 
 from __future__ import annotations
 
@@ -126,7 +127,9 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48))])
+@pytest.mark.parametrize(
+    ("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48))]
+)
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
@@ -200,7 +203,14 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
 
 @pytest.mark.parametrize(
     ("family", "kv"),
-    [("lfm2", "auto"), ("lfm2", "int8"), ("qwen3_5", "auto"), ("falcon_h1", "int8"), ("mamba2", "auto"), *nightly(("jamba", "int8"))],
+    [
+        ("lfm2", "auto"),
+        ("lfm2", "int8"),
+        ("qwen3_5", "auto"),
+        ("falcon_h1", "int8"),
+        ("mamba2", "auto"),
+        *nightly(("jamba", "int8")),
+    ],
 )
 def test_states_come_back_from_tiers_with_their_pages(
     family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

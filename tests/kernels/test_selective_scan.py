@@ -58,9 +58,7 @@ SIZES = [(2, 12, 80), *nightly((2, 12, 32), (1, 16, 64), (3, 34, 16))]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rules", [{}, {"norm": True}, {"far": 12.0}])
 @pytest.mark.parametrize(("heads", "key", "value"), SIZES)
-def test_whole_prompts(
-    cpu: Cpu, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_whole_prompts(cpu: Cpu, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype) -> None:
     """Steps near 0 and large ones too."""
     generator = torch.Generator().manual_seed(4)
     shape = made(heads, key, value, generator, **rules)

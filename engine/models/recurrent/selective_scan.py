@@ -17,7 +17,9 @@ def selective_scan(config: ModelConfig, **rules: Any) -> SelectiveScanSpec:
     sizes = [raw.get(name) for name in _SIZES]
     for name, size in zip(_SIZES, sizes, strict=True):
         if not isinstance(size, int):
-            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a selective scan")
+            raise ModelError(
+                f"model: config.json of a {config.model_type!r} lacks {name}, the size of a selective scan"
+            )
     heads, value, key, rank, width = (size for size in sizes if isinstance(size, int))
     if (inner := raw.get("mamba_d_ssm")) != heads * value:
         raise ModelError(f"model: config.json: mamba_d_ssm: expected a multiple of 16 channels, got {inner}")
