@@ -196,7 +196,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "jamba": Layout(
-        outside=_BAMBA.outside, inside={name: own for name, own in _BAMBA.inside.items() if own != _SPACE} | _SCAN
+        outside=_BAMBA.outside, inside={**{name: own for name, own in _BAMBA.inside.items() if own != _SPACE}, **_SCAN}
     ),
     "mamba": _MAMBA,
     "mamba2": Layout(outside=_ALONE, inside=_MIXER),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import SELECTIVE_SCANS
 from quire.engine.errors import ModelError
 from quire.engine.gguf.header import Header
 
@@ -32,6 +31,8 @@ INSIDE = {
     "ssm_out": "mamba.out_proj",
 }
 """Names of a layer's tensors, as engine/gguf/names.py has them."""
+_SCANS = ("falcon_mamba", "jamba", "mamba")
+"""Model types with selective scans."""
 _BARE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
 _PLAIN = _BARE | {"ssm_dt.bias": "mamba.dt_bias", "ffn_norm": "post_attention_layernorm.weight"}
 """Those of state spaces; Falcon-H1's second norm has no more of a name."""
@@ -42,7 +43,7 @@ _UNLIMITED = 2**20
 
 def bare(model_type: str) -> Mapping[str, str]:
     """The same of whole names behind the layer's."""
-    if model_type in SELECTIVE_SCANS:
+    if model_type in _SCANS:
         return _BARE
     return _PLAIN if model_type in FAMILIES.values() else {}
 
@@ -63,7 +64,7 @@ def fields(header: Header, arch: str) -> dict[str, Any]:
         "use_bias": biased,
         "max_position_embeddings": _context(header, arch),
     }
-    if kind in SELECTIVE_SCANS:
+    if kind in _SCANS:
         found |= {"mamba_d_ssm": inner, "mamba_dt_rank": rank}
         found |= {"intermediate_size": inner} if arch == "mamba" else _jamba(header, inner)
         return found

@@ -1,6 +1,6 @@
 """Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
-2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only new tokens
-computed."""
+2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only what is
+new computed."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class SelectiveScanPart(Part):
         return table
 
     def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
-        """The convolution's last columns; the channels' numbers; and what of guesses these may have to take in later."""
+        """The convolution's last columns; the channels' numbers; what of guesses these may have to take in later."""
         spec, making, own = self._spec, self._making, len(self._own)
         wide = torch.float64 if making.dtype == torch.float64 else torch.float32
         return (
@@ -156,5 +156,5 @@ class SelectiveScanPart(Part):
         spec, weights = self._spec, self._weights
         rate = -weights["A_log"].exp().view(len(self._heads), spec.value, spec.key).transpose(1, 2)
         shift, skip = (weights[name].contiguous() for name in ("dt_proj.bias", "D"))
-        norms = (weights.get(name) for name in _NORMS[1:])
-        return SelectiveScan(rate.contiguous(), shift, skip, *norms, eps=spec.inner_eps)
+        write, read = (weights.get(name) for name in _NORMS[1:])
+        return SelectiveScan(rate.contiguous(), shift, skip, write, read, spec.inner_eps)

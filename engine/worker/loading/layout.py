@@ -127,7 +127,8 @@ class Arrangement:
             return self._of_delta_net(own)
         if own[0].startswith("mamba."):
             spec = decoder_spec(self._config)
-            outputs = [*spec.parts(StateSpaceSpec), *spec.parts(SelectiveScanSpec)][0].outputs
+            spaces: list[StateSpaceSpec | SelectiveScanSpec] = [*spec.parts(StateSpaceSpec)]
+            outputs = [*spaces, *spec.parts(SelectiveScanSpec)][0].outputs
             sizes = [outputs[name.removeprefix("mamba.")] for name in own]
             return [_Piece(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
         if own[-1] == "self_attn.gate_proj":

@@ -35,8 +35,8 @@ def native_rule(rule: Recurrence) -> NativeRule:
             sizes = (rule.groups, rule.heads, rule.key, rule.value)
             return NativeRule("state_space", weights, sizes, (rule.eps, *rule.limits, rule.norm_first))
         case SelectiveScan():
-            weights = (rule.rate, rule.shift, rule.skip, rule.write_norm, rule.read_norm)
-            return NativeRule("selective_scan", weights, (1, rule.heads, rule.key, rule.value), (rule.eps,))
+            read = (rule.rate, rule.shift, rule.skip, rule.write_norm, rule.read_norm)
+            return NativeRule("selective_scan", read, (1, rule.heads, rule.key, rule.value), (rule.eps,))
     raise TypeError(f"no kernel computes a {type(rule).__name__}")
 
 
