@@ -34,8 +34,7 @@ first axis is the sequence's slot."""
 class LinearContext:
     """What a linear must know of the rows that it multiplies."""
 
-    adapters: Tensor | None = None
-    """[rows] int64: the slot of each row's adapter. None: no row has an adapter."""
+    adapters: Tensor | None = None  # [rows] int64: the slot of each row's adapter; None: no row has one
     order: Tensor | None = None
     """[rows] int64, on a GPU: the rows' numbers, those of an adapter side by side, sorted once for all linears."""
 
@@ -130,13 +129,11 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     linear: LinearContext = NO_ADAPTERS  # of the T tokens
-    whole: bool = False
-    """Whether all keys are this step's own: whole prompts of which nothing was cached."""
+    whole: bool = False  # whether all keys are this step's own: whole prompts of which nothing was cached
     others: tuple[AttentionMetadata, ...] = ()
     """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
-    state_slots: Tensor | None = None
-    """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
+    state_slots: Tensor | None = None  # [S] int64: where each sequence keeps what is not in pages; None: no layer does
     guesses: Guesses | None = None  # None: no token is one, or was one in the step before
     turns: Tensor | None = None  # [T] int64, the position that each token is rotated by; None: its position
     axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
@@ -281,6 +278,10 @@ class Operations(ABC):
     ) -> Tensor:
         """What kernels/recurrent/recurrence.py says of what tokens give [T, rule.inputs], their gates z [T, heads *
         value], and numbers of each head [T, rule.beside]: [T, heads * value]. Keeps the states of all sequences."""
+
+    @abstractmethod
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """[T, A] and [T, B] side by side: [T, A + B]."""
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -181,6 +181,9 @@ class Reference(Backend):
         where = (metadata.query_start, metadata.context_lens, metadata.guesses)
         return recur(given, z, beside, rule, states, MatrixRows(*where, metadata.state_slots))
 
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), dim=1)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * torch.sigmoid(gate)
 

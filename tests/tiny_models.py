@@ -95,6 +95,7 @@ FALCON_H1 = {
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.5,
 }
+JAMBA = {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 5, "mamba_d_state": 10, "mamba_expand": 4}
 
 GEMMA = {
     "num_hidden_layers": 4,
@@ -397,6 +398,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_norm_before_gate": False,
     },
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON_H},
+    "nemotron_h-experts": {
+        "model_type": "nemotron_h",
+        **NEMOTRON_H,
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+    },
+    "mamba": {"model_type": "mamba", "state_size": 12, "intermediate_size": 256},
+    "mamba-tied": {
+        "model_type": "mamba",
+        "intermediate_size": 96,
+        "conv_kernel": 3,
+        "time_step_rank": 6,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "falcon_mamba": {"model_type": "falcon_mamba", "intermediate_size": 192, "mixer_rms_eps": 1e-3},
+    "jamba": {"model_type": "jamba", **JAMBA},
+    "jamba-dense": {"model_type": "jamba", **JAMBA, "num_experts": 1, "mamba_proj_bias": True},
     "deepseek_v2": {
         **LATENTS,
         **GROUPED,

@@ -24,6 +24,7 @@ FAMILIES = {
     "exaone_moe": "grouped.exaone_moe",
     "falcon": "classic.falcon",
     "falcon_h1": "recurrent.falcon_h1",
+    "falcon_mamba": "recurrent.mamba",
     "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
     "gemma2": "gemma2",
@@ -47,10 +48,12 @@ FAMILIES = {
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
     "hunyuan_v1_moe": "sparse.hunyuan_v1_moe",
+    "jamba": "recurrent.jamba",
     "kimi_k2": "latent.deepseek_v3",
     "lfm2": "lfm2",
     "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
+    "mamba": "recurrent.mamba",
     "mamba2": "recurrent.mamba2",
     "mellum": "sparse.mellum",
     "minicpm3": "latent.minicpm3",
@@ -93,7 +96,7 @@ LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
-    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "kimi_k2", "nemotron_h"),
+    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_k2", "nemotron_h"),
 )
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
@@ -118,12 +121,16 @@ WITHOUT_GATES = (
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta nets in most layers,"""
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
-"""and with selective state spaces."""
-STATES = {"lfm2": ("conv",), "lfm2_moe": ("conv",)} | dict.fromkeys((*DELTA_NETS, *STATE_SPACES), ("linear_attention",))
-STATES |= {"falcon_h1": ("hybrid",)}
+"""with selective state spaces,"""
+SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
+"""and with selective scans."""
+STATES = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
+STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
 """What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""
+ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Families whose layers are one part each,"""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
-"""And those that are an MLP, or experts, alone."""
+"""and what layer_types calls those that are an MLP, or experts."""
 GATED = DELTA_NETS
 """Those whose attention has a gate for each query."""
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
@@ -240,7 +247,7 @@ def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
         return [LayerParts(True, False, not each, each) for each in sparse]
     found = []
     for each, has in zip(kinds, sparse, strict=False):  # the plan reads what contradicts itself too
-        mlp = each == "mlp" if kind in ("mamba2", "nemotron_h") else not has
+        mlp = each == "mlp" if kind in ALONE else not has
         found.append(LayerParts(_attends(each), each in own, mlp, has))
     return found
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from quire.engine.checkpoint.parts.inner_fields import AttnConfig, EagleConfig, UnequalFields
+from quire.engine.checkpoint.parts.quantized import Quantization
 
 MAX_LAYERS = 4096
 MAX_LABELS = 2**16
@@ -35,6 +36,7 @@ _Text = Annotated[str, Meta(max_length=256)]
 _Names = Annotated[list[_Text], Meta(max_length=2**14)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
+
 ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -81,52 +83,6 @@ class Ropes(OneRope, total=False):
 
     full_attention: OneRope | None
     sliding_attention: OneRope | None
-
-
-class WeightsArgs(TypedDict, total=False):
-    """How compressed-tensors stores the weights of a group of linears."""
-
-    num_bits: Annotated[int, Meta(ge=1, le=64)] | None
-    type: _Text | None
-    strategy: _Text | None
-    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
-    symmetric: bool | None
-    actorder: bool | _Text | None
-    block_structure: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | _Text | None
-
-
-class QuantizationGroup(TypedDict, total=False):
-    """Linears that compressed-tensors stores alike. Their activations are rounded as the kernels do it."""
-
-    targets: _Names | None
-    weights: WeightsArgs | None
-    format: _Text | None
-
-
-class Quantization(TypedDict, total=False):
-    """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
-
-    quant_method: _Text | None
-    fmt: _Text | None
-    bits: Annotated[float, Meta(ge=0, le=64)] | None
-    w_bit: Annotated[float, Meta(ge=0, le=64)] | None
-    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
-    q_group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
-    desc_act: bool | None
-    checkpoint_format: _Text | None
-    dynamic: dict[str, Any] | None
-    version: _Text | None
-    zero_point: bool | None
-    load_in_4bit: bool | None
-    load_in_8bit: bool | None
-    llm_int8_skip_modules: _Names | None
-    modules_to_not_convert: _Names | None
-    ignored_layers: _Names | None
-    ignore: _Names | None
-    format: _Text | None
-    config_groups: dict[_Text, QuantizationGroup] | None
-    weight_block_size: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | None
-    kv_cache_scheme: dict[str, Any] | None
 
 
 class SharedFields(UnequalFields, total=False):
@@ -179,6 +135,11 @@ class SharedFields(UnequalFields, total=False):
     mamba_proj_bias: bool | None
     mamba_rms_norm: bool | None
     mamba_norm_before_gate: bool | None
+    mamba_dt_rank: _Width | _Text | None
+    attn_layer_period: _Layers | None
+    attn_layer_offset: _LayerCount | None
+    expert_layer_period: _Layers | None
+    expert_layer_offset: _LayerCount | None
     kv_lora_rank: _Width | None
     q_lora_rank: _Width | None
     qk_rope_head_dim: _Width0 | None
@@ -245,6 +206,7 @@ class ServedFields(SharedFields, total=False):
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
     time_step_min: _Epsilon | None
     mamba_hidden_act: _Text | None
+    mixer_rms_eps: _Epsilon | None
     projectors_bias: bool | None
     moe_latent_size: _Width | None
     attention_in_multiplier: _Above0 | None

@@ -104,6 +104,11 @@ _BAMBA = Layout(
         **{f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
     },
 )
+_SCAN: _Inside = {
+    "mamba.in_proj": ("mamba.in_proj_x", "mamba.in_proj_z"),
+    "mamba.x_proj": ("mamba.x_proj_dt", "mamba.x_proj_b", "mamba.x_proj_c"),
+}
+"""The same of a selective scan."""
 _ALONE = {"embedding": "embed_tokens", "embeddings": "embed_tokens", "norm_f": "norm"}
 _MIXER: _Inside = {
     "norm": "input_layernorm",
@@ -111,6 +116,15 @@ _MIXER: _Inside = {
     "mixer.in_proj": _SPACE,
     **{f"mixer.{name}": f"mamba.{name}" for name in ("conv1d", "norm", "out_proj")},
 }
+_MAMBA = Layout(
+    outside=_ALONE,
+    inside={
+        "norm": "input_layernorm",
+        "mixer": "mamba",
+        **{name.replace("mamba.", "mixer."): own for name, own in _SCAN.items()},
+        **{f"mixer.{name}": f"mamba.{name}" for name in ("conv1d", "dt_proj", "out_proj")},
+    },
+)
 _NEMOTRON_H: _Inside = {
     **_MIXER,
     **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
@@ -133,6 +147,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "ernie4_5": Layout(neighbours=True),
     "ernie4_5_moe": Layout(neighbours=True),
     "falcon_h1": _BAMBA,
+    "falcon_mamba": _MAMBA,
     "falcon": Layout(
         outside={"word_embeddings": "embed_tokens", "ln_f": "norm"}, inside=_MEGATRON_INSIDE, by_groups=True
     ),
@@ -180,6 +195,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "granitemoeshared": _GRANITE_MOE,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "jamba": Layout(
+        outside=_BAMBA.outside, inside={**{name: own for name, own in _BAMBA.inside.items() if own != _SPACE}, **_SCAN}
+    ),
+    "mamba": _MAMBA,
     "mamba2": Layout(outside=_ALONE, inside=_MIXER),
     "nemotron_h": Layout(outside=_ALONE, inside=_NEMOTRON_H),
     "mpt": Layout(
@@ -242,8 +261,12 @@ def head_order(rope: Mapping[str, Any], head_dim: int, *, neighbours: bool) -> l
 def layout_of(kind: str, *, gguf: bool = False) -> Layout:
     """Of a family's checkpoints, or of its GGUF files, whose tensors come by the names here but for what is joined."""
     layout = LAYOUTS.get(kind, Layout())
+    if not gguf:
+        return layout
     delta = _QWEN3_5.inside if any("linear_attn" in name for name in layout.inside) else {}
-    return Layout(inside={**JOINED, **delta}, neighbours=layout.neighbours) if gguf else layout
+    pairs = [(name.rpartition(".")[2], own) for name, own in layout.inside.items() if isinstance(own, tuple)]
+    space = {f"mamba.{name}": own for name, own in pairs if own[0].startswith("mamba.")}
+    return Layout(inside={**JOINED, **delta, **space}, neighbours=layout.neighbours)
 
 
 def stored_module(layout: Layout, name: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.fields import Quantization, WeightsArgs
+from quire.engine.checkpoint.parts.quantized import Quantization, WeightsArgs
 from quire.engine.errors import ModelError
 from quire.engine.text.patterns import suspicious
 

@@ -16,6 +16,7 @@ from typing import Any
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
+    ALONE,
     ENCODERS,
     family_not_served,
     has_file,
@@ -27,7 +28,6 @@ from quire.engine.checkpoint.families import (
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.parts import unequal
 from quire.engine.checkpoint.parts.parameters import (
-    ALONE,
     LEARNED,
     TIED,
     attention_numbers,

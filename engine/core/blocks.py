@@ -82,6 +82,10 @@ class BlockPool:
         """Pages that are handed out last."""
         return len(self._kept)
 
+    def keeps(self, block: int) -> bool:
+        """Whether a page is kept for somebody."""
+        return block in self._kept
+
     @property
     def cached(self) -> Collection[int]:
         """The pages that can be found by a hash, held or free."""

@@ -31,7 +31,7 @@ class PrefixCache:
         assert block_size % piece == 0
         self.enabled = enabled
         self.snapshots = snapshots or NoSnapshots()
-        self._sessions = Sessions(tables.pool)
+        self._sessions = Sessions(tables.pool, snapshots=self.snapshots)
         self._queries = self._hits = 0
         """Prompt tokens that were looked up, and that were found."""
         self._tables = tables

@@ -9,6 +9,9 @@ pool; beyond that, whoever keeps most gives up first.
 What a page is worth is the time that its return saves, times how likely that is. Pages have equal bytes, and computing
 one costs about the same, so the order is that of likelihoods alone: a conversation that has paused long, against the
 pauses that it made before, goes first.
+
+Where prefixes need snapshots of states beside pages, those that the next turn may begin with are kept with the pages,
+of these too no more than a share. Who gives up its last one gives up all pages: behind no snapshot nothing begins.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TypedDict
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
+from quire.engine.core.state_snapshots import NoSnapshots, Standing
 from quire.engine.types import KEEP_SECONDS
 
 SHARE = 0.5
@@ -59,6 +63,8 @@ class Session:
     """The id of its last request."""
     pages: list[int] = field(default_factory=list)
     """Those that are kept, from the beginning of its last sequence on."""
+    snapshots: list[Standing] = field(default_factory=list)
+    """Those that are kept."""
     tail: bytes = b""
     """The hash of its last full piece."""
     left: float = 0.0
@@ -72,10 +78,20 @@ class Session:
 
 
 class Sessions:
-    def __init__(self, pool: BlockPool, share: float = SHARE, clock: Callable[[], float] = monotonic) -> None:
-        """`share`: of the pool's pages, the most that are kept."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        share: float = SHARE,
+        clock: Callable[[], float] = monotonic,
+        snapshots: NoSnapshots | None = None,
+    ) -> None:
+        """`share`: of the pool's pages, and of snapshots, the most that are kept."""
         self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
         pool.give_up = self._give_up
+        self._snapshots = snapshots or NoSnapshots()
+        if self._snapshots.pool is not None:
+            self._snapshots.pool.give_up = self._give_up_snapshots
+        self._share = share
         self._named: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
         """By tenant and `tail`: prompts of several tenants may have the same pages."""
@@ -143,7 +159,7 @@ class Sessions:
         if session.name is not None:
             self._named[session.name] = session
         if session.turns > 1 or session.name is not None or request.keep_seconds:
-            self._hold(session, pages[: self._most])
+            self._hold(session, pages[: self._most], self._snapshots.standing(seq, min(len(pages), self._most)))
             self._next_expiry = min(self._next_expiry, session.left + session.seconds)
             self._bound()
         while len(self._all) > MOST_SESSIONS:
@@ -169,8 +185,21 @@ class Sessions:
         self._named[name] = before
         return before
 
-    def _hold(self, session: Session, pages: SequenceOf[int]) -> None:
-        """Keep these pages for a conversation, and no others."""
+    def _hold(self, session: Session, pages: SequenceOf[int], standing: SequenceOf[Standing]) -> None:
+        """Keep these pages for a conversation, and these snapshots, and no others."""
+        before, session.snapshots = session.snapshots, []
+        self._keep_pages(session, pages)
+        if self._snapshots.pool is not None:
+            self._snapshots.pool.keep([each.snapshot for each in standing])
+            session.snapshots = list(standing)
+            self._unkeep(before)
+
+    def _unkeep(self, snapshots: SequenceOf[Standing]) -> None:
+        if snapshots:
+            assert self._snapshots.pool is not None
+            self._snapshots.pool.unkeep([each.snapshot for each in snapshots])
+
+    def _keep_pages(self, session: Session, pages: SequenceOf[int]) -> None:
         same = next((at for at, pair in enumerate(zip(session.pages, pages, strict=False)) if pair[0] != pair[1]), None)
         same = min(len(session.pages), len(pages)) if same is None else same
         self._pool.keep(pages[same:])
@@ -183,6 +212,11 @@ class Sessions:
         """Keep the last `count` pages of a conversation no more; the last one is the next to be handed out."""
         if count:
             first = max(len(session.pages) - count, 0)
+            behind = [each for each in session.snapshots if each.pages > first]
+            if behind and len(behind) == len(session.snapshots):
+                first = 0
+            session.snapshots = [each for each in session.snapshots if each.pages <= first]
+            self._unkeep(behind)
             self._pool.unkeep(session.pages[first:])
             self._held[session.tenant] -= len(session.pages) - first
             del session.pages[first:]
@@ -197,6 +231,13 @@ class Sessions:
             (tenant, _), now = self._held.most_common(1)[0], self._clock()
             own = (each for each in self._all if each.tenant == tenant and each.pages)
             self._give_back(max(own, key=lambda each: each.overdue(now)), excess)
+        pool = self._snapshots.pool
+        while pool is not None and pool.num_kept > int(pool.num_blocks * self._share):
+            having, now = [each for each in self._all if each.snapshots], self._clock()
+            held = Counter(each.tenant for each in having)
+            own = (each for each in having if each.tenant == held.most_common(1)[0][0])
+            last = max(own, key=lambda each: each.overdue(now))
+            self._give_back(last, len(last.pages))
 
     def _give_up(self, count: int) -> None:
         """See BlockPool: those that are least likely to come back give up pages, the last ones first."""
@@ -209,6 +250,17 @@ class Sessions:
             self._given_up += 1
             while session.pages and self._pool.num_unkept < enough:  # one that is held, or kept by others, is not free
                 self._give_back(session, enough - self._pool.num_unkept)
+
+    def _give_up_snapshots(self, count: int) -> None:
+        """The same of so many snapshots."""
+        pool, now = self._snapshots.pool, self._clock()
+        assert pool is not None
+        wanted = pool.num_unkept + count
+        kept = sorted((each for each in self._all if each.snapshots), key=lambda each: each.overdue(now))
+        while kept and pool.num_unkept < wanted:
+            self._given_up += 1
+            session = kept.pop()
+            self._give_back(session, len(session.pages))
 
     def _forget(self, session: Session) -> None:
         self._give_back(session, len(session.pages))

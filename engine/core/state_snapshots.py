@@ -22,6 +22,13 @@ class SnapshotPlan(NamedTuple):
     """Tokens, a multiple of a page's."""
 
 
+class Standing(NamedTuple):
+    """A snapshot at the end of a sequence's first pages."""
+
+    snapshot: int
+    pages: int
+
+
 class _Kept(NamedTuple):
     """A snapshot that a step is to take."""
 
@@ -38,6 +45,8 @@ class NoSnapshots:
     """Tokens in multiples of which snapshots are kept, beside those at prompts' ends."""
     needed = False
     """Whether a sequence needs one to begin behind a page."""
+    pool: BlockPool | None = None
+    """In which they can be kept for somebody, as pages can."""
 
     def usable(self, digests: SequenceOf[bytes]) -> int:
         """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
@@ -78,6 +87,11 @@ class NoSnapshots:
         """Those at the ends of a sequence's pages: their slots, as ~slot, and the pages' hashes."""
         return []
 
+    def standing(self, seq: Sequence, pages: int) -> list[Standing]:
+        """Those that a conversation's next turn may begin with, of which so many pages are kept: the last one, and the
+        last one within the prompt, for templates may tell an answer otherwise later."""
+        return []
+
     def room(self) -> int | None:
         """A slot for a snapshot that comes from a tier, which `came` gives back; None: there is none now."""
         return None
@@ -97,7 +111,7 @@ class Snapshots(NoSnapshots):
         """The snapshots are the slots from `first_slot` on."""
         assert plan.every % block_size == 0
         self._pages, self._block_size, self.every, self._first_slot = pages, block_size, plan.every, first_slot
-        self._pool = BlockPool(plan.slots)
+        self.pool = self._pool = BlockPool(plan.slots)
         self._digests: dict[int, bytes] = {}
         self._copies: list[SlotCopy] = []
         self._kept: list[_Kept] = []
@@ -170,6 +184,16 @@ class Snapshots(NoSnapshots):
                 found.append((~slot, digest))
         return found
 
+    def standing(self, seq: Sequence, pages: int) -> list[Standing]:
+        full = min(seq.computed, len(seq.tokens)) // self._block_size
+        digests, found = seq.digests(full, self._block_size)[:pages], list[Standing]()
+        for most in (len(digests), (seq.num_prompt - 1) // self._block_size):
+            if count := self.usable(digests[:most]):
+                kept = self._pool.find(digests[count - 1])
+                assert kept is not None
+                found.append(Standing(kept, count))
+        return list(dict.fromkeys(found))
+
     def room(self) -> int | None:
         self._let_go()
         if not self._pool.num_free:
@@ -210,7 +234,7 @@ class Snapshots(NoSnapshots):
     def _let_go(self) -> None:
         """Of snapshots whose page is cached no longer."""
         for kept, digest in list(self._digests.items()):
-            if not self._pages.knows(digest):
+            if not self._pages.knows(digest) and not self._pool.keeps(kept):
                 self._pool.drop(kept)
                 del self._digests[kept]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 from quire.engine.folder import open_file
-from quire.engine.gguf import delta_nets, latents
+from quire.engine.gguf import delta_nets, latents, state_spaces
 from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.tokenizer import end_tokens, vocabulary_size
 from quire.engine.gguf.types import FLOATS
@@ -52,6 +52,7 @@ FAMILIES = {
     "smollm3": "smollm3",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
+    **state_spaces.FAMILIES,
 }
 """general.architecture to config.json's model_type. Mixtral's files call themselves llama, OLMo 3's olmo2."""
 _PARTLY_ROTATED = (*delta_nets.FAMILIES, "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "stablelm")
@@ -65,10 +66,10 @@ _SCALES = {
 }
 """Granite's."""
 _SPARSE = ("dots1", "ernie4_5-moe", "glm4moe", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe", "phimoe")
-_WITH_EXPERTS = (*delta_nets.WITH_EXPERTS, "gpt-oss", "qwen3moe", "qwen2moe", *_SPARSE)
+_WITH_EXPERTS = (*delta_nets.WITH_EXPERTS, *state_spaces.WITH_EXPERTS, "gpt-oss", "qwen3moe", "qwen2moe", *_SPARSE)
 _OF_DENSE_WIDTH = ("granitemoe", "hunyuan-moe", "minimax-m2", "olmoe", "phimoe")
 """Architectures whose experts are as wide as intermediate_size says."""
-PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
+PERMUTED = ("arcee", "granite", "granitemoe", "granitemoehybrid", "llama", "mixtral", "smollm3")
 """The model types whose queries and keys are stored for rotations of neighbours; see `undone` in the loader."""
 _SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -96,7 +97,7 @@ def config_json(header: Header) -> dict[str, Any]:
         "model_type": _family(header, arch),
         "vocab_size": _vocabulary(header),
         "hidden_size": hidden,
-        "intermediate_size": _uniform(header, f"{arch}.feed_forward_length"),
+        "intermediate_size": _uniform(header, f"{arch}.feed_forward_length", some=arch in state_spaces.FAMILIES),
         "num_hidden_layers": _layers(header, arch),
         "num_attention_heads": heads,
         "num_key_value_heads": _key_value_heads(header, arch),
@@ -115,6 +116,7 @@ def config_json(header: Header) -> dict[str, Any]:
         **_of_others(header, arch),
         **(latents.fields(header, _family(header, arch)) if arch == latents.ARCH else {}),
         **(delta_nets.fields(header, arch) if arch in delta_nets.FAMILIES else {}),
+        **(state_spaces.fields(header, arch) if arch in state_spaces.FAMILIES else {}),
     }
     return {key: value for key, value in config.items() if value is not None} | _windows(header, arch)
 
@@ -124,10 +126,12 @@ def _family(header: Header, arch: str) -> str:
         return latents.family(header)
     key = f"{arch}.expert_count"
     experts = header.integer(key)
-    if experts and arch != "llama" and arch not in _WITH_EXPERTS:
+    if experts and arch not in ("llama", *state_spaces.MAY_HAVE_EXPERTS, *_WITH_EXPERTS):
         raise _wrong(header, key, f"{experts}, where models of this architecture have none")
     if not experts and arch in _WITH_EXPERTS:
         raise _wrong(header, key, "missing, where models of this architecture have experts")
+    if arch in state_spaces.FAMILIES:
+        return state_spaces.family(header, arch)
     return "mixtral" if experts and arch == "llama" else FAMILIES[arch]
 
 
@@ -160,11 +164,11 @@ def _check_heads(header: Header, arch: str, head_dim: int | None) -> None:
             raise _wrong(header, f"{arch}.{key}", f"{size}, where heads have {head_dim}, is not served")
 
 
-def _uniform(header: Header, key: str) -> int | None:
-    """One number, or one per layer that are all the same."""
+def _uniform(header: Header, key: str, *, some: bool = False) -> int | None:
+    """One number, or one per layer that are all the same; `some`: but for 0, of layers that have none."""
     if not isinstance(header.metadata.get(key), list):
         return header.integer(key)
-    values = set(header.integers(key))
+    values = set(header.integers(key)) - ({0} if some else set())
     if len(values) != 1:
         raise _wrong(header, key, "layers of different sizes are not served")
     return values.pop()
@@ -172,13 +176,8 @@ def _uniform(header: Header, key: str) -> int | None:
 
 def _key_value_heads(header: Header, arch: str) -> int | None:
     """Layers without attention have none."""
-    key = f"{arch}.attention.head_count_kv"
-    if not (arch.startswith("lfm2") or arch in delta_nets.FAMILIES) or not isinstance(header.metadata.get(key), list):
-        return _uniform(header, key)
-    attending = set(header.integers(key)) - {0}
-    if len(attending) != 1:
-        raise _wrong(header, key, "layers of different sizes are not served")
-    return attending.pop()
+    hybrid = arch.startswith("lfm2") or arch in delta_nets.FAMILIES or arch in state_spaces.FAMILIES
+    return _uniform(header, f"{arch}.attention.head_count_kv", some=hybrid)
 
 
 def _vocabulary(header: Header) -> int:
@@ -343,8 +342,8 @@ def _of_others(header: Header, arch: str) -> dict[str, Any]:
     if arch in _PARTLY_ROTATED:
         fields["rotary_dim"] = header.integer(f"{arch}.rope.dimension_count")
     match arch:
-        case "granite":
-            fields = {name: header.number(f"granite.{key}") for name, key in _SCALES.items()}
+        case "granite" | "granitehybrid":
+            fields = {name: header.number(f"{arch}.{key}") for name, key in _SCALES.items()}
         case "command-r" | "cohere2":
             fields["logit_scale"] = header.number(f"{arch}.logit_scale")
             fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors

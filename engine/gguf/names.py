@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from quire.engine.gguf import delta_nets
+from quire.engine.gguf import delta_nets, state_spaces
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OUTSIDE |= {"position_embd": "model.embed_positions"}
@@ -64,10 +64,21 @@ _OF_LFM2 = _INSIDE | {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "
 _OF_LFM2_MOE = _OF_LFM2 | {
     name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_MIXTRAL.items() if name not in _INSIDE
 }
+_OF_SPACES = _INSIDE | state_spaces.INSIDE
+_OF_JAMBA = _OF_SPACES | {
+    name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_GRANITE.items() if "exps" in name
+}
+_OF_JAMBA |= {"ffn_gate_inp": "feed_forward.router"}
+_OF_NEMOTRON_H = _OF_SPACES | {
+    name: own.replace("mlp.", "mixer.") for name, own in _WITH_SHARED.items() if name not in _INSIDE
+}
+_OF_GRANITE_HYBRID = _OF_GRANITE | state_spaces.INSIDE
+_OF_GRANITE_HYBRID |= {f"ffn_{name}": f"shared_mlp.{name}_proj" for name in ("gate", "up", "down")}
 _CORRECTIONS = {
     "ernie4_5_moe": "mlp.moe_statics.e_score_correction_bias",
     "lfm2_moe": "feed_forward.expert_bias",
     "minimax_m2": "block_sparse_moe.e_score_correction_bias",
+    "nemotron_h": "mixer.gate.e_score_correction_bias",
 }
 """What corrects the choice of experts, where it is not DeepSeek-V3's name."""
 _OF_SEED_OSS = _INSIDE | {"post_attention_norm": "post_attention_layernorm"}
@@ -77,17 +88,24 @@ _BY_FAMILY = {
     "dots1": _WITH_SHARED,
     "ernie4_5_moe": _WITH_SHARED,
     "exaone4": _INSIDE_WITH_OUTPUT_NORMS,
+    "falcon_h1": _OF_SPACES,
+    "falcon_mamba": _OF_SPACES,
     "gemma2": _INSIDE_WITH_OUTPUT_NORMS,
     "gemma3_text": _INSIDE_WITH_OUTPUT_NORMS,
     "glm4": _INSIDE_WITH_OUTPUT_NORMS | {"ffn_up": "mlp.gate_up_proj"},
     "glm4_moe": _WITH_SHARED | {"post_attention_norm": "post_attention_layernorm"},
     "gpt_oss": _OF_GPT_OSS,
     "granitemoe": _OF_GRANITE,
+    "granitemoehybrid": _OF_GRANITE_HYBRID,
     "hunyuan_v1_moe": _OF_HUNYUAN,
+    "jamba": _OF_JAMBA,
     "lfm2": _OF_LFM2,
     "lfm2_moe": _OF_LFM2_MOE,
+    "mamba": _OF_SPACES,
+    "mamba2": _OF_SPACES,
     "minimax_m2": _OF_MIXTRAL,
     "mixtral": _OF_MIXTRAL,
+    "nemotron_h": _OF_NEMOTRON_H,
     "olmo2": _INSIDE_WITH_OUTPUT_NORMS,
     "olmoe": _OF_QWEN3_MOE,
     "phimoe": _OF_MIXTRAL,
@@ -109,8 +127,9 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
     model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `count` of them along its
     first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known stays."""
     stem, _, kind = name.rpartition(".")
-    if (bare := _LAYER.fullmatch(name)) is not None and bare[2] in delta_nets.BARE:
-        return f"model.layers.{bare[1]}.{delta_nets.BARE[bare[2]]}"
+    whole = state_spaces.bare(model_type) or delta_nets.BARE
+    if (bare := _LAYER.fullmatch(name)) is not None and bare[2] in whole:
+        return f"model.layers.{bare[1]}.{whole[bare[2]]}"
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
         return None
     if stem == "token_embd_norm" and model_type.startswith("lfm2"):  # named wrongly there: it is behind all layers

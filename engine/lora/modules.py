@@ -11,6 +11,7 @@ from quire.engine.checkpoint.families import (
     GATED,
     LATENT,
     LATENT_SIZES,
+    SELECTIVE_SCANS,
     STATE_SPACES,
     WITH_EXPERTS,
     WITHOUT_GATES,
@@ -102,6 +103,11 @@ def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
     if not isinstance(state, MatrixState):
         return {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
     heads, values = state.heads, state.heads * state.value
+    if kind in SELECTIVE_SCANS:
+        rank = int(raw.get("mamba_dt_rank") or 1)
+        found = {f"in_proj_{name}": (hidden, values) for name in "xz"} | {"x_proj_dt": (values, rank)}
+        found |= {f"x_proj_{name}": (values, state.key) for name in "bc"} | {"dt_proj": (rank, values)}
+        return {f"mamba.{name}": shape for name, shape in (found | {"out_proj": (values, hidden)}).items()}
     keys, part = (state.channels - values) // 2, "mamba" if kind in STATE_SPACES else "linear_attn"
     outs = {"z": values, "x": values, "b": keys, "c": keys, "dt": heads}
     if kind in DELTA_NETS:

@@ -22,6 +22,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.adapted.spec import AdaptedSpec
@@ -51,6 +52,7 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
             why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
             raise ConfigError(f"device: {why}", param="device")
     states = {"gated delta nets": spec.parts(DeltaNetSpec), "state spaces": spec.parts(StateSpaceSpec)}
+    states |= {"selective scans": spec.parts(SelectiveScanSpec)}
     for kind, found in states.items():
         if found and device.type != "cpu":
             why = f"{kind} ({model.model_type}) are served on CPUs alone so far: --device cpu"

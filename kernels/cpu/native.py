@@ -205,6 +205,8 @@ SIGNATURES = {
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
     "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
     "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
+    "selective_scan": [*[_POINTER] * 16, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "join": [*[_POINTER] * 3, _LONG, *[_INT] * 3],
     "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],

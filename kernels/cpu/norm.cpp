@@ -127,6 +127,18 @@ void sigmoid_mul(T* x, const T* gate, long size, int threads) {
   });
 }
 
+// Rows of x and of y side by side.
+template <class T>
+void join(const T* x, const T* y, T* out, long rows, int first, int second, int threads) {
+  parallel_rows(threads, rows, rows * (first + second), [&](long begin, long end) {
+    for (long r = begin; r < end; ++r) {
+      T* row = out + r * (first + second);
+      __builtin_memcpy(row, x + r * first, first * sizeof(T));
+      __builtin_memcpy(row + first, y + r * second, second * sizeof(T));
+    }
+  });
+}
+
 // residual += sigmoid(gate) * x, with one gate for each row.
 template <class T>
 void add_gated(const T* x, const T* gate, T* residual, long rows, int size, int threads) {
@@ -207,6 +219,9 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
   EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
                                   int threads) {                                                                       \
     activate(x, size, kind, positive, negative, slope, threads);                                                       \
+  }                                                                                                                    \
+  EXPORTED void join_##suffix(const T* x, const T* y, T* out, long rows, int first, int second, int threads) {         \
+    join(x, y, out, rows, first, second, threads);                                                                     \
   }                                                                                                                    \
   EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads) {                                    \
     sigmoid_mul(x, gate, size, threads);                                                                               \

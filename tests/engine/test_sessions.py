@@ -9,13 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from tests.engine.harness import request, run
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import VOCAB, save_tiny_model
 
 TALKS, TURNS = 6, 4
+SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
+"""Bytes of what the layers of the tiny Qwen3.5 keep of a sequence."""
 
 
 def rounds(answers: dict[str, list[int]]) -> list[list[Request]]:
@@ -33,9 +36,19 @@ def rounds(answers: dict[str, list[int]]) -> list[list[Request]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_offload_memory": 0.01}, {"max_num_batched_tokens": 64}], ids=str)
-def test_tokens_are_those_of_an_engine_that_caches_nothing(tmp_path: Path, options: dict[str, object]) -> None:
-    path = str(save_tiny_model(tmp_path, "llama"))
+OPTIONS: list[tuple[str, dict[str, object]]] = [
+    ("llama", {}),
+    ("llama", {"kv_offload_memory": 0.01}),
+    ("llama", {"max_num_batched_tokens": 64}),
+    ("qwen3_5", {"state_memory": 2.5e-4, "snapshot_tokens": 16}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), OPTIONS, ids=str)
+def test_tokens_are_those_of_an_engine_that_caches_nothing(
+    tmp_path: Path, family: str, options: dict[str, object]
+) -> None:
+    path = str(save_tiny_model(tmp_path, family))
     alone = Engine(EngineConfig(model=path, num_kv_blocks=200, threads=1, enable_prefix_caching=False))
     small = Engine(EngineConfig(model=path, num_kv_blocks=26, max_model_len=400, threads=1).model_copy(update=options))
     answers: dict[str, list[int]] = {f"{talk}": [] for talk in range(TALKS)}
@@ -53,3 +66,34 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(tmp_path: Path, optio
     small.reset_prefix_cache()
     assert small.stats.kept_blocks == 0
     small.close()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: bool) -> None:
+    """While other prompts fill both; and the next turn begins behind the last one."""
+    path, chance = str(save_tiny_model(tmp_path, "qwen3_5")), random.Random(5)
+    options = {"model": path, "dtype": "float32", "threads": 1, "max_model_len": 400, "max_num_seqs": 2}
+    options |= {"snapshot_tokens": 64, "speculative_config": {"method": "none"}}
+    made = Engine(EngineConfig(**options, num_kv_blocks=60, state_memory=14 * SLOT / GIB))
+    alone = Engine(EngineConfig(**options, num_kv_blocks=60, enable_prefix_caching=False))
+
+    def turn(name: str, prompt: list[int], session: str = "") -> list[int]:
+        asked = msgspec.structs.replace(request(name, prompt, max_tokens=10, logprobs=0), session=session)
+        found, wanted = (run(each, [asked])[name] for each in (made, alone))
+        assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
+        return found.ids
+
+    def new(count: int) -> list[int]:
+        return [chance.randrange(3, VOCAB) for _ in range(count)]
+
+    said = new(170)
+    said += turn("0", said, "talk" if kept else "")
+    for other in range(12):
+        turn(f"other {other}", new(160))
+    before = made.stats
+    turn("1", said + new(20), "talk" if kept else "")
+    computed = made.stats.prompt_tokens - before.prompt_tokens
+    assert computed == (200 - 128 if kept else 200)
+    assert (before.kept_blocks > 0) == kept
+    made.reset_prefix_cache()
+    assert made.stats.kept_blocks == 0

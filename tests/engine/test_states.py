@@ -1,5 +1,6 @@
 """Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
-2's state spaces), or without attention: the same tokens with everything on, and only new tokens computed."""
+2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only what is
+new computed."""
 
 from __future__ import annotations
 
@@ -28,12 +29,13 @@ from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import examples
+from tests.variants import examples, nightly
 
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
 FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
+FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba"]
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
@@ -125,7 +127,9 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48)])
+@pytest.mark.parametrize(
+    ("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48))]
+)
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
@@ -199,7 +203,14 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
 
 @pytest.mark.parametrize(
     ("family", "kv"),
-    [("lfm2", "auto"), ("lfm2", "int8"), ("qwen3_5", "auto"), ("falcon_h1", "int8"), ("mamba2", "auto")],
+    [
+        ("lfm2", "auto"),
+        ("lfm2", "int8"),
+        ("qwen3_5", "auto"),
+        ("falcon_h1", "int8"),
+        ("mamba2", "auto"),
+        *nightly(("jamba", "int8")),
+    ],
 )
 def test_states_come_back_from_tiers_with_their_pages(
     family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +300,7 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid"])
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba"])
 def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
     config = EngineConfig(
         model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9

@@ -235,6 +235,37 @@ void recurs() {
   expect_finite(guesses, sequences * drafts * kept, "its guesses");
 }
 
+// The same of selective scans, whose every channel has a step.
+template <class T>
+void scans() {
+  const int heads = draw(1, 4), key = 2 * draw(1, 20), value = 16 * draw(1, 5), drafts = draw(0, 3);
+  const int first = draw(0, 9), before = draw(0, drafts < first ? drafts : first), behind = draw(0, drafts);
+  Array<int32_t> starts(new int32_t[2]()), contexts(new int32_t[1]), seen(new int32_t[1]), known(new int32_t[1]);
+  Array<int64_t> slots(new int64_t[1]());
+  contexts[0] = first + draw(1, 50) + behind;
+  starts[1] = contexts[0] - first;
+  seen[0] = first - before;
+  known[0] = contexts[0] - behind;
+  const long tokens = starts[1], values = static_cast<long>(heads) * value, inputs = values + 2L * key;
+  auto x = numbers<T>(tokens * values), bc = numbers<T>(tokens * 2 * key), given = numbers<T>(tokens * inputs, true);
+  Kernels<T>::join(x.get(), bc.get(), given.get(), tokens, static_cast<int>(values), 2 * key, draw(1, 3));
+  expect_finite(given, tokens * inputs, "join");
+  auto z = numbers<T>(tokens * values), steps = numbers<T>(tokens * values);
+  auto rate = numbers<float>(values * key), shift = numbers<float>(values), skip = numbers<float>(values);
+  auto norm = numbers<float>(key), other = numbers<float>(key);
+  for (long i = 0; i < values * key; ++i) rate[i] = -__builtin_fabsf(rate[i]);
+  auto out = numbers<T>(tokens * values, true), guesses = numbers<T>(drafts * (inputs + values));
+  auto matrices = numbers<float>(values * key);
+  const bool normed = draw(0, 1);
+  if (Kernels<T>::selective_scan(given.get(), z.get(), steps.get(), rate.get(), shift.get(), skip.get(),
+                                 normed ? norm.get() : nullptr, normed ? other.get() : nullptr, out.get(),
+                                 matrices.get(), guesses.get(), starts.get(), contexts.get(), seen.get(), known.get(),
+                                 slots.get(), 1, 1, 1, heads, key, value, drafts, 1e-5f, draw(1, 3)))
+    std::exit(1);
+  expect_finite(out, tokens * values, "selective scan");
+  expect_finite(matrices, values * key, "its matrices");
+}
+
 template <class T>
 void rowwise() {
   const int size = draw(1, 200), threads = draw(1, 3), kind = draw(0, 5);
@@ -523,6 +554,8 @@ int main(int count, char** arguments) {
     convolves<bf16>();
     recurs<float>();
     recurs<bf16>();
+    scans<float>();
+    scans<bf16>();
     rowwise<float>();
     rowwise<bf16>();
     multiply<float>();

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.alike import latents, state_spaces
-from quire.engine.checkpoint.families import DELTA_NETS, STATE_SPACES
+from quire.engine.checkpoint.alike import latents, selective_scans, state_spaces
+from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.checkpoint.parts import unequal
 
@@ -30,6 +30,7 @@ _MEGATRON_FIELDS = {
     "bias": "use_bias",
 }
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    **selective_scans.OTHER_NAMES,
     **state_spaces.OTHER_NAMES,
     "bloom": _MEGATRON_FIELDS,
     "cohere": _CENTRED,
@@ -99,6 +100,7 @@ _GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 _QWEN_MOE = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     **latents.LEFT_OUT,
+    **selective_scans.LEFT_OUT,
     **state_spaces.LEFT_OUT,
     "apertus": {
         "rms_norm_eps": 1e-5,
@@ -260,6 +262,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         unequal.complete(found)
     if kind in STATE_SPACES:
         state_spaces.complete(found)
+    if kind in SELECTIVE_SCANS:
+        selective_scans.complete(found)
     if found.get("kv_lora_rank"):
         latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):

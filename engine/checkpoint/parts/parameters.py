@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.families import (
+    ALONE,
     ENCODERS,
     GATED,
+    SELECTIVE_SCANS,
     STATE_SPACES,
     WITHOUT_GATES,
     shared_experts,
@@ -26,11 +28,12 @@ _NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_BERTS}
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = (
     {"gemma2", "gemma3", "gemma3_text", "glm4"},
-    {"cohere", "cohere2", "gptj", "mamba2", "nemotron_h", "phi"},
+    {"cohere", "cohere2", "gptj", "phi", *ALONE},
 )
 """Families whose layers have another number of norms than two."""
 TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
+TIED |= {"falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "mamba"}
+TIED |= {"minicpm3", "youtu", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""
@@ -49,8 +52,6 @@ _CORRECTED |= {"exaone_moe", "nemotron_h", "solar_open"}
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
 """Families whose shared experts have a gate."""
-ALONE = {"mamba2", "nemotron_h"}
-"""Families whose layers are one part each."""
 LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
 
@@ -175,10 +176,21 @@ def kept_by(state: ColumnState | MatrixState, text: Mapping[str, Any], hidden: i
     if isinstance(state, ColumnState):
         return _short_conv(text, hidden)
     values, heads = state.heads * state.value, state.heads
+    if text.get("model_type") in SELECTIVE_SCANS:
+        return _selective_scan(state, text, hidden)
     if text.get("model_type") in STATE_SPACES:
         return _state_space(state, text, hidden)
     linears = hidden * (state.channels + 2 * values + 2 * heads)
     return linears + (state.columns + 1) * state.channels + 2 * heads + state.value
+
+
+def _selective_scan(state: MatrixState, text: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of a selective scan, its convolution and its linears."""
+    channels, biased, given = state.channels, bool(text.get("mamba_proj_bias")), text.get("mamba_dt_rank")
+    rank, both = given if isinstance(given, int) else -(-hidden // 16), 2 * state.key
+    found = 3 * hidden * channels + biased * (2 * channels + hidden) + channels * (2 * rank + both + state.key + 2)
+    found += (state.columns + 1 + (text.get("mamba_conv_bias") is not False)) * channels
+    return found + (rank + both if text.get("model_type") == "jamba" else 0)
 
 
 def _state_space(state: MatrixState, text: Mapping[str, Any], hidden: int) -> int:

@@ -4,7 +4,7 @@ kernels/recurrent/short_conv.py what stands before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
@@ -69,6 +69,13 @@ class StateSpaceSpec(PartSpec):
     def channels(self) -> int:
         """Of the convolution: x, b and c."""
         return self.heads * self.value + 2 * self.groups * self.key
+
+    @property
+    def outputs(self) -> Mapping[str, int]:
+        """Of the linears that a checkpoint has joined, by what they are called here."""
+        values, keys = self.heads * self.value, self.groups * self.key
+        sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.heads}
+        return {f"in_proj_{name}": size for name, size in sizes.items()}
 
     @property
     def state(self) -> MatrixState:

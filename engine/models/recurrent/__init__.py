@@ -1,1 +1,1 @@
-"""Families with selective state spaces (Mamba 2), alone or in most layers."""
+"""Families with selective state spaces (Mamba 2) or selective scans (Mamba), alone or in most layers."""

@@ -71,7 +71,8 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     """All tensors of a model's files."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
     halves, deltas = dict[str, Tensor](), DeltaNets(config)
-    one = 1.0 if config.model_type.startswith(("gemma", "nemotron", "qwen3_5", "qwen3_next")) else 0.0
+    by_1 = config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) or config.model_type == "nemotron"
+    one = 1.0 if by_1 else 0.0
     for stored_name, stored in header.tensors.items():
         names, stacked = _names(stored_name, stored, config)
         if not names or _drafts(stored_name, config):
@@ -86,6 +87,8 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
             yield names[0], rows.view(1, -1)
         elif ".linear_attn." in names[0]:
             yield from deltas.arranged(names[0], rows)
+        elif ".mamba." in names[0]:
+            yield names[0], _of_space(names[0], rows)
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
@@ -93,6 +96,22 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else unpermuted(names[0], rows, count)
+
+
+def _of_space(name: str, rows: Tensor) -> Tensor:
+    """A tensor of a state space, or of a selective scan, as a checkpoint has it: rates' logarithms; numbers of heads,
+    and norms of groups of these, on one axis. Raises ModelError."""
+    match name.partition(".mamba.")[2]:
+        case "conv1d.weight":
+            return rows.unsqueeze(1)
+        case "A_log":
+            if not bool((rows < 0).all()):
+                raise ModelError(f"model: {name}: expected numbers below 0")
+            logarithms = (-rows.float()).log()
+            return logarithms.flatten() if rows.shape[1:] == (1,) else logarithms
+        case "D" | "norm.weight":
+            return rows.flatten()
+    return rows
 
 
 def _expansion(name: str, stored: StoredTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:

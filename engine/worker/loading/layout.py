@@ -14,6 +14,7 @@ from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.loader import TensorStream
@@ -125,9 +126,10 @@ class Arrangement:
         if own[0].startswith("linear_attn."):
             return self._of_delta_net(own)
         if own[0].startswith("mamba."):
-            space = decoder_spec(self._config).parts(StateSpaceSpec)[0]
-            values, keys = space.heads * space.value, space.groups * space.key
-            sizes = (values, values, keys, keys, space.heads)
+            spec = decoder_spec(self._config)
+            spaces: list[StateSpaceSpec | SelectiveScanSpec] = [*spec.parts(StateSpaceSpec)]
+            outputs = [*spaces, *spec.parts(SelectiveScanSpec)][0].outputs
+            sizes = [outputs[name.removeprefix("mamba.")] for name in own]
             return [_Piece(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
         if own[-1] == "self_attn.gate_proj":
             every = torch.arange(2 * config.num_heads * config.head_dim)

@@ -49,8 +49,9 @@ struct Delta {
   }
 
   template <int W>
-  __attribute__((always_inline)) void update(int, float* matrix, long stride, int rows, const float* q, const float* k,
-                                             const float* v, float* out_of, float decay, float beta) const {
+  __attribute__((always_inline)) void update(int, int, float* matrix, long stride, int rows, const float* q,
+                                             const float* k, const float* v, float* out_of, float decay,
+                                             float beta) const {
     const Vec kept = vset(decay);
     Vec even[W], odd[W], delta[W];
     for (int w = 0; w < W; ++w) even[w] = odd[w] = vset(0.0f);

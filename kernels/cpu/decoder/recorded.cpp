@@ -152,6 +152,8 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(short_conv_##suffix)                                                                                          \
   CALLED(delta_rule_##suffix)                                                                                          \
   CALLED(state_space_##suffix)                                                                                         \
+  CALLED(selective_scan_##suffix)                                                                                      \
+  CALLED(join_##suffix)                                                                                                \
   CALLED(sigmoid_mul_##suffix)                                                                                         \
   CALLED(paged_attention_##suffix)                                                                                     \
   CALLED(ranks_attention_##suffix)                                                                                     \

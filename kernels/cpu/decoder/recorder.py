@@ -224,6 +224,10 @@ class _Recorder(Operations):
         sizes = (*native_rule.sizes, states.guesses.shape[1], *native_rule.rules)
         return self._call(native_rule.kernel, out, given, z, beside, *kept, *where, *sizes, _THREADS)
 
+    def join(self, x: Any, y: Any) -> Any:
+        out = self._buffer(x.width + y.width)
+        return self._call("join", out, x, y, out, _TOKENS, x.width, y.width, _THREADS)
+
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
         return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, x.width), _THREADS)
 

@@ -73,7 +73,7 @@ template <int W, class Rule>
 void update_all(const Rule& rule, int head, float* matrix, const Sizes& sizes, const Tile& tile, int column,
                 int count) {
   for (int i = 0; i < count; ++i)
-    rule.template update<W>(head, matrix + column, sizes.value, sizes.key, tile.q + i * sizes.key,
+    rule.template update<W>(head, column, matrix + column, sizes.value, sizes.key, tile.q + i * sizes.key,
                             tile.k + i * sizes.key, tile.v + i * sizes.value + column,
                             tile.out + i * sizes.value + column, tile.decay[i], tile.beta[i]);
 }

@@ -1,4 +1,4 @@
-"""Calls delta_rule.cpp and state_space.cpp."""
+"""Calls delta_rule.cpp, selective_scan.cpp and state_space.cpp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu import native
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
+from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 
@@ -33,6 +34,9 @@ def native_rule(rule: Recurrence) -> NativeRule:
             weights = (rule.rate, rule.shift, rule.skip, rule.norm)
             sizes = (rule.groups, rule.heads, rule.key, rule.value)
             return NativeRule("state_space", weights, sizes, (rule.eps, *rule.limits, rule.norm_first))
+        case SelectiveScan():
+            read = (rule.rate, rule.shift, rule.skip, rule.write_norm, rule.read_norm)
+            return NativeRule("selective_scan", read, (1, rule.heads, rule.key, rule.value), (rule.eps,))
     raise TypeError(f"no kernel computes a {type(rule).__name__}")
 
 

@@ -40,7 +40,7 @@ struct Space {
   }
 
   template <int W>
-  __attribute__((always_inline)) void update(int head, float* matrix, long stride, int rows, const float* q,
+  __attribute__((always_inline)) void update(int head, int, float* matrix, long stride, int rows, const float* q,
                                              const float* k, const float* v, float* out_of, float decay,
                                              float step) const {
     Vec delta[W], read[W];

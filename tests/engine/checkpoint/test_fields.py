@@ -68,6 +68,8 @@ READERS = (
     "granite-hybrid",
     "falcon_h1",
     "mamba2",
+    "falcon_mamba",
+    "jamba",
     "nemotron_h",
     "deepseek_v3",
     "minicpm3",

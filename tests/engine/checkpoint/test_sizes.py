@@ -117,7 +117,7 @@ def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object]
         ({"model_type": "qwen9_vl", "text_config": {"model_type": "qwen9", "num_attention_heads": 4}}, "qwen9_vl"),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma9_text"}}, "gemma3"),
         ({"model_type": "whisper", "is_encoder_decoder": True, "d_model": 64}, "whisper"),
-        ({"model_type": "mamba", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 2}, "mamba"),
+        ({"model_type": "rwkv", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 2}, "rwkv"),
     ],
 )
 def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:

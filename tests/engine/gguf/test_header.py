@@ -190,7 +190,7 @@ def test_a_folder_with_several_files_asks_for_one(model: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("general.architecture", "mamba", "general.architecture: 'mamba' is not served"),
+        ("general.architecture", "rwkv6", "general.architecture: 'rwkv6' is not served"),
         ("general.architecture", "qwen3moe", "qwen3moe.expert_count"),
         ("llama.rope.dimension_count", 4, "llama.rope.dimension_count"),
         ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type: 'longrope'"),

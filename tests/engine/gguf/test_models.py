@@ -17,6 +17,7 @@ from quire.engine.models.sparse import mixtral
 from tests.engine.harness import Answer, request, run
 from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
+from tests.gguf_spaces import write_space_gguf
 from tests.tiny_models import MSCALE, VOCAB, YARN, save_tiny_model
 
 PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, length in enumerate((1, 17, 40))]
@@ -145,6 +146,44 @@ def test_delta_nets_whose_value_heads_files_have_in_turns(family: str, kind: str
         assert ours[key].ids == answer.ids
         wanted = [each.logprob for each in answer.logprobs]
         assert [each.logprob for each in ours[key].logprobs] == pytest.approx(wanted, abs=5e-6)
+
+
+_NEMOTRON_DENSE = {"layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+SPACES: dict[str, dict[str, Any]] = {
+    "mamba2": {},
+    "mamba2-tied": {},
+    "mamba": {},
+    "mamba-tied": {},
+    "falcon_mamba": {"mixer_rms_eps": 1e-6},
+    "jamba": {},
+    "jamba-dense": {"mamba_proj_bias": False},
+    "granite-hybrid": {},
+    "granite-hybrid-dense": {},
+    "falcon_h1": {"projectors_bias": False},
+    "falcon_h1-normed-behind": {},
+    "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"]},
+    "nemotron_h-dense": _NEMOTRON_DENSE,
+}
+"""As FAMILIES."""
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", SPACES)
+def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path) -> None:
+    """Rates are stored, not their logarithms; Falcon-H1's factors are in its weights, so not in few bits here."""
+    wide = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_intermediate_size": 96}
+    wide |= {"moe_shared_expert_intermediate_size": 32, "time_step_rank": 32, "mamba_dt_rank": 32}
+    wide |= {"expand": 1, "mamba_expand": 1}
+    folder = save_tiny_model(
+        tmp_path / "folder", family.removesuffix("-dense") if "nemotron" in family else family, **wide, **SPACES[family]
+    )
+    file = write_space_gguf(folder, tmp_path / "model.gguf", lambda _: "F32" if "falcon_h1" in family else kind)
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        wanted = [each.logprob for each in answer.logprobs]
+        assert [each.logprob for each in ours[key].logprobs] == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.few(2)

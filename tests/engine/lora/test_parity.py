@@ -96,6 +96,8 @@ JOINED = {
     "qwen3_5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
     "mamba2": ("in_proj", "out_proj"),
+    "mamba": ("in_proj", "x_proj", "out_proj"),
+    "jamba-dense": ("q_proj", "in_proj", "x_proj", "out_proj", "gate_proj", "down_proj"),
     "nemotron_h": ("q_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
     "falcon_h1": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
     "granite-hybrid-dense": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),

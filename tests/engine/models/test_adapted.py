@@ -204,7 +204,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mamba", "keeps a state that is no keys and values"),
+        ("rwkv", "keeps a state that is no keys and values"),
         ("codegen", "does not attend through transformers' attention interface"),
         ("doge", "changes its mask"),
     ],

@@ -85,8 +85,8 @@ def test_a_family_that_is_not_served_is_not_downloaded(hub: Hub) -> None:
         match="own/whisper: Quire does not serve whisper models: transformers' class: it is an encoder-decoder",
     ):
         quire("pull", "own/whisper")
-    hub.repos["own/g"].files["g-Q8_0.gguf"] = tiny_gguf("mamba", arch="mamba")
-    with pytest.raises(ModelError, match="'mamba' is not served"):
+    hub.repos["own/g"].files["g-Q8_0.gguf"] = tiny_gguf("rwkv6", arch="rwkv6")
+    with pytest.raises(ModelError, match="'rwkv6' is not served"):
         quire("pull", "own/g:Q8_0")
     assert not hub.downloads("model.safetensors")
     assert all("bytes=" in each for each in hub.downloads("g-Q8_0.gguf")), "its header alone"

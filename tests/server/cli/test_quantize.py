@@ -55,7 +55,7 @@ def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("mamba", "config.json: model_type: Quire does not serve mamba"),
+        ("rwkv", "config.json: model_type: Quire does not serve rwkv"),
         ("bert", "'bert' is not of the families"),
         ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors"),
     ],

@@ -1,0 +1,58 @@
+"""What Quire reads of quantization_config: every field, its type and its bounds, as engine/checkpoint/fields.py has all
+others. How weights are stored engine/checkpoint/quantization.py makes of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
+
+_Width = Annotated[int, Meta(ge=1, le=2**24)]
+_Text = Annotated[str, Meta(max_length=256)]
+_Names = Annotated[list[_Text], Meta(max_length=2**14)]
+
+
+class WeightsArgs(TypedDict, total=False):
+    """How compressed-tensors stores the weights of a group of linears."""
+
+    num_bits: Annotated[int, Meta(ge=1, le=64)] | None
+    type: _Text | None
+    strategy: _Text | None
+    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    symmetric: bool | None
+    actorder: bool | _Text | None
+    block_structure: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | _Text | None
+
+
+class QuantizationGroup(TypedDict, total=False):
+    """Linears that compressed-tensors stores alike. Their activations are rounded as the kernels do it."""
+
+    targets: _Names | None
+    weights: WeightsArgs | None
+    format: _Text | None
+
+
+class Quantization(TypedDict, total=False):
+    """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
+
+    quant_method: _Text | None
+    fmt: _Text | None
+    bits: Annotated[float, Meta(ge=0, le=64)] | None
+    w_bit: Annotated[float, Meta(ge=0, le=64)] | None
+    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    q_group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    desc_act: bool | None
+    checkpoint_format: _Text | None
+    dynamic: dict[str, Any] | None
+    version: _Text | None
+    zero_point: bool | None
+    load_in_4bit: bool | None
+    load_in_8bit: bool | None
+    llm_int8_skip_modules: _Names | None
+    modules_to_not_convert: _Names | None
+    ignored_layers: _Names | None
+    ignore: _Names | None
+    format: _Text | None
+    config_groups: dict[_Text, QuantizationGroup] | None
+    weight_block_size: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | None
+    kv_cache_scheme: dict[str, Any] | None

@@ -1,0 +1,101 @@
+"""Selective scans against transformers' own; and however sequences are cut, with wrong guesses and right ones, the same
+bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.jamba.modeling_jamba import JambaRMSNorm
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.recurrent.selective_scan import SelectiveScan
+from quire.kernels.reference import Reference
+from tests.kernels.ragged import error
+from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts, whole
+from tests.variants import NIGHT, nightly
+
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""transformers' scan has its rates in float32."""
+
+
+def made(heads: int, key: int, value: int, generator: torch.Generator, *, norm: bool = False, far: float = 1) -> Shape:
+    """`far`: how large steps are."""
+    rate = -2 * torch.rand((heads, key, value), generator=generator)
+    shift, skip = (torch.randn(heads * value, generator=generator) for _ in range(2))
+    norms = [torch.randn(key, generator=generator) if norm else None for _ in range(2)]
+    return Shape(SelectiveScan(rate, far * shift, skip, norms[0], norms[1], 1e-5), heads, key, value)
+
+
+def expected(shape: Shape, numbers: Tensor) -> Tensor:
+    """Of a whole sequence."""
+    rule, (xbc, z, dt) = shape.rule, parts(shape, numbers.double())
+    assert isinstance(rule, SelectiveScan)
+    channels = rule.heads * rule.value
+    x, b, c = xbc.split([channels, rule.key, rule.key], dim=1)
+    if rule.write_norm is not None and rule.read_norm is not None:
+        b, c = _normed(b, rule.write_norm, rule.eps), _normed(c, rule.read_norm, rule.eps)
+    rate = rule.rate.transpose(1, 2).reshape(channels, rule.key)
+    x, dt, b, c, z = (each.t()[None] for each in (x, dt, b, c, z))
+    weights: dict[str, Any] = {"D": rule.skip.double(), "delta_bias": rule.shift.double(), "delta_softplus": True}
+    found: Tensor = mamba_selective_scan(x, dt, rate, b, c, z=z, **weights)
+    return found[0].t()
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    norm = JambaRMSNorm(len(weight), eps).double()
+    norm.weight.data = weight.double()
+    return norm(x).detach()
+
+
+SIZES = [(2, 12, 80), *nightly((2, 12, 32), (1, 16, 64), (3, 34, 16))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rules", [{}, {"norm": True}, {"far": 12.0}])
+@pytest.mark.parametrize(("heads", "key", "value"), SIZES)
+def test_whole_prompts(cpu: Cpu, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype) -> None:
+    """Steps near 0 and large ones too."""
+    generator = torch.Generator().manual_seed(4)
+    shape = made(heads, key, value, generator, **rules)
+    prompts = [given(shape, length, generator, dtype) for length in (1, 2, 33, 70)]
+    for backend in (cpu, Reference()):
+        rows = [Row(each, 0, 0, len(each), at) for at, each in enumerate(prompts)]
+        for got, prompt in zip(Kept(backend, shape, dtype).step(rows), prompts, strict=True):
+            assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
+
+
+def test_the_reference_in_float64() -> None:
+    generator = torch.Generator().manual_seed(4)
+    shape = made(4, 12, 16, generator, norm=True)
+    prompt = given(shape, 40, generator, torch.float64)
+    assert error(whole(Reference(), shape, prompt), expected(shape, prompt)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, dtype: torch.dtype) -> None:
+    for seed in range(8 if NIGHT else 2):
+        shape = made(2, 12, 80, torch.Generator().manual_seed(2), norm=bool(seed % 2))
+        cut_at_random(cpu, shape, dtype, seed)
+        cut_at_random(Reference(), shape, dtype, seed)
+
+
+def test_what_does_not_fit_is_refused(cpu: Cpu) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shape = made(2, 12, 32, generator)
+    prompt = given(shape, 20, generator, torch.float32)
+    with pytest.raises(IndexError):
+        Kept(cpu, shape, torch.float32).step([Row(prompt, 0, 0, 20, SLOTS)])
+    with pytest.raises(IndexError, match="more guesses than"):
+        Kept(cpu, shape, torch.float32, drafts=3).step([Row(prompt, 0, 0, 16, 0)])
+    assert isinstance(shape.rule, SelectiveScan)
+    wrong = shape._replace(rule=replace(shape.rule, skip=shape.rule.skip.double()))
+    with pytest.raises(TypeError, match="float32"):
+        whole(cpu, wrong, prompt)
+    odd = made(1, 12, 24, generator)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        whole(cpu, odd, given(odd, 3, generator, torch.float32))
