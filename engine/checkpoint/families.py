@@ -96,7 +96,8 @@ LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_
 """and what config.json calls its sizes."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
-    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba", "kimi_k2", "nemotron_h"),
+    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba"),
+    *("kimi_k2", "nemotron_h"),
 )
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
