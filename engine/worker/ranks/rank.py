@@ -25,7 +25,8 @@ from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
+from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler
 from quire.engine.worker.loading.room import make_room
@@ -155,7 +156,7 @@ class TensorRank(Rank):
         self._group = meet(start, config, chosen, address)
         loaded = load(_nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group))
         if config.speculative_config is not None and config.speculative_config.hidden_states:
-            self._head = load_draft_head(config, chosen.backend, loaded.model)
+            self._head = load_head(config, self._model_config, chosen.backend, loaded.model)
         self.loaded = Loaded(loaded.read_bytes, digest=sampled(config) if config.nnodes > 1 else "")
         return loaded
 
