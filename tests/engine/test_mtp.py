@@ -28,6 +28,8 @@ from tests.engine.test_heads import GREEDY, Recorded, drafter_of, traffic
 from tests.engine.test_speculation import KINDS, known
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import HOST, converse, disk
+from tests.gguf_deltas import write_delta_gguf
+from tests.gguf_models import write_gguf
 from tests.quantized_models import compressed_config, float8, int8, quantize_checkpoint
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
@@ -147,7 +149,8 @@ def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[i
     made = started(path, **options)
     recorded = Recorded(drafter_of(made), 3)
     made.scheduler._drafter = recorded
-    run(made, traffic([{"temperature": 0.0, "max_tokens": 6}] * 2))
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    run(made, [Request(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
     return recorded.guesses
 
 
@@ -178,6 +181,21 @@ def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     assert made.stats.draft_tokens > 20
     loaded = started(path, dtype="bfloat16")
     assert made.info.weight_bytes < 0.8 * loaded.info.weight_bytes
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "qwen3_5-moe"])
+def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it."""
+    path = save_tiny_mtp(tmp_path / "model", family, moe_intermediate_size=64)
+    write = write_gguf if family == "glm4_moe" else write_delta_gguf
+    file = write(path, tmp_path / "model.gguf", lambda _: kind)
+    options = {"attention_backend": "reference"}
+    guesses = recorded_guesses(file, **options)
+    assert sum(len(tokens) for _, tokens in guesses) > 10
+    assert guesses == recorded_guesses(path, **options)
+    assert started(file, None, **options).info.weight_bytes < started(file, **options).info.weight_bytes
 
 
 @pytest.mark.few(2)
