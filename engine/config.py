@@ -40,8 +40,8 @@ class SpeculativeConfig(BaseModel):
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
     same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
-    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint, also by the names that
-    vLLM gives it for each family, such as deepseek_mtp."""
+    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint; vLLM's names of it
+    for each family, such as deepseek_mtp, mean the same."""
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)

@@ -1,5 +1,6 @@
-"""Tiny models with a layer that guesses tokens (multi-token prediction), in the layouts in which they are published, and
-what such a layer computes: the layer itself by transformers' class, all else in plain PyTorch (DeepSeek-V3, 2024, 2.2)."""
+"""Tiny models with a layer that guesses tokens (multi-token prediction), in the layouts in which they are published,
+and what such a layer computes: the layer itself by transformers' class, all else in plain PyTorch (DeepSeek-V3, 2024,
+2.2)."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def read_stored_weights(path: Path, counts: Callable[[str], bool] = is_of_text) 
 
 
 def read_tensor_headers(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> dict[str, TensorHeader]:
-    """What the headers say of the tensors of a model directory that have a name by `name_of`: by default of all but those
-    for images and of heads. Raises ModelError."""
+    """What the headers say of the tensors of a model directory that have a name by `name_of`: by default of all but
+    those for images and of heads. Raises ModelError."""
     found = {}
     for shard in weight_files(path):
         for stored, tensor in (_read_header(shard) or {}).items():

@@ -193,7 +193,7 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
     file = write(path, tmp_path / "model.gguf", lambda _: kind)
     options = {"attention_backend": "reference"}
     guesses = recorded_guesses(file, **options)
-    assert sum(len(tokens) for _, tokens in guesses) > 10
+    assert sum(len(tokens) for _, tokens in guesses) > 5
     assert guesses == recorded_guesses(path, **options)
     assert started(file, None, **options).info.weight_bytes < started(file, **options).info.weight_bytes
 

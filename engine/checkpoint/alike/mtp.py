@@ -1,8 +1,8 @@
 """The layer that a checkpoint has beside its model's, to guess tokens with (multi-token prediction; DeepSeek-V3, 2024):
 what it is called, and what config.json would say of a model that is this layer alone. No torch.
 
-Two layouts are published: the layer behind the model's last one, with the next number (DeepSeek, GLM, and all GGUF files),
-and a layer 0 of its own below `mtp.` (Qwen). Here it is layer 0 of a model of its own, with DeepSeek's names.
+Two layouts are published: the layer behind the model's last one, with the next number (DeepSeek, GLM, and all GGUF
+files), and a layer 0 of its own below `mtp.` (Qwen). Here it is layer 0 of a model of its own, with DeepSeek's names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, JOIN, END = (
     f"{LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Its modules beside those of every layer: the norms of an embedding and of a hidden state, the linear that makes one of
-both, and the norm at the end."""
+"""Its modules beside those of every layer: the norms of an embedding and of a hidden state, the linear that makes one
+of both, and the norm at the end."""
 _OF_QWEN = {"pre_fc_norm_embedding": EMBEDDING_NORM, "pre_fc_norm_hidden": HIDDEN_NORM, "fc": JOIN, "norm": END}
 """The same below `mtp.`."""
 _SHARED = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.shared_head_head.")
@@ -46,8 +46,8 @@ class MtpNames:
     """Whether it is below `mtp.`."""
 
     def own(self, stored: str) -> str | None:
-        """The name here of one of its tensors, in a GGUF file that of one of layer 0 there; None for all others, and for
-        copies of what the model has."""
+        """The name here of one of its tensors, in a GGUF file that of one of layer 0 there; None for all others, and
+        for copies of what the model has."""
         place = _PLACE.fullmatch(stored)
         if place is None:
             module, _, kind = stored.removeprefix(BELOW).rpartition(".")
@@ -93,8 +93,8 @@ def without_mtp(layers: int) -> Callable[[str], bool]:
 
 
 def mtp_fields(text: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """What a config.json would say of a model of such a layer alone, `text` being what it says of the text of one with so
-    many: the layer is like the last of these, but attends to all tokens."""
+    """What a config.json would say of a model of such a layer alone, `text` being what it says of the text of one with
+    so many: the layer is like the last of these, but attends to all tokens."""
     sparse = text.get("model_type") in WITH_EXPERTS and sparse_layers(text, layers)[-1:] == [True]
     found = {name: value for name, value in text.items() if name not in _LEFT_OUT}
     found |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if sparse else 1, "sliding_window": None}

@@ -28,8 +28,8 @@ def formats_of(
     formats: WeightFormats, headers: Mapping[str, TensorHeader], stored: Callable[[str], str], *, beside: bool = False
 ) -> Callable[[str], Format | None]:
     """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors; stored:
-    what config.json calls a linear. beside: they are of layers beside the model's, of which config.json may not say that
-    they are not quantized, as it may not of a head."""
+    what config.json calls a linear. beside: they are of a layer beside the model's, of which config.json may not say
+    that it is not quantized, as it may not of a head."""
     names = sorted(headers)
 
     def tensors_of(linear: str) -> dict[str, Stored]:

@@ -20,8 +20,8 @@ class HeadLayers:
     """Fill them by way of `parameters()` before use."""
 
     def __init__(self, specs: Mapping[str, LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in its
-        types, whole on every rank."""
+        """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
+        its types, whole on every rank."""
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         making = Making(backend, scheme, *shape, kv_scales={})
         self._layers = [[each.part(making, name) for each in spec] for name, spec in specs.items()]

@@ -1,10 +1,11 @@
-"""The layer that a model was trained with to predict one token more (multi-token prediction; DeepSeek-V3, 2024, and Qwen's
-and GLM's after it). From the model's last hidden state h at a place, normed as for its head, and the token t that follows,
+"""The layer that a model was trained with to predict one token more (multi-token prediction; DeepSeek-V3, 2024, and
+Qwen's and GLM's after it). From the model's last hidden state h at a place, normed as for its head, and the token t
+that follows,
 
     s = norm(layer(W [norm(embedding of t); norm(h)]))
 
-is what the model's own head makes the token after next of. For tokens further ahead s takes the place of h, so one layer
-guesses any number of them. It attends to all places before, with keys and values of its own.
+is what the model's own head makes the token after next of. For tokens further ahead s takes the place of h, so one
+layer guesses any number of them. It attends to all places before, with keys and values of its own.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ def open_weights(
     mtp: MtpNames | None = None,
 ) -> Weights:
     """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
-    alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError for
-    a checkpoint that has few bits already and is to be quantized at load, and for tensors in place of a GGUF file's.
+    alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError
+    for a checkpoint that has few bits already and is to be quantized at load, and for tensors in place of a GGUF
+    file's.
     """
     given = model_config.raw.get("quantization_config") or {}
     if tensors is not None and not path.is_dir():

@@ -1,5 +1,5 @@
-"""The layer that guesses tokens in the served checkpoint itself (multi-token prediction): its shape is that of the model's
-last layer, its weights are read as the model's are."""
+"""The layer that guesses tokens in the served checkpoint itself (multi-token prediction): its shape is that of the
+model's last layer, its weights are read as the model's are."""
 
 from __future__ import annotations
 
