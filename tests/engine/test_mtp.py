@@ -34,7 +34,7 @@ from tests.quantized_models import compressed_config, float8, int8, quantize_che
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
 
-FAMILIES = ["qwen3_5", "deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe"]
+FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe", "qwen3_5"]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,13 @@ def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folde
     run(made, [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
     assert sum(made.stats.accepted_drafts) >= 6
     reference, compared = MtpReference(path), 0
-    for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::3]:
+    for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::5]:
         wanted_state, wanted = reference.guesses(tokens, len(guesses) or 1)
         torch.testing.assert_close(state.double(), wanted_state, rtol=1e-3, atol=1e-3)
         if tokens[:3] != [7, 9, 11]:
             assert guesses == wanted[: len(guesses)], tokens
             compared += len(guesses)
-    assert compared > 30
+    assert compared > 15
 
 
 SHAPES: list[dict[str, Any]] = [
@@ -82,7 +82,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -137,7 +137,7 @@ def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh
     made.close()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5", "glm4_moe", "glm4_moe_lite"])
 def test_without_being_asked_for_it_is_left_unread(family: str, folder: Path, tmp_path: Path) -> None:
     bare, requests = save_tiny_model(tmp_path / "bare", family), traffic(KINDS)
@@ -154,9 +154,9 @@ def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[i
     return recorded.guesses
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["none", "some", "all"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -> None:
     """As the model's have, or not, or its linear that joins alone not, whatever config.json says of it."""
     path = save_tiny_mtp(tmp_path / "model", family)
@@ -172,6 +172,7 @@ def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -
     assert recorded_guesses(packed, **options) == recorded_guesses(path, **options)
 
 
+@pytest.mark.nightly
 def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     path, requests, options = model(folder, "qwen3_5"), traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
     wanted = known(run(started(path, None, **options), requests))
@@ -183,7 +184,7 @@ def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     assert made.info.weight_bytes < 0.8 * loaded.info.weight_bytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "qwen3_5-moe"])
 def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
     assert started(file, None, **options).info.weight_bytes < started(file, **options).info.weight_bytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next"])
 def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights, its part of every page, and its spare pages."""

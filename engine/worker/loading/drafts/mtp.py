@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.fields import ServedFields
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
@@ -36,7 +38,7 @@ def load_head(config: EngineConfig, served: ModelConfig, backend: Backend, decod
 
 def _load_mtp(config: EngineConfig, served: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
     path, dummy = stored_at(config), config.load_format == "dummy"
-    fields = mtp_fields(served.raw, served.num_layers)
+    fields = cast(ServedFields, mtp_fields(served.raw, served.num_layers))
     alone = replace(served, num_layers=1, raw=fields, context=decoder.max_model_len)
     names = None if dummy else find_mtp(path, served.num_layers)
     weights = open_weights(config, path, alone, backend, decoder.dtype, mtp=names)
