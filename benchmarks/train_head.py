@@ -1,18 +1,26 @@
 """Trains a small head that guesses the embedded model's tokens, on stories that it tells itself:
 `python -m benchmarks.train_head OUT [--method eagle3] [--stories 96] [--rounds 6]`.
 
-OUT can then be served: `quire serve --speculative-config '{"method": "eagle3", "model": "OUT"}'`.
+OUT can then be served: `quire serve --speculative-config '{"method": "eagle3", "model": "OUT"}'`. With `--method mtp`
+OUT is the embedded model itself with an MTP layer in its checkpoint: `quire serve OUT --speculative-config mtp`. With
+`--layers 48` it has 42 layers more, which change nothing and cost what layers cost: a model of a larger one's cost then
+says the embedded one's stories, and guesses are right as often.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.loop import Engine
@@ -74,7 +82,57 @@ def new_head(method: str, hidden: int, head: Tensor) -> tuple[Tensors, list[str]
     return tensors, [name for name in tensors if name not in ("embed_tokens.weight", "d2t", "t2d")]
 
 
-def loss_of(reference: Reference, hidden: Tensor, tapped: list[Tensor], ids: Tensor, wanted: Tensor) -> Tensor:
+class MtpHead(torch.nn.Module):
+    """The embedded model's last layer again, behind a linear of a hidden state and an embedding, as a head of
+    tests/tiny_heads.py computes."""
+
+    third = medusa = False
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 1
+        hidden = config.hidden_size
+        self.body = AutoModel.from_config(config).float()
+        self.body.layers[0].load_state_dict(model.model.layers[-1].state_dict())
+        self.body.norm.load_state_dict(model.model.norm.state_dict())
+        self.embedding, self.head = model.get_input_embeddings().weight.data, model.lm_head.weight.data
+        self.norms = torch.nn.ModuleDict({each: torch.nn.RMSNorm(hidden, config.rms_norm_eps) for each in "eh"})
+        self.join = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.join.weight.data = torch.cat((torch.eye(hidden), torch.eye(hidden)), 1)
+
+    def read(self, hidden: Tensor, tapped: list[Tensor]) -> Tensor:
+        return hidden
+
+    def layer(self, following: Tensor, read: Tensor) -> Tensor:
+        joined = torch.cat((self.norms["e"](self.embedding[following]), self.norms["h"](read)), -1)
+        found: Tensor = self.body(inputs_embeds=self.join(joined)[None], use_cache=False).last_hidden_state[0]
+        return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.head)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [each for name, each in self.named_parameters() if "embed_tokens" not in name]
+
+    def tensors(self) -> Tensors:
+        """As Qwen publishes such layers."""
+        layer = {f"mtp.layers.0.{name}": each for name, each in self.body.layers[0].state_dict().items()}
+        norms = {
+            "pre_fc_norm_embedding": self.norms["e"],
+            "pre_fc_norm_hidden": self.norms["h"],
+            "norm": self.body.norm,
+        }
+        return layer | {
+            "mtp.fc.weight": self.join.weight,
+            **{f"mtp.{name}.weight": norm.weight for name, norm in norms.items()},
+        }
+
+
+def loss_of(
+    reference: Reference | MtpHead, hidden: Tensor, tapped: list[Tensor], ids: Tensor, wanted: Tensor
+) -> Tensor:
     """Cross-entropy between what the model and the head say, nats. wanted: the model's logits [T, vocab]."""
     if reference.medusa:
         losses = [
@@ -95,10 +153,20 @@ def loss_of(reference: Reference, hidden: Tensor, tapped: list[Tensor], ids: Ten
 
 def train(method: str, texts: list[list[int]], rounds: int) -> Tensors:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).float()
+    if method == "mtp":
+        module = MtpHead(model)
+        descend(module, module.trained, model, texts, rounds)
+        return {name: each.detach().contiguous() for name, each in module.tensors().items()}
     head = model.lm_head.weight.data
     tensors, trained = new_head(method, head.shape[1], head)
     parameters = [tensors[name].requires_grad_() for name in trained]
-    reference = Reference(tensors, model.get_input_embeddings().weight.data, head)
+    descend(Reference(tensors, model.get_input_embeddings().weight.data, head), parameters, model, texts, rounds)
+    return {name: each.detach().contiguous() for name, each in tensors.items()}
+
+
+def descend(
+    reference: Reference | MtpHead, parameters: list[Tensor], model: Any, texts: list[list[int]], rounds: int
+) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     steps, done, recent = rounds * len(texts), 0, []
     for number in range(rounds):
@@ -116,13 +184,15 @@ def train(method: str, texts: list[list[int]], rounds: int) -> Tensors:
             done += 1
             recent.append(loss.item())
         print(f"round {number + 1}: loss {sum(recent[-len(texts) :]) / len(texts):.3f}", flush=True)
-    return {name: each.detach().contiguous() for name, each in tensors.items()}
 
 
-def train_head(path: Path, method: str, stories: int, rounds: int) -> Path:
-    """Train a head and write it to a new folder, in the layout in which such heads are published."""
+def train_head(path: Path, method: str, stories: int, rounds: int, layers: int = 6) -> Path:
+    """Train a head and write it to a new folder, in the layout in which such heads are published. layers: of the model
+    that has an MTP layer."""
     torch.manual_seed(0)
     tensors = train(method, told(stories, seed=1), rounds)
+    if method == "mtp":
+        return save_deeper(path, tensors, layers)
     vocab, hidden = 4096, 256
     config = eagle_config(hidden, vocab)
     if method == "eagle3":
@@ -131,16 +201,35 @@ def train_head(path: Path, method: str, stories: int, rounds: int) -> Path:
     return save_head(path, tensors, config, file)
 
 
+def save_deeper(path: Path, more: Tensors, layers: int) -> Path:
+    """The embedded model with these tensors beside its own, and up to so many layers."""
+    shutil.copytree(DEMO_MODEL, path, ignore=shutil.ignore_patterns("training"))
+    config = json.loads((path / "config.json").read_text())
+    tensors, own = load_file(path / "model.safetensors"), config["num_hidden_layers"]
+    last = {name: each for name, each in tensors.items() if name.startswith(f"model.layers.{own - 1}.")}
+    for layer in range(own, layers):
+        for name, each in last.items():
+            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+            copied = torch.zeros_like(each) if adds else each.clone()
+            tensors[name.replace(f".{own - 1}.", f".{layer}.", 1)] = copied
+    kind = tensors["model.norm.weight"].dtype
+    tensors |= {name: each.to(kind) for name, each in more.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": max(own, layers)}))
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--method", choices=["eagle", "eagle3", "medusa"], default="eagle3")
+    parser.add_argument("--method", choices=["eagle", "eagle3", "medusa", "mtp"], default="eagle3")
     parser.add_argument("--stories", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=6, help="of the model with an MTP layer")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train_head(args.out, args.method, args.stories, args.rounds)
+    train_head(args.out, args.method, args.stories, args.rounds, args.layers)
 
 
 if __name__ == "__main__":

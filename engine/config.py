@@ -37,10 +37,11 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa"]
+    method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
     same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
-    and eagle, eagle3 and medusa the heads there."""
+    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint; vLLM's names of it
+    for each family, such as deepseek_mtp, mean the same."""
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
@@ -52,19 +53,20 @@ class SpeculativeConfig(BaseModel):
 
     @field_validator("method", mode="before")
     @classmethod
-    def without_mtp(cls, value: object) -> object:
-        if isinstance(value, str) and (value == "mtp" or value.endswith("_mtp")):
-            raise ValueError("MTP layers are not read so far; other methods guess without them")
-        return value
+    def of_any_family(cls, value: object) -> object:
+        return "mtp" if isinstance(value, str) and value.endswith("_mtp") else value
 
     @property
     def hidden_states(self) -> bool:
         """Whether heads guess from the served model's hidden states."""
-        return self.method in ("eagle", "eagle3", "medusa")
+        return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @model_validator(mode="after")
     def with_model(self) -> SpeculativeConfig:
-        if (self.method == "draft_model" or self.hidden_states) != (self.model is not None):
+        if self.method == "mtp" and self.model is not None:
+            raise ValueError("model: mtp takes none, for its layer is in the served checkpoint")
+        needed = self.method == "draft_model" or (self.hidden_states and self.method != "mtp")
+        if needed != (self.model is not None):
             raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
         return self
 
@@ -163,7 +165,7 @@ class EngineConfig(BaseModel):
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
-        description="How tokens are guessed ahead, without changing one: none, ngram, suffix, grammar, or JSON as "
+        description="How tokens are guessed ahead, without changing one: none, ngram, suffix, grammar, mtp, or JSON as "
         'vLLM takes it, such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; '
         "default: on a CPU what grammars force",
     )

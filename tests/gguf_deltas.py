@@ -1,5 +1,5 @@
 """GGUF files of models with gated delta nets, made of transformers' checkpoints as llama.cpp's converter makes them
-(Qwen3NextModel and _LinearAttentionVReorderBase of its conversion/qwen.py)."""
+(Qwen3NextModel, _LinearAttentionVReorderBase and _Qwen35MtpMixin of its conversion/qwen.py)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from tests.gguf_models import TypeOf, add_tensor, gguf, write_bytes_tokenizer, write_shape
 
 ARCHS = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+_NEXTN = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 _WHOLE = ("conv1d", "ffn_gate_inp", "ssm_a", "ssm_beta", "ssm_alpha", "ssm_ba", "dt")
 
 
@@ -22,24 +24,26 @@ def write_delta_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32")
     """The file; and in `folder` the weights that it stands for."""
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("intermediate_size", 512)
-    arch = ARCHS[config["model_type"]]
+    arch, layers = ARCHS[config["model_type"]], config["num_hidden_layers"]
+    tensors = load_file(folder / "model.safetensors")
+    config["num_nextn_predict_layers"] = int("mtp.fc.weight" in tensors)
     writer = gguf.GGUFWriter(str(out), arch)
     write_shape(writer, arch, config)
     write_sizes(writer, config)
     write_bytes_tokenizer(writer, config["vocab_size"])
-    tensors = load_file(folder / "model.safetensors")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     arch_name = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(arch_name, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(arch_name, layers + 1)
     experts: dict[str, list[Tensor]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: _natural(item[0])):
+    behind = {_behind(name, layers): tensor for name, tensor in tensors.items()}
+    for name, tensor in sorted(behind.items(), key=lambda item: _natural(item[0])):
         if ".experts." in name:
             for part, rows in _of_experts(name, tensor).items():
                 experts.setdefault(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", []).extend(rows)
             continue
         for own, axis, order in _pieces(name, tensor, config):
-            stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            stored = _nextn(own) or names.get_name(own, try_suffixes=(".weight", ".bias"))
             rows = tensor.float().index_select(axis, order)
             rows = -rows.exp() if name.endswith("A_log") else rows.squeeze(1) if "conv1d" in name else rows
             norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
@@ -57,6 +61,23 @@ def write_delta_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32")
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _behind(name: str, layers: int) -> str:
+    """A tensor of the layer that guesses tokens as one of the layer behind the model's."""
+    inside = name.removeprefix("mtp.")
+    if inside == name:
+        return name
+    module, _, kind = inside.rpartition(".")
+    inside = f"{_MTP[module]}.{kind}" if module in _MTP else inside.removeprefix("layers.0.")
+    return f"model.layers.{layers}.{inside}"
+
+
+def _nextn(name: str) -> str | None:
+    """What a file calls a tensor that only such a layer has; the package knows it of later versions."""
+    stem, _, kind = name.rpartition(".")
+    inside = next((each for each in _NEXTN if stem.endswith(f".{each}")), None)
+    return None if inside is None else f"blk.{name.split('.')[2]}.nextn.{inside.replace('.', '_')}.{kind}"
 
 
 def write_sizes(writer: Any, config: Mapping[str, Any]) -> None:

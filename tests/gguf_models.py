@@ -228,7 +228,8 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
     """The metadata that llama.cpp's converter writes of a config.json."""
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention") or rope
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0))
+    writer.add_nextn_predict_layers(config.get("num_nextn_predict_layers") or 0)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     inner = config["intermediate_size"]

@@ -40,6 +40,7 @@ SHARED = {
     "quire.engine",
     "quire.engine.checkpoint.adapted",
     "quire.engine.checkpoint.alike",
+    "quire.engine.checkpoint.alike.mtp",
     "quire.engine.checkpoint.alike.told",
     "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.fields",

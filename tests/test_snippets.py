@@ -31,6 +31,7 @@ from tests.tree import ROOT
 DOCS = sorted(["README.md", "deploy/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
+    "quire serve Qwen/Qwen3.5-4B": "downloads 9 GB",
     "make": "it would install; tests/test_snippets.py holds that the targets are there",
     "docker": "tests/test_deploy.py reads what it would start",
     "kubectl": "tests/test_deploy.py reads what it would apply",

@@ -33,7 +33,6 @@ _Experts0 = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _Text = Annotated[str, Meta(max_length=256)]
-_Names = Annotated[list[_Text], Meta(max_length=2**14)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
 

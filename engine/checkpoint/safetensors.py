@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Annotated, NamedTuple, TypeVar
@@ -89,6 +90,11 @@ def text_tensor(name: str) -> str | None:
     return name.replace("language_model.", "").replace("text_model.", "")
 
 
+def is_of_text(name: str) -> bool:
+    """Whether a checkpoint's tensor is of the text-only model."""
+    return text_tensor(name) is not None
+
+
 def image_tensor(name: str) -> str | None:
     """The name of a checkpoint's tensor that is for images, without what only some savers write before it; None for
     one that is not."""
@@ -131,21 +137,21 @@ def is_pickled(file: Path) -> bool:
     return file.suffix == pickled.SUFFIX
 
 
-def read_stored_weights(path: Path) -> StoredWeights | None:
-    """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is
-    missing.
+def read_stored_weights(path: Path, counts: Callable[[str], bool] = is_of_text) -> StoredWeights | None:
+    """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is missing.
+    counts: which of them, by their names there.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
     """
     if not path.is_dir():
-        return _stored_in_gguf(path)
+        return _stored_in_gguf(path, counts)
     floats = other = 0
     for shard in weight_files(path):
         tensors = _read_header(shard)
         if tensors is None:
             return None
         for name, tensor in tensors.items():
-            if name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
+            if name.endswith("rotary_emb.inv_freq") or not counts(name):
                 continue
             begin, end = tensor.data_offsets
             if tensor.dtype in _FLOAT_BYTES:
@@ -155,12 +161,13 @@ def read_stored_weights(path: Path) -> StoredWeights | None:
     return StoredWeights(floats, other)
 
 
-def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """What the headers say of all tensors of a model directory but those for images. Raises ModelError."""
+def read_tensor_headers(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> dict[str, TensorHeader]:
+    """What the headers say of the tensors of a model directory that have a name by `name_of`: by default of all but
+    those for images and of heads. Raises ModelError."""
     found = {}
     for shard in weight_files(path):
         for stored, tensor in (_read_header(shard) or {}).items():
-            if (name := text_tensor(stored)) is not None:
+            if (name := name_of(stored)) is not None:
                 found[name] = TensorHeader(tensor.dtype, tuple(tensor.shape))
     return found
 
@@ -182,10 +189,10 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
 
 
-def _stored_in_gguf(path: Path) -> StoredWeights:
+def _stored_in_gguf(path: Path, counts: Callable[[str], bool]) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
-    tensors = read_gguf(path).tensors
+    tensors = {name: tensor for name, tensor in read_gguf(path).tensors.items() if counts(name)}
     for tensor in tensors.values():
         if tensor.type.name in FLOATS:
             floats += tensor.numbers

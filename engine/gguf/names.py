@@ -119,6 +119,10 @@ _BY_FAMILY = {
     "youtu": _OF_DEEPSEEK,
 }
 """By config.json's model_type; * stands for an expert's number."""
+_DRAFTING = {f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm")} | {
+    "nextn.shared_head_norm": "shared_head.norm"
+}
+"""Of a layer that guesses tokens, in all families."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -141,7 +145,7 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
         return f"model.layers.{layer[1]}.self_attn.sinks"
     if layer is not None and layer[2] == "exp_probs_b":
         return f"model.layers.{layer[1]}.{_CORRECTIONS.get(model_type, 'mlp.gate.e_score_correction_bias')}"
-    inside = _BY_FAMILY.get(model_type, _INSIDE)
+    inside = _DRAFTING | _BY_FAMILY.get(model_type, _INSIDE)
     if layer is None or layer[2] not in inside:
         return name
     known = f"model.layers.{layer[1]}.{inside[layer[2]]}.{kind}"

@@ -10,7 +10,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
-from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
 from quire.engine.worker.loading.drafts.model import (
     DraftModel,
     DraftWorker,
@@ -18,6 +18,7 @@ from quire.engine.worker.loading.drafts.model import (
     spare_pages,
     start_draft_worker,
 )
+from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.kernels.backend import Backend
 
 
@@ -28,7 +29,7 @@ def load_drafting(
     if (speculative := config.speculative_config) is None:
         return None
     if speculative.hidden_states:
-        return load_draft_head(config, backend, model)
+        return load_head(config, served, backend, model)
     return load_draft_model(config, served, backend, progress, model)
 
 

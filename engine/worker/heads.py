@@ -60,6 +60,9 @@ class Heads:
         self._states = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
         """Of each slot, at the places before its last picks."""
         self._kept: dict[int, _Kept] = {}
+        self._turned: Tensor | None = None
+        """[slots] int64: how far behind a slot's images tokens are rotated by other positions than their own; None: no
+        request had any yet."""
 
     @property
     def reads_all(self) -> bool:
@@ -76,6 +79,10 @@ class Heads:
             assert found.every is not None
             states = self.head.observe(following, found.every, found.tapped, inputs.metadata, self._kv_cache)
             states = states[inputs.sampled]
+            if inputs.metadata.turns is not None and self._turned is None:
+                self._turned = torch.zeros(len(slots.owners), dtype=torch.int64, device=slots.device)
+            if self._turned is not None:
+                self._turned[picks.slots_there] = (inputs.metadata.turned - at)[inputs.sampled]
         else:
             states = self.head.observe(picks.slots_there, found.before_picks, (), None, [])
         firsts = np.array([row.start + row.count - len(row.draft_ids) for row in picks.rows], dtype=np.int64)
@@ -127,7 +134,7 @@ class Heads:
             picked.append(tokens)
             if guessed + 1 < most:
                 end = max(row.known for row in rows[:left]) + guessed
-                metadata = self._metadata(known - 1 + guessed, table, end)
+                metadata = self._metadata(slots, known - 1 + guessed, table, end)
                 states = self.head.advance(tokens.to(torch.int32), states, metadata, self._kv_cache)
         return Download(picked, self._downloads)
 
@@ -142,8 +149,8 @@ class Heads:
             sampling.append(SamplingRow(owner.rules, owner.admission.seed, position, prompt, table, row.slot))
         return self._sample(self.head.logits(states, guessed), sampling, None)
 
-    def _metadata(self, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
-        """Of one token for each of N sequences, at `positions` [N], with the pages of `table`."""
+    def _metadata(self, slots: Tensor, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
+        """Of one token for each of N sequences, in `slots` and at `positions` [N], with the pages of `table`."""
         size, device = self._slots.block_size, self._slots.device
         page = table.gather(1, (positions // size)[:, None]).squeeze(1)
         contexts = (positions + 1).to(torch.int32)
@@ -156,6 +163,7 @@ class Heads:
             slots=page.long() * size + positions % size,
             max_query_len=1,
             max_context_len=longest,
+            turns=None if self._turned is None else positions + self._turned[slots],
         )
 
     def measure_costs(self) -> list[tuple[int, float]]:

@@ -288,9 +288,3 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "medusa_lm_head.pt").write_bytes(b"no pickle")
     with pytest.raises(ConfigError, match=r"medusa_lm_head\.pt cannot be read"):
         started(model, tmp_path / "empty", "medusa")
-
-
-def test_layers_that_no_served_family_has_are_refused_by_name() -> None:
-    for method in ("mtp", "deepseek_mtp"):
-        with pytest.raises(ValueError, match="MTP layers are not read so far"):
-            SpeculativeConfig(method=method)

@@ -31,6 +31,7 @@ from tests.engine.harness import Answer, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Right, always, answers, known
 from tests.tiny_models import save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import examples
 
 EXAMPLES = int(os.environ.get("QUIRE_LOSSLESS_EXAMPLES", examples(40)))
@@ -83,6 +84,9 @@ LOOKING = ["ngram", "seldom", "suffix", "garbage", "right", "grammar", "grammar 
 DEAR = StepCosts((1, 64), (1.0, 60.0))
 LOADED = ["itself", "other", "eagle", "eagle3", "medusa"]
 """Those with weights of their own; the first two are models."""
+Served = Literal["demo", "lfm2", "qwen3_5"]
+OWN: tuple[Served, str] = ("qwen3_5", "mtp")
+"""A model that guesses with a layer of its own checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +105,26 @@ def weights(folder: Path, name: str) -> tuple[str, str]:
 
 
 @cache
-def hybrid(folder: Path) -> Path:
-    """A model whose layers keep states, with the embedded one's tokenizer."""
-    path = save_tiny_model(folder / "lfm2", "lfm2", vocab_size=4096)
+def hybrid(folder: Path, family: str) -> Path:
+    """A model whose layers keep states, with the embedded one's tokenizer; it may have a layer that guesses."""
+    save = save_tiny_model if family == "lfm2" else save_tiny_mtp
+    path = save(folder / family, family, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, path)
     return path
 
 
 @cache
-def engine(
-    folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Literal["demo", "lfm2"] = "demo"
-) -> Engine:
+def engine(folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Served = "demo") -> Engine:
     speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
-        method, model = weights(folder, name)
+        method, model = ("mtp", None) if name == "mtp" else weights(folder, name)
         speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
     options: dict[str, Any] = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
     caching = blocks > 20
     made = Engine(
         EngineConfig(
-            model=DEMO_MODEL if served == "demo" else str(hybrid(folder)),
+            model=DEMO_MODEL if served == "demo" else str(hybrid(folder, served)),
             threads=1,
             dtype=dtype,
             enable_prefix_caching=caching,
@@ -166,7 +169,7 @@ def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[Request]:
 @given(
     asked=st.lists(REQUEST, min_size=1, max_size=4),
     who=st.sampled_from(
-        [*(("demo", name) for name in (*LOOKING, *LOADED, *LOADED)), *(("lfm2", name) for name in LOOKING)]
+        [*(("demo", name) for name in (*LOOKING, *LOADED, *LOADED)), *(("lfm2", name) for name in LOOKING), OWN, OWN]
     ),
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(["bfloat16", "float32"]),
@@ -174,7 +177,7 @@ def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[Request]:
 def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     folder: Path,
     asked: list[tuple[str, dict[str, Any], int]],
-    who: tuple[Literal["demo", "lfm2"], str],
+    who: tuple[Served, str],
     shape: tuple[int, int],
     dtype: str,
 ) -> None:
@@ -182,8 +185,8 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     plain, requests = engine(folder, *shape, dtype, served=served), traffic(asked)
     wanted = answers(plain, requests, None)
     made, drafter = plain, None
-    if name in LOADED:
-        made = engine(folder, *shape, dtype, name)
+    if name in (*LOADED, "mtp"):
+        made = engine(folder, *shape, dtype, name, served)
     else:
         drafter = looking(name, len(requests), wanted, plain)
     before = made.stats
@@ -198,21 +201,22 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
 @settings(max_examples=max(EXAMPLES // 10, 1), suppress_health_check=[HealthCheck.too_slow])
 @given(
     asked=st.lists(REQUEST, min_size=1, max_size=3),
-    name=st.sampled_from(LOADED),
+    who=st.sampled_from([*(("demo", name) for name in LOADED), OWN]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     cut=st.integers(1, 12),
 )
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(
-    folder: Path, asked: list[tuple[str, dict[str, Any], int]], name: str, dtype: str, cut: int
+    folder: Path, asked: list[tuple[str, dict[str, Any], int]], who: tuple[Served, str], dtype: str, cut: int
 ) -> None:
     """After a crash, an engine gets it with the tokens that its caller has."""
+    served, name = who
     requests = traffic(
         [(text, {k: v for k, v in kind.items() if k != "prompt_logprobs"}, n) for text, kind, n in asked]
     )
-    wanted = known(answers(engine(folder, *SHAPES[0], dtype), requests, None))
+    wanted = known(answers(engine(folder, *SHAPES[0], dtype, served=served), requests, None))
     ids: dict[str, list[int]] = {one: answer[0] for one, answer in wanted.items()}
     parts = [
         msgspec.structs.replace(each, emitted_ids=ids[each.id][:cut]) for each in requests if len(ids[each.id]) > cut
     ]
-    rest = run(engine(folder, *SHAPES[0], dtype, name), parts)
+    rest = run(engine(folder, *SHAPES[0], dtype, name, served), parts)
     assert {one: answer.ids for one, answer in rest.items()} == {each.id: ids[each.id][cut:] for each in parts}

@@ -36,6 +36,7 @@ from tests.gguf_models import write_gguf
 from tests.quantized_models import awq, compressed, compressed_config, float8, gptq, quantize_checkpoint
 from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 
 __all__ = ["thread_ranks"]
 MISSING = Cpu().missing
@@ -200,20 +201,21 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     """Heads are whole on every rank, and what they ask for is computed by all; a draft model is the first rank's."""
-    path = save_tiny_model(tmp_path / "model", "llama")
+    own = method == "mtp"
+    path = save_tiny_mtp(tmp_path / "model", "qwen3_5") if own else save_tiny_model(tmp_path / "model", "llama")
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         told["model"] = str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))
-    elif method != "ngram":
+    elif method in METHODS:
         told["model"] = str(made_head(tmp_path / "head", method)[0])
     expected = run(engine(path, 1, num_kv_blocks=96, max_model_len=128), asked())
     guessing = engine(path, 2, num_kv_blocks=96, max_model_len=128, speculative_config=told)
     if method == "draft_model":
         always(guessing)
-    drafter_of(guessing) if method in METHODS else None
+    drafter_of(guessing) if method in METHODS or own else None
     assert_same(run(guessing, asked()), expected)
     assert method == "ngram" or guessing.stats.drafts > 0
 

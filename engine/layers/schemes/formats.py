@@ -25,10 +25,11 @@ _DTYPES = {
 
 
 def formats_of(
-    formats: WeightFormats, headers: Mapping[str, TensorHeader], stored: Callable[[str], str]
+    formats: WeightFormats, headers: Mapping[str, TensorHeader], stored: Callable[[str], str], *, beside: bool = False
 ) -> Callable[[str], Format | None]:
     """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors; stored:
-    what config.json calls a linear."""
+    what config.json calls a linear. beside: they are of a layer beside the model's, of which config.json may not say
+    that it is not quantized, as it may not of a head."""
     names = sorted(headers)
 
     def tensors_of(linear: str) -> dict[str, Stored]:
@@ -38,10 +39,10 @@ def formats_of(
         return {name.removeprefix(prefix): _stored(headers[name]) for name in found}
 
     def format_of(linear: str) -> Format | None:
-        weight_format, beside = formats.of(stored(linear)), tensors_of(linear)
-        if weight_format is None or (linear == _HEAD and _is_plain(beside)):
+        weight_format, tensors = formats.of(stored(linear)), tensors_of(linear)
+        if weight_format is None or ((beside or linear == _HEAD) and _is_plain(tensors)):
             return None
-        return _made(weight_format, beside, linear)
+        return _made(weight_format, tensors, linear)
 
     return format_of
 

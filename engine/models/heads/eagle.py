@@ -8,7 +8,7 @@ EAGLE-3 reads three layers of the decoder, where EAGLE reads the last hidden sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,10 +18,11 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Step
+from quire.engine.layers.part import PageTensor
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
+from quire.engine.models.heads.layers import HeadLayers
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
@@ -58,19 +59,15 @@ class Eagle(DraftHead):
         self.device, self.taps = decoder.device, spec.taps
         size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size or 2 * spec.hidden_size
         self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
-        shape = (size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
-        making, layers = Making(backend, scheme, *shape, kv_scales={}), enumerate(spec.layers)
-        self._layers = [[each.part(making, f"layers.{index}") for each in layer] for index, layer in layers]
-        self.page_formula = f"{self._layers[0][0].page_formula} x {len(spec.layers)} layers"
+        layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
+        self._layers = HeadLayers(layers, scheme, decoder, backend)
+        self.page_formula = self._layers.page_formula
 
     def parameters(self) -> ParameterTable:
-        table = self._fc.parameters()
-        for part in (part for layer in self._layers for part in layer):
-            table |= part.parameters()
-        return table
+        return self._fc.parameters() | self._layers.parameters()
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
+        return self._layers.pages(num_blocks)
 
     def observe(
         self,
@@ -95,10 +92,7 @@ class Eagle(DraftHead):
 
     def _run(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]) -> Tensor:
         """What its layers give, for an x that is normed already, if it is to be."""
-        metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
-        for layer, pages in zip(self._layers, kv_cache, strict=True):
-            for part in layer:
-                x, residual = part.forward(self._backend, x, residual, Step(metadata, pages, None))
+        x, residual = self._layers.run(x, residual, metadata, kv_cache)
         return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:

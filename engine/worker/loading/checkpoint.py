@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.checkpoint.alike.mtp import MtpNames
 from quire.engine.checkpoint.families import ENCODERS, STACKED
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
 from quire.engine.checkpoint.quantization import is_aside, weight_formats
-from quire.engine.checkpoint.safetensors import read_tensor_headers
+from quire.engine.checkpoint.safetensors import read_tensor_headers, text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.gguf.files import read_gguf
+from quire.engine.gguf.header import Header
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.quantize import AtLoad, Int8Table
 from quire.engine.layers.schemes import Scheme, Unquantized
@@ -46,15 +48,17 @@ def open_weights(
     backend: Backend,
     dtype: torch.dtype,
     tensors: Tensors | None = None,
+    mtp: MtpNames | None = None,
 ) -> Weights:
     """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
-    alone. Raises ConfigError for a checkpoint that has few bits already and is to be quantized at load, and for tensors
-    in place of a GGUF file's.
+    alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError
+    for a checkpoint that has few bits already and is to be quantized at load, and for tensors in place of a GGUF
+    file's.
     """
     given = model_config.raw.get("quantization_config") or {}
     if tensors is not None and not path.is_dir():
         raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
-    stored = _stored(path, model_config) if tensors is None else iter(tensors)
+    stored = _stored(path, model_config, mtp) if tensors is None else iter(tensors)
     stream = as_linears(model_config, stored, gguf=not path.is_dir())
     dummy = config.load_format == "dummy"
     if not dummy:
@@ -69,13 +73,18 @@ def open_weights(
     elif path.is_dir():
         formats = weight_formats(given)
         arrangement = Arrangement(model_config)
-        headers = arrangement.headers(read_tensor_headers(path))
-        scheme = MixedScheme(backend, dtype, formats_of(formats, headers, arrangement.stored))
+        headers = arrangement.headers(read_tensor_headers(path, text_tensor if mtp is None else mtp.own))
+
+        def stored_name(linear: str) -> str:
+            name = arrangement.stored(linear)
+            return name if mtp is None else mtp.stored(name)
+
+        scheme = MixedScheme(backend, dtype, formats_of(formats, headers, stored_name, beside=mtp is not None))
         needed = ((name, tensor) for name, tensor in stream if not is_aside(name))
         return _with_table(config, Weights(scheme, needed, formats.said), backend, dtype)
     else:
         said = f"{given.get('fmt')}, {given.get('bits'):.3g} bits"
-        return _gguf(path, model_config, backend, dtype, said)
+        return _gguf(_header(path, mtp), model_config, backend, dtype, said)
     weights = _with_table(config, weights, backend, dtype)
     held = "" if backend.keeps_bits else f", held in {str(dtype).removeprefix('torch.')} by this backend"
     return replace(weights, quantization=weights.quantization and weights.quantization + held)
@@ -92,10 +101,20 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
         raise ConfigError(message, param="quantization")
 
 
-def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
+def _stored(path: Path, model_config: ModelConfig, mtp: MtpNames | None) -> TensorStream:
     if path.is_dir():
-        return checkpoint_stream(path, as_stored=model_config.given is not None)
-    return gguf_stream(read_gguf(path), model_config)
+        name_of = text_tensor if mtp is None else mtp.own
+        return checkpoint_stream(path, as_stored=model_config.given is not None, name_of=name_of)
+    return gguf_stream(_header(path, mtp), model_config)
+
+
+def _header(path: Path, mtp: MtpNames | None) -> Header:
+    """A GGUF file's, with the tensors that are asked for."""
+    header = read_gguf(path)
+    if mtp is None:
+        return header
+    names = {stored: mtp.own(stored) for stored in header.tensors}
+    return replace(header, tensors={own: header.tensors[stored] for stored, own in names.items() if own is not None})
 
 
 def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
@@ -119,8 +138,7 @@ def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype:
     return replace(weights, scheme=scheme, quantization=said)
 
 
-def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
-    header = read_gguf(path)
+def _gguf(header: Header, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
     arrangement = Arrangement(model_config, gguf=True)
     found = linear_types(header, model_config)
     types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}

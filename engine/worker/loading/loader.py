@@ -70,15 +70,17 @@ def _casts(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def checkpoint_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
-    """All tensors of a model directory but those for images, from the files that weight_files finds; as_stored: all, by
-    the names that they have there."""
+def checkpoint_stream(
+    path: Path, *, as_stored: bool = False, name_of: Callable[[str], str | None] = text_tensor
+) -> TensorStream:
+    """The tensors of a model directory that have a name by `name_of`, by default all but those for images and of heads,
+    from the files that weight_files finds; as_stored: all, by the names that they have there."""
     for shard in present(weight_files(path)):
         if as_stored:
             yield from stored_tensors(shard)
             continue
-        for stored, tensor in stored_tensors(shard, lambda stored: text_tensor(stored) is not None):
-            yield text_tensor(stored) or stored, tensor
+        for stored, tensor in stored_tensors(shard, lambda stored: name_of(stored) is not None):
+            yield name_of(stored) or stored, tensor
 
 
 def image_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:

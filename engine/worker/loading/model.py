@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import check_positions, check_room
 from quire.engine.checkpoint.page_groups import PageGroups, keeps_all, page_groups
@@ -80,7 +81,7 @@ def load_model(
     files = stored if tensors is None else None
     layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[stage]
     if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
-        check_files(config, device, dtype, files)
+        check_files(config, device, dtype, files, chosen.spec.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
@@ -129,10 +130,10 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     return config.max_model_len or min(model_config.max_position, most)
 
 
-def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None) -> None:
-    """Raise ConfigError where a CPU's memory has no room for the weights in the files at `path`."""
+def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None, layers: int) -> None:
+    """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        check_room(read_stored_weights(path), str(dtype).removeprefix("torch."), config.at_load)
+        check_room(read_stored_weights(path, without_mtp(layers)), str(dtype).removeprefix("torch."), config.at_load)
 
 
 def page_numbers(

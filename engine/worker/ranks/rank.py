@@ -26,7 +26,8 @@ from quire.engine.worker.heads import Heads
 from quire.engine.worker.images.load import load_tower
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
+from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler
 from quire.engine.worker.loading.room import make_room
@@ -158,7 +159,7 @@ class TensorRank(Rank):
             _nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group, config.divides_tokens)
         )
         if config.speculative_config is not None and config.speculative_config.hidden_states:
-            self._head = load_draft_head(config, chosen.backend, loaded.model)
+            self._head = load_head(config, self._model_config, chosen.backend, loaded.model)
         self._tower = load_tower(config, self._path, self._model_config, chosen, _nothing)
         digest = sampled(config) if config.nnodes > 1 else ""
         self.loaded = Loaded(loaded.read_bytes + self._tower.weight_bytes, digest=digest)

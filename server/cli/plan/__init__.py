@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.kv_plan import KV_CODE_SCALE_BYTES, QUANTIZED_BITS
@@ -48,8 +49,8 @@ def main(argv: Sequence[str], started: float) -> int:
     args.nnodes = args.nnodes or config.nnodes
     raw, folder = read_raw_config(model, args.revision or config.revision)
     sizes = read_sizes(raw)
-    stored = None if folder is None else read_stored_weights(folder)
-    wishes = _wishes(args, config, raw)
+    stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
+    wishes = _wishes(args, config, raw, folder)
     vision = None if args.images is None else vision_of(model, args.revision or config.revision, raw, folder)
     if args.gpu == "all" and vision is not None:
         raise ConfigError("--images: of one machine, not of --gpu all")
@@ -88,14 +89,14 @@ def _config(args: argparse.Namespace) -> ServerConfig:
     return config
 
 
-def _wishes(args: argparse.Namespace, config: ServerConfig, raw: dict[str, Any]) -> Wishes:
+def _wishes(args: argparse.Namespace, config: ServerConfig, raw: dict[str, Any], folder: Path | None) -> Wishes:
     """What the flags ask for, and else the settings of --config."""
     if config.kv_offload_disk is not None and config.kv_offload_dir is None:
         raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
     asked = {"context": args.context, "concurrency": args.concurrency}
     wishes = replace(wishes_of(config), **{name: value for name, value in asked.items() if value is not None})
     max_loras = config.max_loras if args.max_loras or config.enable_lora else 0
-    wishes = replace(wishes, draft=planned_draft(config.speculative_config))
+    wishes = replace(wishes, draft=planned_draft(config.speculative_config, raw, folder))
     if not max_loras:
         return wishes
     return replace(

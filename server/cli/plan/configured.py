@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
+from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.checkpoint.page_groups import keeps_all, most_drafts
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
@@ -76,7 +77,8 @@ class _Planned:
 def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
     try:
         raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
-        stored = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
+        sizes, files = read_sizes(raw), folder if config.load_format == "auto" else None
+        stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
         wishes = wishes_of(config)
         if config.enable_lora:
             wishes = replace(
@@ -86,9 +88,9 @@ def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
                 max_lora_rank=config.max_lora_rank,
                 modules=planned_modules(raw),
             )
-        wishes = replace(wishes, draft=planned_draft(config.speculative_config))
+        wishes = replace(wishes, draft=planned_draft(config.speculative_config, raw, files))
         counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
-        parts, sizes = divided(machine, *counts, config.nnodes), read_sizes(raw)
+        parts = divided(machine, *counts, config.nnodes)
         return _Planned(estimate(sizes, parts, wishes, stored), sizes, wishes, stored)
     except (ModelError, ConfigError):
         return None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model
+from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model, text_config
 from quire.engine.checkpoint.kv_plan import StateShares, share_states
+from quire.engine.checkpoint.parts.parameters import given_size
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig, SpeculativeConfig
@@ -59,8 +64,11 @@ def slot_bytes(served: ModelSizes, drafting: ModelSizes | None, most: int, width
     return served.slot_bytes(most, width) // split + own // sharing
 
 
-def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:
-    """None where guesses take no weights. Raises ModelError for a model that cannot be found or read."""
+def planned_draft(asked: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None) -> Draft | None:
+    """None where guesses take no weights. `served`: the served model's config.json; `folder`: where its weights are, if
+    they are on this machine. Raises ModelError for a model that cannot be found or read."""
+    if asked is not None and asked.method == "mtp":
+        return _planned_mtp(asked, text_config(served), folder)
     if asked is None or asked.model is None:
         return None
     if asked.method == "medusa":
@@ -70,6 +78,19 @@ def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:
     sizes = read_sizes(raw)
     found = None if folder is None else read_stored_weights(folder)
     return Draft(asked, found or StoredWeights(sizes.parameters, 0), sizes)
+
+
+def _planned_mtp(asked: SpeculativeConfig, text: Mapping[str, Any], folder: Path | None) -> Draft:
+    """The layer for that in the served model's checkpoint."""
+    layers = read_sizes(text).num_layers
+    sizes = read_sizes(mtp_fields(text, layers))
+    hidden = given_size(text, "hidden_size")
+    numbers = sizes.parameters - sizes.embeddings + 2 * hidden**2 + 2 * hidden  # a norm at the end is counted there
+    found = None
+    if folder is not None and read_stored_weights(folder) is not None:  # else there is a config.json alone
+        names = find_mtp(folder, layers)
+        found = read_stored_weights(folder, lambda stored: names.own(stored) is not None)
+    return Draft(asked, found or StoredWeights(numbers, 0), sizes)
 
 
 def speculative_config(text: str) -> SpeculativeConfig | None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
@@ -32,9 +33,11 @@ from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Request
+from quire.engine.worker.heads import Heads
 from quire.kernels.reference import Reference
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
+from tests.engine.test_heads import drafter_of
 from tests.tiny_vision import picture
 from tests.vision_families import FAMILIES, config_of, expected, image_processor, save_family
 
@@ -190,6 +193,30 @@ def test_few_bits_and_guesses(name: str, options: dict[str, Any], tmp_path: Path
     least = max(span.count for span in asked[0].spans)
     served = engine(path, long_prefill_token_threshold=least, **options)
     assert bits(run(served, asked)) == bits(wanted)
+
+
+def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
+    """No guess changes a token, and guesses are rotated as the tokens of their places are."""
+    path = save_family(tmp_path, "qwen3_5")
+    tensors, layer = load_file(path / "model.safetensors"), "model.language_model.layers.1."
+    own = {f"mtp.layers.0.{name.removeprefix(layer)}": each.clone() for name, each in tensors.items() if layer in name}
+    norms = {f"mtp.{name}.weight": torch.zeros(64) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    join = {"mtp.fc.weight": torch.eye(64, 128)}
+    save_file({**tensors, **own, **norms, **join}, path / "model.safetensors", {"format": "pt"})
+    asked = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
+    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
+    guessing = engine(path, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
+    heads = drafter_of(guessing)._heads
+    assert isinstance(heads, Heads)
+    assert bits(run(guessing, asked)) == bits(wanted)
+    assert guessing.stats.draft_tokens > 10
+    assert heads._turned is not None
+    # An image of n x m tokens takes as many positions as its longer side has.
+    vision = read_vision(path)
+    assert vision is not None
+    grids = [[vision.grid(each) for each in request.images] for request in asked]
+    behind = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
+    assert {int(each) for each in heads._turned} | {0} == behind | {0} != {0}
 
 
 @pytest.mark.parametrize(

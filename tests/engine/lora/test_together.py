@@ -22,6 +22,7 @@ from tests.engine.test_speculation import CHEAP, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.texts import CHATML, byte_level_tokenizer
 from tests.tiny_models import save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def requests(adapters: list[Adapter | None]) -> list[Request]:
         {"speculative_config": "eagle"},
         {"speculative_config": "eagle3"},
         {"speculative_config": "medusa"},
+        {"speculative_config": "mtp"},
         {"num_kv_blocks": 14},
         {"num_kv_blocks": 14, "kv_offload_memory": 0.1},
         {"max_num_batched_tokens": 7},
@@ -77,7 +79,11 @@ def test_the_same_tokens(
     if method in ("draft_model", "eagle", "eagle3", "medusa"):
         own = model if method == "draft_model" else made_head(tmp_path / "head", method)[0]
         options = {"speculative_config": {"method": method, "model": str(own), "num_speculative_tokens": 3}}
-    plain, other = engine(model), engine(model, **options)
+    guessing = model
+    if method == "mtp":  # the same weights, and a layer more
+        guessing = save_tiny_mtp(tmp_path / "model", "llama")
+        options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
+    plain, other = engine(model), engine(guessing, **options)
     if method in ("ngram", "suffix"):
         other.scheduler._drafter._costs = CHEAP
     elif method is not None:

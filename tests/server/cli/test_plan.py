@@ -445,7 +445,7 @@ def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert 0.05 * GIB - page < used <= 0.05 * GIB
     plain, drafting = (
         estimate(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, Wishes(draft=each))
-        for each in (None, planned_draft(config.speculative_config))
+        for each in (None, planned_draft(config.speculative_config, {}, None))
     )
     assert drafting.device_weight_bytes - plain.device_weight_bytes == drafting.draft_bytes > 2**20
     args = ["plan", "--memory", "4", "--json", "--speculative-config", json.dumps(draft)]

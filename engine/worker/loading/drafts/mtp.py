@@ -1,0 +1,50 @@
+"""The layer that guesses tokens in the served checkpoint itself (multi-token prediction): its shape is that of the
+model's last layer, its weights are read as the model's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.fields import ServedFields
+from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.mtp import Mtp
+from quire.engine.worker.loading.checkpoint import held_bytes, open_weights
+from quire.engine.worker.loading.drafts.head import LoadedHead, load_draft_head
+from quire.engine.worker.loading.loader import dummy_stream, load_weights
+from quire.kernels.backend import Backend
+
+
+def load_head(config: EngineConfig, served: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
+    """The heads that the configuration asks for, on the decoder's device and in its type. Raises ConfigError for some
+    that do not fit it, or are not there."""
+    assert config.speculative_config is not None
+    if config.speculative_config.method != "mtp":
+        return load_draft_head(config, backend, decoder)
+    try:
+        return _load_mtp(config, served, backend, decoder)
+    except (QuireError, ValueError) as error:
+        raise ConfigError(f"speculative_config: mtp: {error}", param="speculative_config") from error
+
+
+def _load_mtp(config: EngineConfig, served: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
+    path, dummy = stored_at(config), config.load_format == "dummy"
+    fields = cast(ServedFields, mtp_fields(served.raw, served.num_layers))
+    alone = replace(served, num_layers=1, raw=fields, context=decoder.max_model_len)
+    names = None if dummy else find_mtp(path, served.num_layers)
+    weights = open_weights(config, path, alone, backend, decoder.dtype, mtp=names)
+    head = Mtp(decoder_spec(alone).layers[0], weights.scheme, decoder, backend)
+    table = head.parameters()
+    stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
+    with torch.inference_mode():
+        read = load_weights(table, stream, device=decoder.device)
+    return LoadedHead(head, held_bytes(table, config, backend, read))

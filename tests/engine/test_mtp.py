@@ -1,0 +1,245 @@
+"""The layer that guesses tokens in a checkpoint itself: what it guesses is what the published rule says, and no guess
+changes a token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+from quire.server.cli import main as cli
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.drafts import planned_draft
+from quire.server.cli.plan.machine import Machine
+from tests.engine.harness import run
+from tests.engine.test_heads import GREEDY, Recorded, drafter_of, traffic
+from tests.engine.test_speculation import KINDS, known
+from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.test_engine import HOST, converse, disk
+from tests.gguf_deltas import write_delta_gguf
+from tests.gguf_models import write_gguf
+from tests.quantized_models import compressed_config, float8, int8, quantize_checkpoint
+from tests.tiny_models import save_tiny_model
+from tests.tiny_mtp import MtpReference, save_tiny_mtp
+
+FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe", "qwen3_5"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mtp")
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    return save_tiny_mtp(folder / family, family)
+
+
+def started(path: Path, method: str | None = "mtp", tokens: int = 4, **options: Any) -> Engine:
+    asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
+    options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
+    return Engine(EngineConfig(model=str(path), speculative_config=asked, threads=1, **options))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [2048, 21])
+def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folder: Path) -> None:
+    """Where nothing is right, and where all is: a request that allows one token alone."""
+    path = model(folder, family)
+    made = started(path, enable_prefix_caching=False, max_num_batched_tokens=budget)
+    recorded = Recorded(drafter_of(made), 3)
+    made.scheduler._drafter = recorded
+    one = SamplingParams(allowed_token_ids=(40,), max_tokens=24)
+    run(made, [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
+    assert sum(made.stats.accepted_drafts) >= 6
+    reference, compared = MtpReference(path), 0
+    for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::5]:
+        wanted_state, wanted = reference.guesses(tokens, len(guesses) or 1)
+        torch.testing.assert_close(state.double(), wanted_state, rtol=1e-3, atol=1e-3)
+        if tokens[:3] != [7, 9, 11]:
+            assert guesses == wanted[: len(guesses)], tokens
+            compared += len(guesses)
+    assert compared > 15
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"snapshot_tokens": 64},
+    {"max_num_batched_tokens": 21, "max_num_seqs": 4, "snapshot_tokens": 16},
+    {"num_kv_blocks": 13, "snapshot_tokens": 16},
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
+    """In chunks, with prefixes that hit, after preemptions, and where states are restored behind refused guesses."""
+    path, options = model(folder, family), shape | {"dtype": dtype}
+    few = {"allowed_token_ids": (40, 41), "prompt_logprobs": 1}
+    requests = traffic([*KINDS, *KINDS, few, few])
+    wanted: dict[str, object] = {}
+    alone = started(path, None, enable_prefix_caching=False, dtype=dtype)
+    for each in requests:
+        wanted |= known(run(alone, [each]))
+    made = started(path, **options)
+    drafter_of(made)
+    for _ in range(2):  # the second time prompts are cached
+        assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 50
+    assert 0 < sum(made.stats.accepted_drafts) < made.stats.draft_tokens
+    assert made.stats.preemptions > 0 or "num_kv_blocks" not in shape
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder: Path) -> None:
+    """After a crash a new engine gets it with the tokens that its caller has."""
+    path = model(folder, family)
+    requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, {"allowed_token_ids": (40, 41)}])
+    whole = run(started(path, None), requests)
+    for cut in (1, 8):
+        again = started(path)
+        drafter_of(again)
+        rest = run(again, [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests])
+        assert {name: each.ids for name, each in rest.items()} == {n: each.ids[cut:] for n, each in whole.items()}
+        assert again.stats.draft_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the layer keeps comes back with the pages, states with their snapshots."""
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    path = model(folder, "qwen3_5")
+    options = {"max_model_len": 192, "snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
+    wanted = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
+    made = started(path, num_kv_blocks=14, **options, **HOST, **disk(tmp_path))
+    drafter_of(made)
+    assert converse(made) == wanted
+    assert made.stats.tiers[0].fetched_pages > 0
+    assert made.stats.draft_tokens > 0
+    made.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5", "glm4_moe", "glm4_moe_lite"])
+def test_without_being_asked_for_it_is_left_unread(family: str, folder: Path, tmp_path: Path) -> None:
+    bare, requests = save_tiny_model(tmp_path / "bare", family), traffic(KINDS)
+    wanted, found = (known(run(started(path, None), requests)) for path in (bare, model(folder, family)))
+    assert found == wanted
+
+
+def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
+    made = started(path, **options)
+    recorded = Recorded(drafter_of(made), 3)
+    made.scheduler._drafter = recorded
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    run(made, [Request(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
+    return recorded.guesses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", ["none", "some", "all"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -> None:
+    """As the model's have, or not, or its linear that joins alone not, whatever config.json says of it."""
+    path = save_tiny_mtp(tmp_path / "model", family)
+    mtp = {"some": ("mtp.fc", "eh_proj"), "all": ("mtp.", "model.layers.3."), "none": ()}[left]
+    whole = ("lm_head", "mlp.gate.", "norm", "conv1d", "shared_head", *mtp)
+    if family == "deepseek_v3":  # as it was published
+        pack = float8("block", "weight_scale_inv", (32, 32))
+        config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    else:
+        pack, config = int8("channel"), compressed_config("int-quantized", 8, 0, strategy="channel")
+    packed = quantize_checkpoint(path, tmp_path / "packed", pack, config, whole)
+    options = {"attention_backend": "reference"}
+    assert recorded_guesses(packed, **options) == recorded_guesses(path, **options)
+
+
+@pytest.mark.nightly
+def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
+    path, requests, options = model(folder, "qwen3_5"), traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
+    wanted = known(run(started(path, None, **options), requests))
+    made = started(path, **options)
+    drafter_of(made)
+    assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 20
+    loaded = started(path, dtype="bfloat16")
+    assert made.info.weight_bytes < 0.8 * loaded.info.weight_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "qwen3_5-moe"])
+def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it."""
+    path = save_tiny_mtp(tmp_path / "model", family, moe_intermediate_size=64)
+    write = write_gguf if family == "glm4_moe" else write_delta_gguf
+    file = write(path, tmp_path / "model.gguf", lambda _: kind)
+    options = {"attention_backend": "reference"}
+    guesses = recorded_guesses(file, **options)
+    assert sum(len(tokens) for _, tokens in guesses) > 5
+    assert guesses == recorded_guesses(path, **options)
+    assert started(file, None, **options).info.weight_bytes < started(file, **options).info.weight_bytes
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next"])
+def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, its part of every page, and its spare pages."""
+    path = model(folder, family)
+    given: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": 0.002, "max_num_seqs": 4, "max_model_len": 128}
+    given |= {"state_memory": 0.001} if family.startswith("qwen") else {}
+    configs = [
+        EngineConfig(model=str(path), speculative_config=each, **given)
+        for each in ({"method": "none"}, {"method": "mtp", "num_speculative_tokens": 4})
+    ]
+    plain, info = (Engine(config).info for config in configs)
+    machine = Machine("test", memory=4 * GIB, gpu=False)
+    assert predicted_tokens(configs[1], machine) == info.num_blocks * info.block_size
+    assert "x 1 layers" in info.arithmetic
+    args = ["plan", str(path), "--memory", "4", "--json", "--dtype", "bfloat16"]
+    assert cli.main([*args, "--speculative-config", "qwen3_next_mtp"]) == 0
+    drafts = json.loads(capsys.readouterr().out)["draft_bytes"]
+    assert drafts == pytest.approx(info.weight_bytes - plain.weight_bytes, rel=0.01)
+    raw = json.loads((path / "config.json").read_text())
+    unread = planned_draft(SpeculativeConfig(method="mtp"), raw, None)  # from config.json alone
+    assert unread is not None
+    assert unread.weight_bytes(2) == drafts
+
+
+def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    for name in ("mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp"):
+        assert SpeculativeConfig(method=name).method == "mtp"
+    with pytest.raises(ValueError, match=r"mtp takes none, for its layer is in the served checkpoint"):
+        SpeculativeConfig(method="mtp", model="x")
+    bare = save_tiny_model(tmp_path / "bare", "llama")
+    with pytest.raises(ConfigError, match=r"speculative_config: mtp: .* bare has no layer that guesses tokens"):
+        started(bare)
+    with pytest.raises(ConfigError, match=r"'mtp' needs all layers in one process"):
+        started(model(folder, "qwen3_5"), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"speculative_config: .* computed by transformers' class"):
+        started(model(folder, "qwen3_5"), model_impl="transformers")
+    path = model(folder, "qwen3_5")
+    broken = shutil.copytree(path, tmp_path / "broken")
+    tensors = {n: each for n, each in load_file(path / "model.safetensors").items() if "mtp.fc" not in n}
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"speculative_config: mtp: .*lack model\.layers\.0\.eh_proj"):
+        started(broken)
+    assert started(path, load_format="dummy").info.weight_bytes > started(path, None).info.weight_bytes
