@@ -176,6 +176,9 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
     )
+    enable_expert_parallel: bool = Field(
+        False, description="With --tensor-parallel-size: each rank has some experts whole, not a part of each"
+    )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
     )

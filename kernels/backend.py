@@ -187,6 +187,7 @@ class Experts:
     """[experts] float32, for the choice alone, as kernels/routing.py says it."""
     float_router: bool = False
     """The router takes x in float32."""
+    first: int = 0  # which expert the first of `gate_up` and `down` is, where other ranks have others
 
 
 class Operations(ABC):

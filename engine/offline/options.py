@@ -61,6 +61,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     max_cpu_loras: int | None
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     pipeline_parallel_size: int
     data_parallel_size: int
     nnodes: int

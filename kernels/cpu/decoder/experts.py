@@ -38,13 +38,12 @@ class CompiledMixture:
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._keeps = experts  # alive: what the pointers below point to
-        self._hidden, self._dtype, count = router.inner, linears[0].dtype, len(experts.down)
+        self._hidden, self._dtype, held = router.inner, linears[0].dtype, len(experts.down)
         self._gate_up, self._down = (
-            (native.PackedLinear * count)(*(each.native for each in some))
-            for some in (linears[:count], linears[count:])
+            (native.PackedLinear * held)(*(each.native for each in some)) for some in (linears[:held], linears[held:])
         )
         clamp = (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
-        rules = (_native(experts.routing, experts.correction), count, experts.float_router)
+        rules = (_native(experts.routing, experts.correction), router.outs, experts.first, held, experts.float_router)
         kind = -1 if experts.activation is None else KINDS.index(experts.activation.kind)
         self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp, kind)
         self._kernel = library.mix_experts[self._dtype]

@@ -38,6 +38,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         state_memory=config.state_memory,
         prefix_caching=config.enable_prefix_caching,
         within_windows=config.disable_sliding_window,
+        whole_experts=config.enable_expert_parallel,
     )
 
 

@@ -41,6 +41,7 @@ def as_text(
     lines = [
         ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters{active}"),
         ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
+        *_experts(made),
         (
             "KV",
             f"{_kv_formula(made)} = {_size(made.kv_token_bytes)} a token"
@@ -74,6 +75,20 @@ def as_text(
             lines.append(("fits on", f"{better.count} x {better.name}" if better.count > 1 else better.name))
     lines += [("note", note) for note in notes(made)]
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _experts(made: Estimate) -> list[tuple[str, str]]:
+    count = made.machine.count // made.machine.stages
+    if not made.whole_experts or count == 1 or not made.sizes.experts:
+        return []
+    return [("experts", f"{experts_of_each(made)} of each layer's {made.sizes.experts:,}, whole, on each device")]
+
+
+def experts_of_each(made: Estimate) -> str:
+    """How many of a layer's experts a device has, where they are whole."""
+    count, experts = made.machine.count // made.machine.stages, made.sizes.experts
+    least, most = experts // count, -(-experts // count)
+    return f"{least:,}" if least == most else f"{least:,} or {most:,}"
 
 
 def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
@@ -137,6 +152,7 @@ def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = 
         "weight_source": made.weight_source,
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
+        "whole_experts": made.whole_experts,
         "state_bytes": made.state_bytes,
         "images": None if images is None else images.as_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
@@ -195,6 +211,8 @@ def notes(made: Estimate) -> list[str]:
     talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
     found = [*sizes.notes, *(talk if made.machine.gpu and made.machine.count > 1 else [])]
     found += [f"{reason}: figures only" for reason in unserved(made)]
+    if made.whole_experts and made.machine.count > 1:
+        found.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")
     if (nodes := made.machine.nodes) > 1:

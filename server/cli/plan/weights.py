@@ -37,6 +37,16 @@ def weight_bytes(
     return weights, on_device
 
 
+def share_of_fullest(sizes: ModelSizes, machine: Machine) -> float:
+    """What the device with the most of a layer's experts holds, where these are whole on one device each: as a multiple
+    of what it would hold if all had as much."""
+    count = machine.count // machine.stages
+    if not sizes.experts:
+        return 1.0
+    uneven = -(-sizes.experts // count) * count / sizes.experts - 1
+    return 1 + uneven * sizes.expert_parameters / sizes.parameters
+
+
 def _by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
     """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
     return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)

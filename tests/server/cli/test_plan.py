@@ -420,6 +420,23 @@ def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) 
         assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), *parts), Wishes()))
 
 
+def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
+    path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
+    sizes, machine = read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2)
+    parts, whole = (estimate(sizes, machine, Wishes("float32", whole_experts=each)) for each in (False, True))
+    more = sizes.expert_parameters * (4 / 7 - 1 / 2) * 4
+    assert whole.device_weight_bytes - parts.device_weight_bytes == pytest.approx(more, rel=0.1)
+    assert cli.main(["plan", str(path), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 0
+    told = capsys.readouterr().out
+    assert "3 or 4 of each layer's 7, whole, on each device" in told
+    assert "--tensor-parallel-size 2 --enable-expert-parallel" in told
+    assert cli.main(["plan", str(path), "--tensor-parallel-size", "8", "--enable-expert-parallel"]) == 1
+    dense = tiny_models.save_tiny_model(tmp_path / "dense", "llama")
+    assert cli.main(["plan", str(dense), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 1
+    assert "the model's no experts of a layer cannot be divided among 2 devices" in capsys.readouterr().out
+
+
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The draft model's weights, its part of every page, and its spare pages, of which each sequence has two."""
     draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
