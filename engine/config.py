@@ -210,6 +210,12 @@ class EngineConfig(BaseModel):
     disable_sliding_window: bool = Field(
         False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
     )
+    experts_on_disk: str | None = Field(
+        None, min_length=1, description="Directory in which a CPU's routed experts lie, instead of memory"
+    )
+    experts_in_memory: float | None = Field(
+        None, gt=0, description="GiB of memory for those of them that are used most; default: what the system leaves"
+    )
     seed: int = Field(0, description="Seed of dummy weights")
 
     @property

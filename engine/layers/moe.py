@@ -93,14 +93,15 @@ class Moe(Part):
     has a part of every expert, or some of them whole, and the whole router."""
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
-        self._spec, self._backend, self._shard = spec, making.backend, making.shard
+        backend, scheme = making.experts or (making.backend, making.scheme)
+        self._spec, self._backend, self._shard = spec, backend, making.shard
         self._prefix, hidden, inner = f"{layer}.{spec.name}", making.hidden_size, spec.intermediate_size
         router, router_dtype = f"{self._prefix}.{spec.router}", torch.float32 if spec.float_router else making.dtype
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
         names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
-        shard = WHOLE if spec.whole else making.shard
-        linears = [_mlp(making, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
+        shard, own = WHOLE if spec.whole else making.shard, replace(making, scheme=scheme)
+        linears = [_mlp(own, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
         self._here = making.shard.span(spec.count) if spec.whole else range(spec.count)
         self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
         here = [linears[place] for place in self._here]
@@ -126,6 +127,9 @@ class Moe(Part):
 
     def _put_correction(self, tensor: Tensor) -> None:
         self._correction = tensor.flatten().contiguous()
+
+    def complete(self) -> None:
+        assert self._mixture is not None  # makes it
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)

@@ -77,6 +77,8 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: Literal["priority", "fcfs"]
     scheduler_cls: str | None
     disable_sliding_window: bool
+    experts_on_disk: str | None
+    experts_in_memory: float | None
     seed: int
 
 

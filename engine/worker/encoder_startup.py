@@ -49,7 +49,7 @@ def start_encoder(
     dtype, changed = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
-    check_files(config, device, dtype, None if tensors is not None else stored)
+    check_files(config, device, dtype, None if tensors is not None else stored, model_config)
     pooling, tasks = read_tasks(path, model_config, config)
     refuse(config)
     spec = encoder_spec(model_config)
@@ -98,6 +98,8 @@ def refuse(config: EngineConfig) -> None:
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
+        ("enable_expert_parallel", config.enable_expert_parallel, "encoders have no experts"),
+        ("experts_on_disk", config.experts_on_disk is not None, "encoders have no experts"),
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),

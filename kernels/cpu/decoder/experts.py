@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.activation import KINDS
 from quire.kernels.backend import NO_ADAPTERS, Experts, Linear, LinearContext
 from quire.kernels.cpu import native
+from quire.kernels.cpu.decoder.mapped import Held, MappedArena
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.routing import WEIGHTS, Routing
 
@@ -18,7 +19,12 @@ def compiled_mixture(library: native.Native, experts: Experts) -> Linear | None:
     """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
-    return CompiledMixture(library, experts, *ours) if len(ours) == len(linears) else None
+    if len(ours) < len(linears):
+        return None
+    made = CompiledMixture(library, experts, *ours)
+    if isinstance(library.weights, MappedArena):
+        library.weights.mixtures.append((made.native, made.held))
+    return made
 
 
 def _native(rule: Routing, correction: Tensor | None) -> native.Routing:
@@ -47,6 +53,10 @@ class CompiledMixture:
         kind = -1 if experts.activation is None else KINDS.index(experts.activation.kind)
         self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp, kind)
         self._kernel = library.mix_experts[self._dtype]
+        pairs = zip((*self._gate_up, *self._down), linears, strict=True)
+        each = [[Held(*weights) for weights in linear.held(own)] for own, linear in pairs]
+        self.held = [up + down for up, down in zip(each[:held], each[held:], strict=True)]
+        """The packed weights of each expert."""
 
     def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         if x.dtype != self._dtype or x.shape[1] != self._hidden:
