@@ -211,9 +211,7 @@ def available_host_bytes() -> int:
     return min(found, default=8 * GIB)
 
 
-def check_room(
-    weights: StoredWeights | None, dtype: str, quantization: str | None = None, share: float = 1.0
-) -> None:
+def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None, share: float = 1.0) -> None:
     """Raise ConfigError for weights of which this share does not fit in this machine's free memory, if that is known.
 
     Without this check the system would kill this process, or another one, after minutes of loading.

@@ -146,7 +146,15 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = (*adapted, loaded.experts, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
+    notes = (
+        *adapted,
+        loaded.experts,
+        chosen.changed,
+        kept,
+        ranks.note,
+        kept_windows(config, chosen.spec),
+        fewer(config, plan),
+    )
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)

@@ -96,17 +96,20 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
 def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral", num_local_experts=8, num_experts_per_tok=2)
     monkeypatch.setattr(mapped, "_EVERY", 1)
-    made = engine(path, dtype="bfloat16", experts_on_disk=str(tmp_path), experts_in_memory=1 / 2**30 * 2**20)
-    store = made.runner.model.on_disk
-    assert isinstance(store, mapped.MappedExperts)
-    total = len(store._experts)
-    store._slot_of = {expert: slot for expert, slot in store._slot_of.items() if slot < 3 or not store._drop(expert) >= 0}
-    used = [7, 11, total - 1]
-    for _ in range(3):
-        store._noted.uses[used] = 9
-        store.step()
-    assert {*store._slot_of} == {*used}
-    assert store._noted.kept.nonzero().flatten().tolist() == sorted(used)
+    stores = []
+    for memory in (None, 3):
+        kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
+        made = engine(path, dtype="bfloat16", experts_on_disk=str(tmp_path), experts_in_memory=kept)
+        stores.append(made.runner.model.on_disk)
+    store, total = stores[1], len(stores[1]._experts)
+    assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
+    used = {7, 11, total - 1}
+    store._noted.uses[[*used]] = 9
+    store.step()
+    assert {*store._slot_of} == {*store._noted.kept.nonzero().flatten().tolist()} == used
+    store._noted.uses[[1, 2, 3]] = 5  # not so much more than half of 9
+    store.step()
+    assert {*store._slot_of} == used
 
 
 @pytest.mark.few(1)
@@ -153,7 +156,10 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"has no room for the experts: no space left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"has no room for the experts: no space left"),
+    ):
         patch.setattr(os, "posix_fallocate", full)
         engine(path, experts_on_disk=str(tmp_path))
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")

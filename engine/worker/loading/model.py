@@ -31,7 +31,6 @@ from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.kv_scales import calibrated_scales
-from quire.engine.worker.loading.on_disk import settle, share_in_memory, start_on_disk, written
 from quire.engine.worker.loading.loader import (
     Tensors,
     dummy_stream,
@@ -39,6 +38,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
+from quire.engine.worker.loading.on_disk import settle, share_in_memory, start_on_disk, written
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.kv_codes import KVScales

@@ -158,7 +158,9 @@ class MappedExperts(ExpertsOnDisk):
 
     def _said(self) -> str:
         mapped = sum(len(held.weights) for expert in self._experts for held in expert)
-        kept = f"{len(self._slot_of):,} of {len(self._experts):,} are kept in memory ({len(self._slots) / 2**30:.2f} GiB)"
+        kept = (
+            f"{len(self._slot_of):,} of {len(self._experts):,} are kept in memory ({len(self._slots) / 2**30:.2f} GiB)"
+        )
         return f"experts: {mapped / 2**30:.2f} GiB in a file on disk; {kept}, the others while the system has room"
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Estimate, Wishes, estimate
+from quire.server.cli.plan.experts import experts_of
 from quire.server.cli.plan.machine import Machine, divided
 from quire.server.cli.plan.tiers import offload_of
 from quire.server.cli.plan.ways_out import lighter
@@ -38,7 +39,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         state_memory=config.state_memory,
         prefix_caching=config.enable_prefix_caching,
         within_windows=config.disable_sliding_window,
-        whole_experts=config.enable_expert_parallel,
+        experts=experts_of(config),
     )
 
 

@@ -78,17 +78,14 @@ def as_text(
 
 
 def _experts(made: Estimate) -> list[tuple[str, str]]:
-    count = made.machine.count // made.machine.stages
-    if not made.whole_experts or count == 1 or not made.sizes.experts:
-        return []
-    return [("experts", f"{experts_of_each(made)} of each layer's {made.sizes.experts:,}, whole, on each device")]
-
-
-def experts_of_each(made: Estimate) -> str:
-    """How many of a layer's experts a device has, where they are whole."""
-    count, experts = made.machine.count // made.machine.stages, made.sizes.experts
-    least, most = experts // count, -(-experts // count)
-    return f"{least:,}" if least == most else f"{least:,} or {most:,}"
+    plan, found = made.experts, list[str]()
+    if plan.whole and made.machine.count > 1:
+        each = f"{plan.least:,}" if plan.least == plan.most else f"{plan.least:,} or {plan.most:,}"
+        found.append(f"{each} of each layer's {made.sizes.experts:,}, whole, on each device")
+    if plan.on_disk:
+        each = " on each device" if made.machine.count > 1 else ""
+        found.append(f"{_size(plan.on_disk)} in a file on disk, {_size(plan.kept)} of it in memory too{each}")
+    return [("experts", "; ".join(found))] if found else []
 
 
 def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
@@ -152,7 +149,7 @@ def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = 
         "weight_source": made.weight_source,
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
-        "whole_experts": made.whole_experts,
+        "experts": {"whole": made.experts.whole, "disk_bytes": made.experts.on_disk, "kept_bytes": made.experts.kept},
         "state_bytes": made.state_bytes,
         "images": None if images is None else images.as_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
@@ -211,7 +208,12 @@ def notes(made: Estimate) -> list[str]:
     talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
     found = [*sizes.notes, *(talk if made.machine.gpu and made.machine.count > 1 else [])]
     found += [f"{reason}: figures only" for reason in unserved(made)]
-    if made.whole_experts and made.machine.count > 1:
+    if made.experts.on_disk:
+        rest = (
+            f"{_size(made.experts.token_bytes)} a token are read from the disk unless the system has room to keep them"
+        )
+        found.append(f"limits are those of memory; of the experts that one token chooses {rest}")
+    if made.experts.whole and made.machine.count > 1:
         found.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")

@@ -7,7 +7,7 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
 
-_COMPRESSION_SAVES = 0.24
+COMPRESSION_SAVES = 0.24
 """Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
 uncompressed (kernels/cpu/compress12.h)."""
 
@@ -33,18 +33,8 @@ def weight_bytes(
     on_device = weights // machine.count + _tied_head_bytes(sizes, machine, width, _table_bits(stored, in_8_bits))
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
         # Of all but the embedding table.
-        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVES)
     return weights, on_device
-
-
-def share_of_fullest(sizes: ModelSizes, machine: Machine) -> float:
-    """What the device with the most of a layer's experts holds, where these are whole on one device each: as a multiple
-    of what it would hold if all had as much."""
-    count = machine.count // machine.stages
-    if not sizes.experts:
-        return 1.0
-    uneven = -(-sizes.experts // count) * count / sizes.experts - 1
-    return 1 + uneven * sizes.expert_parameters / sizes.parameters
 
 
 def _by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
