@@ -211,8 +211,8 @@ def available_host_bytes() -> int:
     return min(found, default=8 * GIB)
 
 
-def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None, share: float = 1.0) -> None:
-    """Raise ConfigError for weights of which this share does not fit in this machine's free memory, if that is known.
+def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None) -> None:
+    """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
 
     Without this check the system would kill this process, or another one, after minutes of loading.
     """
@@ -221,7 +221,6 @@ def check_room(weights: StoredWeights | None, dtype: str, quantization: str | No
     # The CPU kernels may compress bfloat16 weights to 12 bits: see kernels/cpu/compress12.h.
     each = DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
     least = weights.floats * (each if quantization is None else QUANTIZED_BITS[quantization] / 8) + weights.other_bytes
-    least *= share
     if least > min(free, available_host_bytes()):
         sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
         lighter = "" if quantization == "int4" or not weights.floats else "use quantization int4, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Annotated, NamedTuple, TypeVar
@@ -40,6 +41,8 @@ _HEADS = ("mtp.",)
 _BESIDE_TEXT = ("model.visual.", "visual.", *_HEADS)
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.", "image_newline")
 """Of towers for images, and of what follows them."""
+_ROUTED = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
+"""In the names of routed experts' tensors, in GGUF files and Granite's too."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -124,14 +127,14 @@ def is_pickled(file: Path) -> bool:
     return file.suffix == pickled.SUFFIX
 
 
-def read_stored_weights(path: Path) -> StoredWeights | None:
+def read_stored_weights(path: Path, *, experts: bool = True) -> StoredWeights | None:
     """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is
-    missing.
+    missing. experts: the routed ones too.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
     """
     if not path.is_dir():
-        return _stored_in_gguf(path)
+        return _stored_in_gguf(path, experts=experts)
     floats = other = 0
     for shard in weight_files(path):
         tensors = _read_header(shard)
@@ -139,6 +142,8 @@ def read_stored_weights(path: Path) -> StoredWeights | None:
             return None
         for name, tensor in tensors.items():
             if name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
+                continue
+            if not experts and _ROUTED.search(name):
                 continue
             begin, end = tensor.data_offsets
             if tensor.dtype in _FLOAT_BYTES:
@@ -175,11 +180,13 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
 
 
-def _stored_in_gguf(path: Path) -> StoredWeights:
+def _stored_in_gguf(path: Path, *, experts: bool) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
     tensors = read_gguf(path).tensors
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if not experts and _ROUTED.search(name):
+            continue
         if tensor.type.name in FLOATS:
             floats += tensor.numbers
         else:

@@ -93,8 +93,8 @@ class Decoder:
     ) -> None:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
-        `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by default
-        each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
+        `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by
+        default each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
         with the embedding, the last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype

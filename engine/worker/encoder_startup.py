@@ -49,7 +49,7 @@ def start_encoder(
     dtype, changed = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
-    check_files(config, device, dtype, None if tensors is not None else stored, model_config)
+    check_files(config, device, dtype, None if tensors is not None else stored)
     pooling, tasks = read_tasks(path, model_config, config)
     refuse(config)
     spec = encoder_spec(model_config)

@@ -79,7 +79,7 @@ struct MappedExperts {
   const MappedPiece* pieces;
   const int64_t* starts;  // [held + 1]: of each expert the first of its pieces
   const uint8_t* kept;    // [held]: whether its weights are in memory besides, and read there
-  uint8_t* guessed;       // [held]: whether the layer before asked for it
+  uint8_t* guessed;       // [held]: whether the layer before guessed it, and asked for it
   int64_t* uses;          // [held]: the steps that read it
   int64_t* counts;        // [4], of all layers: experts read, of them kept, guessed, of them read
   const Experts* next;    // those of the next layer that has some; null: there is none

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, let_go
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder import mapped
 from tests.engine.harness import request, run
@@ -85,7 +88,8 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
     first = {*some.runner.model.on_disk._slot_of}
     assert answers(some) == expected
     assert answers(some) == expected  # with prefixes cached
-    assert len(first) == 5 and first != {*some.runner.model.on_disk._slot_of}
+    assert len(first) == 5
+    assert first != {*some.runner.model.on_disk._slot_of}
     assert 0 < some.stats.experts_kept < some.stats.experts_read
     every = engine(path, **on_disk, experts_in_memory=1.0)
     assert answers(every) == expected
@@ -156,13 +160,38 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"has no room for the experts: no space left"),
-    ):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        engine(path, experts_on_disk=str(tmp_path))
+        with pytest.raises(ConfigError, match="has no room for the experts: no space left"):
+            engine(path, experts_on_disk=str(tmp_path))
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", {"tmpfs"})
     with pytest.raises(ConfigError, match=r"experts_on_disk: .* is in memory itself \(tmpfs\)"):
         engine(path, experts_on_disk=str(tmp_path))
+
+
+def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "mixtral")
+    every, rest = (read_stored_weights(path, experts=experts) for experts in (True, False))
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert every is not None
+    assert rest is not None
+    assert every.floats - rest.floats == sizes.expert_parameters
+    packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
+    assert read_stored_weights(packed, experts=False).floats == rest.floats
+
+
+def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
+    """Nor does one that was let go."""
+    path = save_tiny_model(tmp_path / "model", "mixtral")
+
+    def files() -> int:
+        links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return sum(str(tmp_path / "disk") in link for link in links)
+
+    made = engine(path, experts_on_disk=str(tmp_path / "disk"))
+    answers(made)
+    assert files() == 1
+    del made
+    let_go()
+    assert files() == 0

@@ -38,7 +38,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
-from quire.engine.worker.loading.on_disk import settle, share_in_memory, start_on_disk, written
+from quire.engine.worker.loading.on_disk import settle, start_on_disk, written
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.kv_codes import KVScales
@@ -83,7 +83,7 @@ def load_model(
     files = stored if tensors is None else None
     layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[stage]
     if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
-        check_files(config, device, dtype, files, model_config)
+        check_files(config, device, dtype, files)
     pooling, tasks = read_tasks(path, model_config, config)
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
@@ -140,13 +140,11 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     return config.max_model_len or min(model_config.max_position, most)
 
 
-def check_files(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None, model_config: ModelConfig
-) -> None:
+def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None) -> None:
     """Raise ConfigError where a CPU's memory has no room for the weights in the files at `path`."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        held = share_in_memory(config, model_config.raw)
-        check_room(read_stored_weights(path), str(dtype).removeprefix("torch."), config.at_load, held)
+        stored = read_stored_weights(path, experts=config.experts_on_disk is None)
+        check_room(stored, str(dtype).removeprefix("torch."), config.at_load)
 
 
 def page_numbers(

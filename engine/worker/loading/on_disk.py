@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.moe import ExpertsSpec
@@ -67,14 +65,6 @@ def written(config: EngineConfig) -> Iterator[None]:
             raise
         why = (error.strerror or str(error)).lower()
         raise _wrong(f"{config.experts_on_disk} has no room for the experts: {why}") from error
-
-
-def share_in_memory(config: EngineConfig, raw: Mapping[str, Any]) -> float:
-    """The part of a model's weights that must have room in memory; raw: its config.json."""
-    if config.experts_on_disk is None:
-        return 1.0
-    sizes = read_sizes(raw)
-    return 1 - sizes.expert_parameters / sizes.parameters
 
 
 def _wrong(why: str) -> ConfigError:

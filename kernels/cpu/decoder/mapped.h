@@ -17,6 +17,9 @@ inline void ask(const MappedExperts& mapped, int place) {
     madvise(mapped.pieces[i].begin, mapped.pieces[i].bytes, MADV_WILLNEED);
 }
 
+// Of MappedExperts.guessed.
+enum { kNotGuessed = 0, kOnlyGuessed = 1, kAskedFor = 2 };
+
 // Asks for the expert at this place, which the step will read.
 inline void read(const MappedExperts& mapped, int place) {
   ++mapped.uses[place];
@@ -24,16 +27,23 @@ inline void read(const MappedExperts& mapped, int place) {
   if (mapped.guessed[place]) ++mapped.counts[kRight];
   if (mapped.kept[place])
     ++mapped.counts[kKept];
-  else if (!mapped.guessed[place])
+  else if (mapped.guessed[place] != kAskedFor)
     ask(mapped, place);
 }
 
-// Asks for the expert at this place, which the next layer may read.
+// Whether three of four guesses so far were right. A wrong one has the disk read what nobody needs, while it is the
+// disk that is waited for: docs/experts_on_disk.md says what that cost.
+inline bool trusted(const MappedExperts& mapped) {
+  return mapped.counts[kGuessed] >= 64 && 4 * mapped.counts[kRight] >= 3 * mapped.counts[kGuessed];
+}
+
+// Notes that the next layer may read the expert at this place, and asks for it where guesses are right.
 inline void guess(const MappedExperts& mapped, int place) {
   if (mapped.guessed[place]) return;
-  mapped.guessed[place] = 1;
+  const bool asks = trusted(mapped) && !mapped.kept[place];
+  mapped.guessed[place] = asks ? kAskedFor : kOnlyGuessed;
   ++mapped.counts[kGuessed];
-  if (!mapped.kept[place]) ask(mapped, place);
+  if (asks) ask(mapped, place);
 }
 
 }  // namespace mapped

@@ -56,9 +56,9 @@ class MappedArena(native.Arena):
     def __init__(self, folder: Path) -> None:
         """Raises OSError where no file can be made there."""
         super().__init__()
-        self._file = tempfile.TemporaryFile(dir=folder)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
-        self._chunk: mmap.mmap | None = None
+        self._chunks: list[tuple[mmap.mmap, int]] = []  # each with its offset in the file
         self._pieces: dict[int, _Piece] = {}
         self.mixtures: list[tuple[native.Experts, Sequence[Sequence[Held]]]] = []
         """In the order of the layers; of each expert what it holds."""
@@ -77,25 +77,24 @@ class MappedArena(native.Arena):
     def _map(self, size: int) -> None:
         """The last page of a chunk is for what kernels read ahead. Its bytes are allocated: a hole in a file that a
         full disk cannot fill would end the process."""
-        self._write()
+        self._out_of_memory(self._chunks[-1:])  # what was packed
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
         os.posix_fallocate(descriptor, self._size, whole)
-        self._chunk = mmap.mmap(descriptor, whole, flags=mmap.MAP_SHARED, offset=self._size)
+        chunk = mmap.mmap(descriptor, whole, flags=mmap.MAP_SHARED, offset=self._size)
+        self._chunks.append((chunk, self._size))
         self._size += whole
-        self._free = torch.frombuffer(self._chunk, dtype=torch.uint8)[:size]
+        self._free = torch.frombuffer(chunk, dtype=torch.uint8)[:size]
 
-    def _write(self) -> None:
-        """What was packed goes to the disk, and out of memory."""
-        if self._chunk is None:
-            return
-        self._chunk.flush()
-        self._chunk.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(self._file.fileno(), self._size - len(self._chunk), len(self._chunk), os.POSIX_FADV_DONTNEED)
+    def _out_of_memory(self, chunks: Sequence[tuple[mmap.mmap, int]]) -> None:
+        """To the disk, if it is not there already."""
+        for chunk, offset in chunks:
+            chunk.flush()
+            chunk.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
     def settle(self) -> None:
-        """Nothing more comes."""
-        self._write()
-        self._free = self._free[:0]
+        """All is on the disk, and nothing of it in memory."""
+        self._out_of_memory(self._chunks)
 
     def piece(self, weights: Tensor) -> _Piece:
         return self._pieces[weights.data_ptr()]
@@ -137,7 +136,8 @@ class MappedExperts(ExpertsOnDisk):
         if not mixtures:
             raise ValueError("the compiled kernels do not compute this model's experts here; use another --dtype")
         self._experts = [expert for _, experts in mixtures for expert in experts]
-        self._noted = _note(self._arena, [each for each, _ in mixtures], [len(experts) for _, experts in mixtures])
+        self._noted = _note(self._arena)
+        self.guess(on=True)
         places = torch.cat([torch.arange(len(experts)) for _, experts in mixtures])
         self._order = places.argsort(stable=True)  # the first of all layers, then the second
         self._scores = torch.zeros(len(self._experts))
@@ -156,12 +156,26 @@ class MappedExperts(ExpertsOnDisk):
         for slot, expert in enumerate(self._order[:slots].tolist()):
             self._keep(expert, slot)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all experts."""
+        return sum(len(held.weights) for expert in self._experts for held in expert)
+
     def _said(self) -> str:
-        mapped = sum(len(held.weights) for expert in self._experts for held in expert)
         kept = (
             f"{len(self._slot_of):,} of {len(self._experts):,} are kept in memory ({len(self._slots) / 2**30:.2f} GiB)"
         )
-        return f"experts: {mapped / 2**30:.2f} GiB in a file on disk; {kept}, the others while the system has room"
+        return f"experts: {self.size / 2**30:.2f} GiB in a file on disk; {kept}, the others while the system has room"
+
+    def forget(self) -> None:
+        """The system keeps nothing of the file in memory, as where it has no room: for measurements."""
+        self._arena.settle()
+
+    def guess(self, on: bool) -> None:
+        """Whether the next layer's experts are asked for before they are chosen: for measurements."""
+        following = [*(ctypes.addressof(each) for each, _ in self._arena.mixtures[1:]), None]
+        for noted, mixture in zip(self._noted.structs, following, strict=True):
+            noted.next = mixture if on else None
 
     def step(self) -> None:
         self._steps += 1
@@ -204,18 +218,18 @@ class MappedExperts(ExpertsOnDisk):
         return ExpertCounts(*self._noted.counts.tolist(), _read_bytes() - self._read_before)
 
 
-def _note(arena: MappedArena, mixtures: Sequence[native.Experts], held: Sequence[int]) -> _Noted:
-    total = sum(held)
+def _note(arena: MappedArena) -> _Noted:
+    mixtures = arena.mixtures
+    total = sum(len(experts) for _, experts in mixtures)
     kept, guessed = torch.zeros(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
     uses, counts = torch.zeros(total, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     structs, lists, all_starts, first = list[native.MappedExperts](), list[object](), list[Tensor](), 0
-    for index, (mixture, (_, experts)) in enumerate(zip(mixtures, arena.mixtures, strict=True)):
+    for mixture, experts in mixtures:
         pieces = [arena.piece(each.weights) for expert in experts for each in expert]
         listed = (native.MappedPiece * len(pieces))(*((each.begin, each.size) for each in pieces))
         starts = torch.tensor([0, *(len(expert) for expert in experts)]).cumsum(0)
-        following = ctypes.addressof(mixtures[index + 1]) if index + 1 < len(mixtures) else None
         numbers = [each[first:].data_ptr() for each in (kept, guessed, uses)]
-        made = native.MappedExperts(listed, starts.data_ptr(), *numbers, counts.data_ptr(), following)
+        made = native.MappedExperts(listed, starts.data_ptr(), *numbers, counts.data_ptr())
         mixture.mapped = ctypes.pointer(made)
         structs.append(made), lists.append(listed), all_starts.append(starts)
         first += len(experts)
