@@ -185,6 +185,9 @@ class EngineConfig(BaseModel):
         description="With the value of --tensor-parallel-size, its processes divide sequences' tokens among them, "
         "not its key-value heads",
     )
+    enable_expert_parallel: bool = Field(
+        False, description="With --tensor-parallel-size: each rank has some experts whole, not a part of each"
+    )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
     )
@@ -215,6 +218,12 @@ class EngineConfig(BaseModel):
     )
     disable_sliding_window: bool = Field(
         False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
+    )
+    experts_on_disk: str | None = Field(
+        None, min_length=1, description="Directory in which a CPU's routed experts lie, instead of memory"
+    )
+    experts_in_memory: float | None = Field(
+        None, gt=0, description="GiB of memory for those of them that are used most; default: what the system leaves"
     )
     seed: int = Field(0, description="Seed of dummy weights")
 

@@ -121,7 +121,7 @@ class Engine:
             self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
-        self._everywhere = worker.everywhere
+        self._everywhere, self._experts = worker.everywhere, worker.experts
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
@@ -135,7 +135,12 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if self._experts is None:
+            return stats
+        read, kept, guessed, right, read_bytes = self._experts()
+        guesses = {"experts_guessed": guessed, "experts_guessed_right": right}
+        return msgspec.structs.replace(stats, experts_read=read, experts_kept=kept, disk_bytes=read_bytes, **guesses)
 
     def snapshot(self) -> EngineSnapshot:
         return take_snapshot(self.scheduler)

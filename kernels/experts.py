@@ -31,10 +31,12 @@ class ReferenceMixture:
         shares = shares if experts.factors is None else shares * experts.factors[chosen]
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
+            if not 0 <= (place := expert - experts.first) < len(experts.down):
+                continue
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            gate_up = experts.gate_up[expert](x[rows], NO_ADAPTERS)
+            gate_up = experts.gate_up[place](x[rows], NO_ADAPTERS)
             gated = self._between(gate_up)
-            total[rows] += experts.down[expert](gated, NO_ADAPTERS) * shares[rows, rank, None]
+            total[rows] += experts.down[place](gated, NO_ADAPTERS) * shares[rows, rank, None]
         return total.to(x.dtype)
 
     def _between(self, gate_up: Tensor) -> Tensor:

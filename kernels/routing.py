@@ -78,6 +78,8 @@ class Experts:
     """Gates are GELU in its tanh approximation, not SiLU."""
     float_router: bool = False
     """The router takes x in float32."""
+    first: int = 0
+    """Which expert the first of `gate_up` and `down` is, where other ranks have others."""
 
 
 def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from torch import cuda, device, dtype, version
 
 from quire.kernels.backend import Backend
+from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder.mapped import MappedArena, MappedExperts
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.flash3 import Flash3
 from quire.kernels.gpu.libraries.flash4 import Flash4
 from quire.kernels.gpu.libraries.sdpa import Sdpa
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.kv_codes import KV_CODES
+from quire.kernels.on_disk import ExpertsOnDisk
 from quire.kernels.reference import Reference
 
 _ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")
@@ -116,3 +120,15 @@ def select_backend(
     if backend is None:
         raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))
     return backend, "; ".join([backend.description(), *passed_over.values()])
+
+
+def experts_on_disk(backend: Backend, folder: Path, memory: int) -> ExpertsOnDisk | None:
+    """What packs and mixes experts as this backend does, but in a file of the folder; memory: bytes for those that are
+    used most. None where the backend has no such way. Raises OSError where no file can be made there."""
+    if not isinstance(backend, Cpu):
+        return None
+    arena = MappedArena(folder)
+    made = MappedExperts(arena, memory)
+    library = native.Native(backend.library.isa, arena)
+    made.backend = Cpu(library, deterministic=backend.deterministic, activation_bits=backend.activation_bits)
+    return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -48,6 +49,8 @@ _OF_IMAGES = (
     "image_newline",
 )
 """Of towers for images, and of what follows them."""
+_ROUTED = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
+"""In the names of routed experts' tensors, in GGUF files and Granite's too."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -137,14 +140,16 @@ def is_pickled(file: Path) -> bool:
     return file.suffix == pickled.SUFFIX
 
 
-def read_stored_weights(path: Path, counts: Callable[[str], bool] = is_of_text) -> StoredWeights | None:
+def read_stored_weights(
+    path: Path, counts: Callable[[str], bool] = is_of_text, *, experts: bool = True
+) -> StoredWeights | None:
     """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is missing.
-    counts: which of them, by their names there.
+    counts: which of them, by their names there; experts: the routed ones too.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
     """
     if not path.is_dir():
-        return _stored_in_gguf(path, counts)
+        return _stored_in_gguf(path, counts, experts=experts)
     floats = other = 0
     for shard in weight_files(path):
         tensors = _read_header(shard)
@@ -152,6 +157,8 @@ def read_stored_weights(path: Path, counts: Callable[[str], bool] = is_of_text) 
             return None
         for name, tensor in tensors.items():
             if name.endswith("rotary_emb.inv_freq") or not counts(name):
+                continue
+            if not experts and _ROUTED.search(name):
                 continue
             begin, end = tensor.data_offsets
             if tensor.dtype in _FLOAT_BYTES:
@@ -189,11 +196,12 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
 
 
-def _stored_in_gguf(path: Path, counts: Callable[[str], bool]) -> StoredWeights:
+def _stored_in_gguf(path: Path, counts: Callable[[str], bool], *, experts: bool) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
-    tensors = {name: tensor for name, tensor in read_gguf(path).tensors.items() if counts(name)}
-    for tensor in tensors.values():
+    for name, tensor in read_gguf(path).tensors.items():
+        if not counts(name) or (not experts and _ROUTED.search(name)):
+            continue
         if tensor.type.name in FLOATS:
             floats += tensor.numbers
         else:

@@ -75,6 +75,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Times that room was needed, and a conversation lost kept pages."""
     cache_tokens: int = 0
     """Tokens for which there are pages. It does not change."""
+    experts_read: int = 0
+    """Where experts are on a disk, as kernels/on_disk.py counts them, of the first rank."""
+    experts_kept: int = 0
+    experts_guessed: int = 0
+    experts_guessed_right: int = 0
+    disk_bytes: int = 0
 
     def without_gauges(self) -> EngineStats:
         """The counters of an engine that is no more."""
@@ -95,6 +101,7 @@ _COUNTERS = (
     *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
     *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
     *("session_returns", "session_return_tokens", "sessions_given_up"),
+    *("experts_read", "experts_kept", "experts_guessed", "experts_guessed_right", "disk_bytes"),
 )
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
+from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Mixture, Operations
 from quire.kernels.routing import Experts, Routing
@@ -72,6 +74,8 @@ class ExpertsSpec(PartSpec):
     of its own without weights; None: the router reads what the experts do."""
     factors: str | None = None
     """The name, below the experts', of factors of their weights; None: there are none."""
+    whole: bool = False
+    """Each is whole on one of the ranks that divide a layer, instead of divided among all of them."""
     name: str = "mlp"
     """In a checkpoint, behind the layer's ("": that itself); and below it the names of the router and, below each
     expert's, those of its linears."""
@@ -84,7 +88,9 @@ class ExpertsSpec(PartSpec):
         return Moe(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        widths = {"experts' width": self.intermediate_size}
+        if self.whole and ranks > self.count:
+            return f"{ranks} ranks cannot have some of a layer's {self.count} experts each"
+        widths = {} if self.whole else {"experts' width": self.intermediate_size}
         if self.shared is not None:
             widths["shared experts' width"] = self.shared.intermediate_size
         for name, size in widths.items():
@@ -95,18 +101,23 @@ class ExpertsSpec(PartSpec):
 
 class Moe(Part):
     """The sparse feed-forward part of a layer. Of its linears those of shared experts have room for adapters. Each rank
-    has a part of every expert, and the whole router."""
+    has a part of every expert, or some of them whole, and the whole router."""
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
-        self._spec, self._backend, self._shard = spec, making.backend, making.shard
+        backend, scheme = making.experts or (making.backend, making.scheme)
+        self._spec, self._backend, self._shard = spec, backend, making.shard
         hidden, inner = making.hidden_size, spec.intermediate_size
         self._prefix, self._hidden = f"{layer}.{spec.name}" if spec.name else layer, hidden
         router, router_dtype = f"{self._prefix}.{spec.router}", torch.float32 if spec.float_router else making.dtype
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
         names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
-        linears = [_mlp(making, inner, name, names, bias=spec.bias, adapters=None) for name in each]
-        self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
+        shard, own = WHOLE if spec.whole else making.shard, replace(making, scheme=scheme)
+        linears = [_mlp(own, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
+        self._here = making.shard.span(spec.count) if spec.whole else range(spec.count)
+        self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
+        here = [linears[place] for place in self._here]
+        self._gate_up, self._down = [up for up, _ in here], [down for _, down in here]
         self._correction: Tensor | None = None
         self._factors: Tensor | None = None
         self._router_norm: Tensor | None = None
@@ -121,6 +132,8 @@ class Moe(Part):
         table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
+        for linear in chain.from_iterable(self._elsewhere):
+            table |= {name: replace(each, put=_drop, cut=_nothing) for name, each in linear.parameters().items()}
         if self._spec.correction is not None:
             shape = (1,) * self._spec.correction_row + (self._spec.count,)
             correction = Parameter(shape, torch.float32, self._put_correction)
@@ -141,6 +154,9 @@ class Moe(Part):
 
     def _put_router_scale(self, tensor: Tensor) -> None:
         self._router_norm = tensor * self._hidden**-0.5
+
+    def complete(self) -> None:
+        assert self._mixture is not None  # makes it
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         before = x
@@ -170,6 +186,7 @@ class Moe(Part):
             factors=self._factors,
             gelu=spec.gelu,
             float_router=spec.float_router,
+            first=self._here.start,
         )
         return self._backend.mixture(experts)
 
@@ -180,7 +197,9 @@ class _Shared:
     def __init__(self, spec: SharedSpec, making: Making, layer: str, *, gated: bool) -> None:
         names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
         where, size, self._gated = f"{layer}.{spec.name}", spec.intermediate_size, gated
-        self._up, self._down = _mlp(making, size, where, names, bias=spec.bias, adapters=making.adapters)
+        self._up, self._down = _mlp(
+            making, size, where, names, bias=spec.bias, adapters=making.adapters, shard=making.shard
+        )
         gate = None if spec.gate is None else {f"{layer}.{spec.gate}": 1}
         self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
 
@@ -208,12 +227,28 @@ def _whole(
 
 
 def _mlp(
-    making: Making, size: int, where: str, names: tuple[str, ...], *, bias: bool, adapters: Adapters | None
+    making: Making,
+    size: int,
+    where: str,
+    names: tuple[str, ...],
+    *,
+    bias: bool,
+    adapters: Adapters | None,
+    shard: Shard,
 ) -> tuple[JoinedLinear, JoinedLinear]:
     """This rank's part of an MLP so wide: what reads, a gate and up as one or up alone, and its down."""
     *reads, down = (f"{where}.{name}" for name in names)
-    hidden, shard = making.hidden_size, making.shard
+    hidden = making.hidden_size
     outs, ins = dict.fromkeys(reads, shard.outs(size)), {down: shard.ins(size)}
     read = dict.fromkeys(reads, size)
     first = JoinedLinear(making.scheme, hidden, read, bias=bias, adapters=adapters, cuts=outs)
     return first, JoinedLinear(making.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    """Of another rank's expert: its bytes are not read."""
+    return tensor.new_empty(0)
+
+
+def _drop(tensor: Tensor) -> None:
+    pass

@@ -54,6 +54,8 @@ class Making:
     """Where linears get room for some, if they do."""
     shard: Shard = WHOLE
     """Whose part of each layer it is."""
+    experts: tuple[Backend, Scheme] | None = None
+    """What packs routed experts, where it is not what packs all else."""
     tables: dict[str, Tensor] = field(default_factory=dict)
     """Those of positions, which layers share."""
 
@@ -108,6 +110,10 @@ class Part(ABC):
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """Every tensor that it takes, by its name in the checkpoint."""
+
+    def complete(self) -> None:
+        """All tensors were put."""
+        return None
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """What keeps its state, for so many pages; (): it keeps none."""

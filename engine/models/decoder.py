@@ -28,6 +28,7 @@ from quire.engine.layers.stream.layer_inputs import LayerInputs
 from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
 from quire.kernels.kv_codes import KVScales
+from quire.kernels.on_disk import ExpertsOnDisk
 
 KVCache = list[Pages]
 """By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
@@ -69,6 +70,8 @@ class Decoder:
 
     made_by = ""
     """The class of transformers that computes it; "": none does."""
+    on_disk: ExpertsOnDisk | None = None
+    """What keeps its experts on a disk; None: they are in memory."""
 
     def __init__(
         self,
@@ -87,11 +90,12 @@ class Decoder:
         shard: Shard = WHOLE,
         groups: PageGroups | None = None,
         layers: range | None = None,
+        experts: tuple[Backend, Scheme] | None = None,
     ) -> None:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
-        `dtype`. `kv_scales`, `adapters` and `shard`: see Making. `groups`: how its layers share pages; by default
-        each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
+        `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by
+        default each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
         with the embedding, the last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
@@ -101,7 +105,7 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        self._making = Making(*made, adapters, shard)
+        self._making = Making(*made, adapters, shard, experts)
         self.argmax, self.draw = backend.argmax, backend.draw
         self.make_parts(self._making)
 
@@ -155,6 +159,11 @@ class Decoder:
             own = part.parameters()
             table |= own | {name: table[name].shared(own[name]) for name in own.keys() & table.keys()}
         return table
+
+    def complete(self) -> None:
+        """All tensors were put."""
+        for part in (part for layer in self._layers for part in layer):
+            part.complete()
 
     @property
     def elsewhere(self) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class EngineOptions(TypedDict, total=False):
     max_cpu_loras: int | None
     tensor_parallel_size: int
     decode_context_parallel_size: int
+    enable_expert_parallel: bool
     pipeline_parallel_size: int
     data_parallel_size: int
     nnodes: int
@@ -77,6 +78,8 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: Literal["priority", "fcfs"]
     scheduler_cls: str | None
     disable_sliding_window: bool
+    experts_on_disk: str | None
+    experts_in_memory: float | None
     seed: int
 
 

@@ -21,6 +21,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
+from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
@@ -192,7 +193,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     check_adapted(config, model_config)
     device = check_device(choose_device(config), model_config)
     dtype, changed = choose_dtype(config, model_config, device)
-    spec = decoder_spec(replace(model_config, context=config.max_model_len))
+    spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, dtype, spec, tried=tried)
     if config.divides_tokens:
@@ -217,6 +218,22 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
     if wrong is not None or divided is None:
         raise ConfigError(f"{param}: {wrong}", param=param)
     return divided
+
+
+def with_whole_experts(config: EngineConfig, device: torch.device, spec: DecoderSpec) -> DecoderSpec:
+    """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
+    if not config.enable_expert_parallel:
+        return spec
+    wrong = None
+    if device.type != "cpu":
+        wrong = "whole experts on each rank are served on CPUs alone so far: --device cpu"
+    elif not spec.parts(ExpertsSpec):
+        wrong = "the model has no experts that a file of Quire computes; leave it out"
+    elif config.tensor_parallel_size == 1 and config.ranks * config.data_parallel_size > 1:
+        wrong = "experts are divided among the ranks of tensor_parallel_size, which is 1"
+    if wrong is not None:
+        raise ConfigError(f"enable_expert_parallel: {wrong}", param="enable_expert_parallel")
+    return spec.having(ExpertsSpec, whole=True)
 
 
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:

@@ -98,6 +98,8 @@ def refuse(config: EngineConfig) -> None:
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
+        ("enable_expert_parallel", config.enable_expert_parallel, "encoders have no experts"),
+        ("experts_on_disk", config.experts_on_disk is not None, "encoders have no experts"),
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),

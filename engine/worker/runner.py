@@ -201,6 +201,8 @@ class Runner:
         self, picks: Picks, inputs: ForwardInputs | None, *, whole: bool, features: Features | None = None
     ) -> HiddenStates:
         """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too."""
+        if self._model.on_disk is not None:
+            self._model.on_disk.step()
         taps = () if self._heads is None else self._heads.head.taps
         if inputs is None:
             assert self.graphs is not None

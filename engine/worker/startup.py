@@ -46,6 +46,7 @@ from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
+from quire.kernels.on_disk import ExpertCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class Worker:
     """Why requests may not bring images; "" where they may."""
     everywhere: Everywhere | None
     """Calls something on every rank; None: what computes takes no calls."""
+    experts: Callable[[], ExpertCounts] | None = None
+    """What was read of those that are on a disk; None: none are."""
 
 
 def start_worker(
@@ -143,7 +146,15 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
+    notes = (
+        *adapted,
+        loaded.experts,
+        chosen.changed,
+        kept,
+        ranks.note,
+        kept_windows(config, chosen.spec),
+        fewer(config, plan),
+    )
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
@@ -173,6 +184,7 @@ def _start(
         checkpoint=loaded.checkpoint.bare(),
         no_images=tower.why_not,
         everywhere=ranks.everywhere(model),
+        experts=None if model.on_disk is None else model.on_disk.counts,
     )
 
 

@@ -67,16 +67,37 @@ struct Routing {
   float added, scale, softcap, jitter;  // softcap 0: there is none
 };
 
+// Consecutive bytes of a mapped file.
+struct MappedPiece {
+  void* begin;
+  long bytes;
+};
+
+struct Experts;
+
+// What is noted of a mixture's experts where their weights lie in a mapped file (decoder/mapped.h).
+struct MappedExperts {
+  const MappedPiece* pieces;
+  const int64_t* starts;  // [held + 1]: of each expert the first of its pieces
+  const uint8_t* kept;    // [held]: whether its weights are in memory besides, and read there
+  uint8_t* guessed;       // [held]: whether the layer before guessed it, and asked for it
+  int64_t* uses;          // [held]: the steps that read it
+  int64_t* counts;        // [4], of all layers: experts read, of them kept, guessed, of them read
+  const Experts* next;    // those of the next layer that has some; null: there is none
+};
+
 // A mixture of experts (experts.cpp): gated MLPs, of which the router chooses some for each row.
 struct Experts {
   const PackedLinear* router;          // wide
-  const PackedLinear *gate_up, *down;  // [count]
+  const PackedLinear *gate_up, *down;  // [held]
   Routing routing;
   int count;
-  int float_router;    // whether the router's weights are float32, whatever the others' are
-  float alpha, limit;  // of clamped_mul; limit 0: the gate is SiLU
-  int activation;      // its kind, where gate_up is up alone; -1: there are gates
-  int gelu;            // whether these are GELU
+  int first, held;              // which of them are here: others are another rank's, and add nothing
+  int float_router;             // whether the router's weights are float32, whatever the others' are
+  float alpha, limit;           // of clamped_mul; limit 0: the gate is SiLU
+  int activation;               // its kind, where gate_up is up alone; -1: there are gates
+  int gelu;                     // whether gates are GELU
+  const MappedExperts* mapped;  // may be null
 };
 
 // What an adapter adds to some consecutive outputs of a linear.

@@ -23,6 +23,11 @@ class CompiledLinear:
         self._kernel = library.linear[dtype]
         self._pointer = ctypes.addressof(linear)
 
+    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
+        """Its packed weights, each with where the address stands by which the kernel finds them; own: `native`, or the
+        copy of it that the kernel is given."""
+        raise NotImplementedError
+
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         rows, inner = x.shape
         if x.dtype != self.dtype or inner != self.inner:
@@ -55,3 +60,6 @@ class PackedLinear(CompiledLinear):
         bias_ptr = None if self._bias is None else self._bias.data_ptr()
         linear = native.PackedLinear(self._weight.data_ptr(), bias_ptr, *shape, compressed > 0, wide, None, None)
         super().__init__(library, linear, dtype)
+
+    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
+        return [(ctypes.addressof(own) + native.PackedLinear.weight.offset, self._weight)]

@@ -79,13 +79,25 @@ class Routing(ctypes.Structure):
     ]
 
 
+class MappedPiece(ctypes.Structure):
+    _fields_ = [("begin", _POINTER), ("bytes", _LONG)]
+
+
+class MappedExperts(ctypes.Structure):
+    _fields_ = [
+        ("pieces", ctypes.POINTER(MappedPiece)),
+        *[(name, _POINTER) for name in ("starts", "kept", "guessed", "uses", "counts", "next")],
+    ]
+
+
 class Experts(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.POINTER(PackedLinear)) for name in ("router", "gate_up", "down")],
         ("routing", Routing),
-        *[(name, _INT) for name in ("count", "float_router")],
+        *[(name, _INT) for name in ("count", "first", "held", "float_router")],
         *[(name, _FLOAT) for name in ("alpha", "limit")],
         *[(name, _INT) for name in ("activation", "gelu")],
+        ("mapped", ctypes.POINTER(MappedExperts)),
     ]
 
 
@@ -251,8 +263,9 @@ class Native:
 
         def __getattr__(self, kernel: str) -> Any: ...
 
-    def __init__(self, isa: str) -> None:
-        self.isa, self.weights = isa, Arena()  # the memory of packed weights
+    def __init__(self, isa: str, weights: Arena | None = None) -> None:
+        """weights: the memory of packed weights, by default one of its own."""
+        self.isa, self.weights = isa, Arena() if weights is None else weights
         library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
         library.sum_of_sources.restype = ctypes.c_uint32

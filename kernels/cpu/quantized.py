@@ -67,6 +67,11 @@ class QuantizedLinear(CompiledLinear):
         """Of codes and scales."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
+    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
+        where = native.QuantizedPart.packed.offset
+        pairs = zip(self._parts, self._packed, strict=True)
+        return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
+
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows of the weight, [ids, in] in the dtype of x."""
         assert len(self._packed) == 1, "a table is one weight"

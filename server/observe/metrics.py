@@ -73,6 +73,11 @@ COUNTERS = (
     ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
     ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
     ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
+    ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
+    ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
+    ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
+    ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
+    ("quire:experts_disk_bytes", "Bytes that the engine has read from disks, where experts are on one.", "disk_bytes"),
     ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
 )
 STATES = (

@@ -39,6 +39,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
+from quire.engine.worker.loading.on_disk import settle, start_on_disk, written
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.kv_codes import KVScales
@@ -62,6 +63,8 @@ class LoadedModel:
     """Of all weights, as they were read."""
     groups: PageGroups
     """Of all layers of the model."""
+    experts: str | None = None
+    """Where these are, for people to read, if not in memory."""
 
 
 def load_model(
@@ -86,6 +89,9 @@ def load_model(
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, dtype)
+    on_disk, scheme = start_on_disk(config, chosen), weights.scheme
+    if on_disk is not None:
+        scheme = open_weights(config, stored, model_config, on_disk.backend, dtype, tensors).scheme
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.layer_states, positions, backend.block_size, keep_all=kept)
@@ -104,14 +110,19 @@ def load_model(
         shard=shard,
         groups=groups_of_stage(groups, layers),
         layers=layers,
+        experts=None if on_disk is None else (on_disk.backend, scheme),
     )
     if room is not None:
         room.elsewhere = model.elsewhere
+    model.on_disk = on_disk
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
-    read = fill(checkpoint, config, device, model.converted(weights.stream), files)
-    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
+    with written(config):
+        read = fill(checkpoint, config, device, model.converted(weights.stream), files)
+    model.complete()
+    settled = None if on_disk is None else settle(on_disk)
+    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups, settled)
 
 
 def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
@@ -133,7 +144,8 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
 def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None, layers: int) -> None:
     """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        check_room(read_stored_weights(path, without_mtp(layers)), str(dtype).removeprefix("torch."), config.at_load)
+        stored = read_stored_weights(path, without_mtp(layers), experts=config.experts_on_disk is None)
+        check_room(stored, str(dtype).removeprefix("torch."), config.at_load)
 
 
 def page_numbers(
@@ -165,7 +177,8 @@ def fill(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, str
     if config.load_format == "dummy":
         if device.type == "cpu":
             embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
-            sizes = StoredWeights(sum(math.prod(each.shape) for each in table.values()), 0)
+            here = [each for name, each in table.items() if config.experts_on_disk is None or ".experts." not in name]
+            sizes = StoredWeights(sum(math.prod(each.shape) for each in here), 0)
             check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.at_load)
         whole = chain(dummy_stream(table, config.seed, device))
     given = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong

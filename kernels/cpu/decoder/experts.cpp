@@ -4,6 +4,7 @@
 // A row's bits depend on nothing but the row: linears promise it, its choice and its shares are computed alone, and
 // what its experts give is added in the order of the experts, whatever the other rows chose.
 #include "../kernels.h"
+#include "mapped.h"
 #include "routing.h"
 
 namespace {
@@ -62,12 +63,40 @@ void sort_by_expert(const Experts& experts, long rows, Workspace<T>& work) {
   for (long i = 0; i < entries; ++i) work.order[next[work.chosen[i]]++] = i;
 }
 
-// Adds what expert e gives for `count` rows, whose entries are `order`, to their sums.
+// Asks for what the step reads of a mapped file.
 template <class T>
-void run_expert(const Experts& experts, int e, const T* x, const long* order, long count, Workspace<T>& work,
+void ask(const Experts& experts, const Workspace<T>& work) {
+  const MappedExperts& file = *experts.mapped;
+  for (int place = 0; place < experts.held; ++place) {
+    const long* starts = &work.starts[experts.first + place];
+    if (starts[1] > starts[0]) mapped::read(file, place);
+    file.guessed[place] = 0;
+  }
+}
+
+// Asks for what the next layer's router chooses for this layer's input, which its own is like. Of many rows all are
+// read anyway.
+template <class T>
+void guess(const Experts& next, const T* x, long rows, Workspace<T>& work, int threads) {
+  const long entries = rows * next.routing.chosen;
+  if (entries > next.held) return;
+  fit(work.scores, rows * next.count);
+  fit(work.shares, entries);
+  fit(work.chosen, entries);
+  score(next, x, rows, work, threads);
+  choose(next, rows, work, threads);
+  for (long i = 0; i < entries; ++i) {
+    const int place = work.chosen[i] - next.first;
+    if (place >= 0 && place < next.held) mapped::guess(*next.mapped, place);
+  }
+}
+
+// Adds what the expert at this place gives for `count` rows, whose entries are `order`, to their sums.
+template <class T>
+void run_expert(const Experts& experts, int place, const T* x, const long* order, long count, Workspace<T>& work,
                 int threads) {
   using K = Kernels<T>;
-  const PackedLinear &gate_up = experts.gate_up[e], &down = experts.down[e];
+  const PackedLinear &gate_up = experts.gate_up[place], &down = experts.down[place];
   const int hidden = gate_up.in, inner = down.in;
   fit(work.x, count * hidden);
   fit(work.gate_up, count * 2 * inner);
@@ -101,7 +130,8 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
 }
 
 template <class T>
-void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows, Workspace<T>& work, int threads) {
+void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows, Workspace<T>& work,
+         Workspace<T>& ahead, int threads) {
   const int hidden = experts.router->in, count = experts.count, chosen = experts.routing.chosen;
   fit(work.scores, rows * count);
   fit(work.shares, rows * chosen);
@@ -110,9 +140,15 @@ void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows,
   score(experts, routed, rows, work, threads);
   choose(experts, rows, work, threads);
   sort_by_expert(experts, rows, work);
-  for (int e = 0; e < count; ++e)
-    if (const long some = work.starts[e + 1] - work.starts[e])
-      run_expert(experts, e, x, &work.order[work.starts[e]], some, work, threads);
+  if (experts.mapped) {
+    ask(experts, work);
+    if (experts.mapped->next) guess(*experts.mapped->next, routed, rows, ahead, threads);
+  }
+  for (int place = 0; place < experts.held; ++place) {
+    const long* starts = &work.starts[experts.first + place];
+    if (const long some = starts[1] - starts[0])
+      run_expert(experts, place, x, &work.order[starts[0]], some, work, threads);
+  }
   parallel_rows(threads, rows, rows * hidden, [&](long begin, long end) {
     for (long i = begin * hidden; i < end * hidden; i += 16) {
       const int n = end * hidden - i < 16 ? static_cast<int>(end * hidden - i) : 16;
@@ -126,8 +162,8 @@ void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows,
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, const T* routed, T* out, long rows,           \
                                      int threads) {                                                                    \
-    static thread_local Workspace<T> work;                                                                             \
-    mix(*experts, x, routed, out, rows, work, threads);                                                                \
+    static thread_local Workspace<T> work, ahead;                                                                       \
+    mix(*experts, x, routed, out, rows, work, ahead, threads);                                                         \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.activation import KINDS
 from quire.kernels.backend import Mixture
 from quire.kernels.cpu import native
+from quire.kernels.cpu.decoder.mapped import Held, MappedArena
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.routing import WEIGHTS, Experts, Routing
 
@@ -18,7 +19,12 @@ def compiled_mixture(library: native.Native, experts: Experts) -> Mixture | None
     """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
-    return CompiledMixture(library, experts, *ours) if len(ours) == len(linears) else None
+    if len(ours) < len(linears):
+        return None
+    made = CompiledMixture(library, experts, *ours)
+    if isinstance(library.weights, MappedArena):
+        library.weights.mixtures.append((made.native, made.held))
+    return made
 
 
 def _native(rule: Routing, correction: Tensor | None, factors: Tensor | None) -> native.Routing:
@@ -40,18 +46,21 @@ class CompiledMixture:
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._keeps = experts  # alive: what the pointers below point to
-        self._hidden, self._dtype, count = router.inner, linears[0].dtype, len(experts.down)
+        self._hidden, self._dtype, held = router.inner, linears[0].dtype, len(experts.down)
         self._gate_up, self._down = (
-            (native.PackedLinear * count)(*(each.native for each in some))
-            for some in (linears[:count], linears[count:])
+            (native.PackedLinear * held)(*(each.native for each in some)) for some in (linears[:held], linears[held:])
         )
         clamp = (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
         routing = _native(experts.routing, experts.correction, experts.factors)
-        rules = (routing, count, experts.float_router)
+        rules = (routing, router.outs, experts.first, held, experts.float_router)
         kind = -1 if experts.activation is None else KINDS.index(experts.activation.kind)
         gates = (*clamp, kind, experts.gelu)
         self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *gates)
         self._kernel = library.mix_experts[self._dtype]
+        pairs = zip((*self._gate_up, *self._down), linears, strict=True)
+        each = [[Held(*weights) for weights in linear.held(own)] for own, linear in pairs]
+        self.held = [up + down for up, down in zip(each[:held], each[held:], strict=True)]
+        """The packed weights of each expert."""
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""

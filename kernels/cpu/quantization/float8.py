@@ -52,6 +52,9 @@ class Float8Linear(CompiledLinear):
         linear = native.PackedLinear(None, bias_ptr, inner, outs, 0, wide, None, ctypes.pointer(self._float8))
         super().__init__(library, linear, dtype)
 
+    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
+        return [(ctypes.addressof(self._float8) + native.Float8Linear.packed.offset, self._codes)]
+
     @property
     def nbytes(self) -> int:
         """Of codes and scales."""

@@ -15,6 +15,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Estimate, Wishes, estimate
+from quire.server.cli.plan.experts import experts_of
 from quire.server.cli.plan.machine import Machine, divided
 from quire.server.cli.plan.tiers import offload_of
 from quire.server.cli.plan.ways_out import lighter
@@ -40,6 +41,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         prefix_caching=config.enable_prefix_caching,
         divides_tokens=config.divides_tokens,
         within_windows=config.disable_sliding_window,
+        experts=experts_of(config),
     )
 
 

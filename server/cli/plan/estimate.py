@@ -25,6 +25,7 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
+from quire.server.cli.plan.experts import NO_WISH, ExpertsPlan, ExpertsWish, more_than_even, plan_experts
 from quire.server.cli.plan.machine import PAGE, TILE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 from quire.server.cli.plan.weights import weight_bytes
@@ -33,6 +34,7 @@ _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
 STEP_TOKENS = _DEFAULTS.max_num_batched_tokens
 UTILIZATION = _DEFAULTS.gpu_memory_utilization
+_NO_EXPERTS = ExpertsPlan(0, 0, whole=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Wishes:
     """Ranks divide the tokens of sequences, not their heads."""
     within_windows: bool = False
     """The context ends where the narrowest sliding window does."""
+    experts: ExpertsWish = NO_WISH
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class Estimate:
     """Of what layers keep of sequences beside pages, in every slot,"""
     shares: StateShares = ONE_SLOT
     """and who has these."""
+    experts: ExpertsPlan = _NO_EXPERTS
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -208,6 +212,9 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
     quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
+    experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
+    on_device += more_than_even(wishes.experts, sizes, machine, on_device)
+    on_device -= experts.on_disk - experts.kept
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
@@ -257,6 +264,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         draft_bytes=drafts,
         state_bytes=states,
         shares=shares,
+        experts=experts,
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
@@ -317,6 +325,7 @@ def _flags(made: Estimate, wishes: Wishes, context: int | None, seqs: int) -> tu
         ("--max-model-len", context),
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
         ("--decode-context-parallel-size", machine.count if wishes.divides_tokens else None),
+        ("--enable-expert-parallel", "" if wishes.experts.whole else None),
         ("--nnodes", machine.nodes if several else None),
         ("--master-addr", "ADDRESS" if several else None),
         ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),
@@ -338,7 +347,7 @@ def _flags(made: Estimate, wishes: Wishes, context: int | None, seqs: int) -> tu
         ("--kv-cache-memory", None if wishes.kv_cache_memory is None else f"{wishes.kv_cache_memory:g}"),
     )
     words = [word for flag, value in given if value is not None for word in (flag, str(value)) if word]
-    return (*words, *wishes.offload.flags)
+    return (*words, *wishes.experts.disk_flags, *wishes.offload.flags)
 
 
 def _without_cache(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
@@ -362,6 +371,8 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
     if wishes.divides_tokens and (machine.gpu or machine.nodes > 1):
         return ["ranks divide tokens (--decode-context-parallel-size) on the CPUs of one machine alone so far"]
+    if (wrong := wishes.experts.impossible(sizes, machine)) is not None:
+        return [wrong]
     if machine.stages > sizes.num_layers:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
     if wishes.context is not None and wishes.context > sizes.max_position:

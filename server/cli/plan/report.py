@@ -41,6 +41,7 @@ def as_text(
     lines = [
         ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters{active}"),
         ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
+        *_experts(made),
         (
             "KV",
             f"{_kv_formula(made)} = {_size(made.kv_token_bytes)} a token"
@@ -74,6 +75,17 @@ def as_text(
             lines.append(("fits on", f"{better.count} x {better.name}" if better.count > 1 else better.name))
     lines += [("note", note) for note in notes(made)]
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _experts(made: Estimate) -> list[tuple[str, str]]:
+    plan, found = made.experts, list[str]()
+    if plan.whole and made.machine.count > 1:
+        each = f"{plan.least:,}" if plan.least == plan.most else f"{plan.least:,} or {plan.most:,}"
+        found.append(f"{each} of each layer's {made.sizes.experts:,}, whole, on each device")
+    if plan.on_disk:
+        each = " on each device" if made.machine.count > 1 else ""
+        found.append(f"{_size(plan.on_disk)} in a file on disk, {_size(plan.kept)} of it in memory too{each}")
+    return [("experts", "; ".join(found))] if found else []
 
 
 def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
@@ -137,6 +149,7 @@ def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = 
         "weight_source": made.weight_source,
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
+        "experts": {"whole": made.experts.whole, "disk_bytes": made.experts.on_disk, "kept_bytes": made.experts.kept},
         "state_bytes": made.state_bytes,
         "images": None if images is None else images.as_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
@@ -195,6 +208,13 @@ def notes(made: Estimate) -> list[str]:
     talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
     found = [*sizes.notes, *(talk if made.machine.gpu and made.machine.count > 1 else [])]
     found += [f"{reason}: figures only" for reason in unserved(made)]
+    if made.experts.on_disk:
+        rest = (
+            f"{_size(made.experts.token_bytes)} a token are read from the disk unless the system has room to keep them"
+        )
+        found.append(f"limits are those of memory; of the experts that one token chooses {rest}")
+    if made.experts.whole and made.machine.count > 1:
+        found.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")
     if (nodes := made.machine.nodes) > 1:

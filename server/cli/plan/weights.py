@@ -7,7 +7,7 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
 
-_COMPRESSION_SAVES = 0.24
+COMPRESSION_SAVES = 0.24
 """Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
 uncompressed (kernels/cpu/compress12.h)."""
 
@@ -33,7 +33,7 @@ def weight_bytes(
     on_device = weights // machine.count + _tied_head_bytes(sizes, machine, width, _table_bits(stored, in_8_bits))
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
         # Of all but the embedding table.
-        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVES)
     return weights, on_device
 
 

@@ -41,6 +41,7 @@ from quire.server.cli.plan import rates
 from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.experts import ExpertsWish
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
 from quire.server.cli.plan.rates import machine_key
 from quire.server.cli.plan.report import unserved
@@ -430,6 +431,45 @@ def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) 
     sizes = read_sizes(read_raw_config(str(path))[0])
     for parts in ((2,), (1, 1, 2)):
         assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), *parts), Wishes()))
+
+
+def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
+    path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
+    sizes, machine = read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2)
+    parts, whole = (
+        estimate(sizes, machine, Wishes("float32", experts=ExpertsWish(whole=each))) for each in (False, True)
+    )
+    more = sizes.expert_parameters * (4 / 7 - 1 / 2) * 4
+    assert whole.device_weight_bytes - parts.device_weight_bytes == pytest.approx(more, rel=0.1)
+    assert cli.main(["plan", str(path), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 0
+    told = capsys.readouterr().out
+    assert "3 or 4 of each layer's 7, whole, on each device" in told
+    assert "--tensor-parallel-size 2 --enable-expert-parallel" in told
+    assert cli.main(["plan", str(path), "--tensor-parallel-size", "8", "--enable-expert-parallel"]) == 1
+    dense = tiny_models.save_tiny_model(tmp_path / "dense", "llama")
+    assert cli.main(["plan", str(dense), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 1
+    assert "the model has no experts, to be whole on devices or on a disk" in capsys.readouterr().out
+
+
+def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What lies there needs no memory but for what is kept; the engine has as much of it as was planned."""
+    shape = {"num_local_experts": 16, "intermediate_size": 512, "hidden_size": 256}
+    path = tiny_models.save_tiny_model(tmp_path, "mixtral", **shape)
+    sizes, machine = read_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
+    wishes = [ExpertsWish(), ExpertsWish(folder="/disk"), ExpertsWish(folder="/disk", memory=0.004)]
+    memory, disk, some = (estimate(sizes, machine, Wishes("float32", experts=each)) for each in wishes)
+    saved = memory.device_weight_bytes - disk.device_weight_bytes
+    assert saved == disk.experts.on_disk == sizes.expert_parameters * 4
+    assert some.device_weight_bytes - disk.device_weight_bytes == some.experts.kept == int(0.004 * GIB)
+    assert some.experts.token_bytes < disk.experts.token_bytes == saved * 2 // 16
+    args = ["plan", str(path), "--experts-on-disk", "/disk", "--experts-in-memory", "0.004", "--dtype", "float32"]
+    assert cli.main(args) == 0
+    told = capsys.readouterr().out
+    assert "in a file on disk, 4.096 MiB of it in memory too" in told
+    assert "--experts-on-disk /disk --experts-in-memory 0.004" in told
+    assert cli.main([*args, "--memory", "4"]) == 1
+    assert "experts on a disk (--experts-on-disk) are for CPUs" in capsys.readouterr().out
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
     [
         ["--cpu-offload-gb", "0"],
         ["--generation-config=auto"],
-        ["--no-enable-expert-parallel"],
+        ["--no-enable-eplb"],
         ["-O3"],
         ["--compilation-config.mode", "3"],
         ["--cudagraph-capture-sizes", "1", "2", "4"],

@@ -1,0 +1,101 @@
+"""What experts on a disk cost: `python -m benchmarks.experts_on_disk FOLDER`, the folder on the disk in question.
+
+OLMoE's experts (64 of 2048 x 1024, 8 a token) in few layers, with random weights, so that all experts are used alike:
+the worst case for what is kept. One stream decodes. Where it says `dropped`, all of the file is taken out of memory
+before each step, as if the system had no room for any of it; so each expert that is not kept comes from the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+from quire.kernels.cpu.decoder.mapped import MappedExperts
+
+SHAPE: dict[str, Any] = {
+    **{"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 4096},
+    **{"hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16},
+    **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "max_position_embeddings": 2048},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 2},
+}
+STEPS = 24
+
+
+def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
+    """Milliseconds of a token, the median of STEPS; and the tokens."""
+    made.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
+    made.add(Request(id="a", prompt_ids=list(range(10, 26)), params=params, seed=0))
+    store, took, ids = made.runner.model.on_disk, [], []  # type: ignore[attr-defined]
+    while made.busy:
+        if drop and isinstance(store, MappedExperts):
+            store.forget()
+        began = time.perf_counter()
+        outputs = made.step()
+        took.append(1000 * (time.perf_counter() - began))
+        ids += [token for each in outputs for token in each.new_ids]
+    return statistics.median(took[1:]), ids
+
+
+def told(name: str, made: Engine, *, drop: bool, guesses: bool = True) -> list[int]:
+    store = made.runner.model.on_disk  # type: ignore[attr-defined]
+    if isinstance(store, MappedExperts):
+        store.guess(guesses)
+    before = made.stats
+    took, ids = decode(made, drop=drop)
+    now = made.stats
+    read, kept = now.experts_read - before.experts_read, now.experts_kept - before.experts_kept
+    guessed, right = (
+        now.experts_guessed - before.experts_guessed,
+        now.experts_guessed_right - before.experts_guessed_right,
+    )
+    disk = (now.disk_bytes - before.disk_bytes) / 2**20 / (STEPS + 1)
+    share = f"{kept / read:4.0%} kept" if read else ""
+    right_share = f"{right / guessed:4.0%} of guesses right" if guessed else ""
+    print(f"{name:<44} {took:8.1f} ms a token {disk:8.1f} MiB of the disk {share:>10} {right_share}", flush=True)
+    return ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": args.layers}))
+        common: dict[str, Any] = {"model": model, "load_format": "dummy", "skip_tokenizer_init": True}
+        common |= {"kv_cache_memory": 0.25}
+
+        made = Engine(EngineConfig(**common))
+        wanted = told("in memory", made, drop=False)
+        del made
+        gc.collect()
+        on_disk = common | {"experts_on_disk": str(args.folder)}
+        made = Engine(EngineConfig(**on_disk))
+        print(next(note for note in made.info.notes if note.startswith("experts:")))
+        found = [told("on disk, dropped, no guesses", made, drop=True, guesses=False)]
+        found.append(told("on disk, dropped", made, drop=True))
+        found.append(told("on disk, the system keeps what it reads", made, drop=False))
+        found.append(told("the same again", made, drop=False))
+        size = made.runner.model.on_disk.size  # type: ignore[attr-defined]
+        del made
+        gc.collect()
+        for share in (0.25, 0.75):
+            made = Engine(EngineConfig(**on_disk, experts_in_memory=share * size / 2**30))
+            found.append(told(f"on disk, dropped, {share:.0%} kept in memory", made, drop=True))
+            del made
+            gc.collect()
+        print("the same tokens:", all(ids == wanted for ids in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+// Experts whose weights lie in a mapped file: the system is asked for their pages before they are read, all of a step's
+// at once, so that reading them goes on while others are multiplied. Nothing here changes a result.
+#pragma once
+
+#include <sys/mman.h>
+
+#include "../exports.h"
+
+namespace mapped {
+
+// Of MappedExperts.counts.
+enum { kRead = 0, kKept = 1, kGuessed = 2, kRight = 3 };
+
+// Asks the system to read an expert's pages, without waiting for them.
+inline void ask(const MappedExperts& mapped, int place) {
+  for (int64_t i = mapped.starts[place]; i < mapped.starts[place + 1]; ++i)
+    madvise(mapped.pieces[i].begin, mapped.pieces[i].bytes, MADV_WILLNEED);
+}
+
+// Of MappedExperts.guessed.
+enum { kNotGuessed = 0, kOnlyGuessed = 1, kAskedFor = 2 };
+
+// Asks for the expert at this place, which the step will read.
+inline void read(const MappedExperts& mapped, int place) {
+  ++mapped.uses[place];
+  ++mapped.counts[kRead];
+  if (mapped.guessed[place]) ++mapped.counts[kRight];
+  if (mapped.kept[place])
+    ++mapped.counts[kKept];
+  else if (mapped.guessed[place] != kAskedFor)
+    ask(mapped, place);
+}
+
+// Whether three of four guesses so far were right. A wrong one has the disk read what nobody needs, while it is the
+// disk that is waited for: docs/experts_on_disk.md says what that cost.
+inline bool trusted(const MappedExperts& mapped) {
+  return mapped.counts[kGuessed] >= 64 && 4 * mapped.counts[kRight] >= 3 * mapped.counts[kGuessed];
+}
+
+// Notes that the next layer may read the expert at this place, and asks for it where guesses are right.
+inline void guess(const MappedExperts& mapped, int place) {
+  if (mapped.guessed[place]) return;
+  const bool asks = trusted(mapped) && !mapped.kept[place];
+  mapped.guessed[place] = asks ? kAskedFor : kOnlyGuessed;
+  ++mapped.counts[kGuessed];
+  if (asks) ask(mapped, place);
+}
+
+}  // namespace mapped

@@ -1,0 +1,140 @@
+"""Whole experts on ranks (--enable-expert-parallel): what one process says, promise 2, what each rank holds, few bits
+that could not be divided, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.shard import Shard
+from quire.engine.loop import Engine
+from quire.engine.worker.device import choose
+from quire.engine.worker.loading.model import load_model
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from tests.engine.harness import request, run
+from tests.engine.models.test_experts import row
+from tests.engine.models.test_sparse import theirs
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import BASE, QUANTIZED, SMALL, asked, assert_same, one_thread, prompts
+from tests.gguf_models import write_gguf
+from tests.quantized_models import quantize_checkpoint, stack_mxfp4
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["one_thread", "thread_ranks"]
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+FAMILIES = ["deepseek_v3", "gpt_oss", "qwen2-moe", "nemotron_h", "mixtral", "phimoe", "glm4_moe", "granitemoeshared"]
+FAMILIES += ["ernie4_5_moe", "qwen3-next", "deepseek_v2-lite", "hunyuan_v1_moe"]
+"""With shared experts (gated too) and dense first layers, biases and odd numbers of experts, and none of these."""
+
+
+def engine(path: Path, ranks: int, **settings: Any) -> Engine:
+    whole = {"enable_expert_parallel": True, "tensor_parallel_size": ranks}
+    return Engine(EngineConfig(model=str(path), **BASE | whole | settings))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    expected = run(engine(path, 1, **SMALL), asked())
+    divided = engine(path, ranks, **SMALL)
+    found = run(divided, asked())
+    assert_same(found, expected)
+    assert divided.stats.preemptions > 0
+    for each in asked():  # promise 2, at this number of ranks
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> None:
+    path, prompt = save_tiny_model(tmp_path, family), prompts()[4]
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    made = run(engine(path, 2), [request("a", prompt, max_tokens=1, prompt_logprobs=0)])
+    assert row(made["a"]) == pytest.approx(theirs(judge, prompt), abs=5e-5)
+
+
+FEW_BITS = ["mxfp4", "gptq", "float8", "Q4_0", "int8", "int4", "fp8"]
+UNEVEN = {"moe_intermediate_size": 96, "intermediate_size": 128, "hidden_size": 128, "mlp_only_layers": []}
+"""Half an expert has 48 inputs, and groups of weights have 32."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("way", FEW_BITS)
+def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen without integer products: see the same of tests/engine/test_ranks.py. The experts' groups are torn apart
+    where each is divided, and are not where each is whole."""
+    monkeypatch.setattr(Cpu, "pack_quantized", Reference.pack_quantized)
+    monkeypatch.setattr(Cpu, "pack_table", Reference.pack_table)
+    if way == "mxfp4":
+        path, settings = stack_mxfp4(save_tiny_model(tmp_path / "model", "gpt_oss"), tmp_path / "few"), {}
+    else:
+        path, settings = save_tiny_model(tmp_path / "model", "qwen3-moe", **UNEVEN), {}
+    if way in QUANTIZED:
+        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way], leave=("lm_head", "mlp.gate."))
+    elif way.startswith("Q"):
+        path = write_gguf(path, tmp_path / "model.gguf", lambda _: way)
+    elif way != "mxfp4":
+        settings = {"quantization": way}
+    requests = asked()[:3]
+    assert_same(run(engine(path, 2, **settings), requests), run(engine(path, 1, **settings), requests))
+    if way == "gptq":
+        with pytest.raises(ConfigError, match="cannot be divided: its weights share scales"):
+            engine(path, 2, enable_expert_parallel=False)
+
+
+def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
+    """Of five experts two ranks have two and three; their widths, which two ranks could not divide, do not matter."""
+    path = save_tiny_model(tmp_path, "gpt_oss", num_hidden_layers=1, intermediate_size=33)
+    config = EngineConfig(model=str(path), enable_expert_parallel=True, tensor_parallel_size=2, **BASE)
+    model = read_model_config(path)
+    chosen = choose(config, model)
+    assert chosen.spec.indivisible(2) is None
+    whole = load_model(config, path, model, chosen, lambda: None)
+    parts = [load_model(config, path, model, chosen, lambda: None, shard=Shard(rank, 2)) for rank in range(2)]
+    assert [part.checkpoint.table.keys() for part in parts] == [whole.checkpoint.table.keys()] * 2
+    held = [
+        [len(each._down) for layer in part.model._layers for each in layer if hasattr(each, "_here")] for part in parts
+    ]
+    assert held == [[2], [3]]
+    assert max(part.read_bytes for part in parts) < 0.75 * whole.read_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "wrong"),
+    [
+        ("llama", {"tensor_parallel_size": 2}, "enable_expert_parallel: the model has no experts"),
+        (
+            "mixtral",
+            {"tensor_parallel_size": 1, "data_parallel_size": 2},
+            "enable_expert_parallel: experts are divided",
+        ),
+        ("gpt_oss", {"tensor_parallel_size": 8}, "tensor_parallel_size: the model's 4 heads cannot be divided"),
+        ("mixtral", {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "enable_expert_parallel: experts are"),
+    ],
+)
+def test_what_is_refused(family: str, settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    with pytest.raises(ConfigError, match=wrong):
+        engine(path, 2, **settings)
+
+
+def test_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "mixtral", num_local_experts=3, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match="4 ranks cannot have some of a layer's 3 experts each"):
+        engine(path, 4)

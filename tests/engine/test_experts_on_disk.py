@@ -1,0 +1,197 @@
+"""Experts on a disk (--experts-on-disk): the bits that they have in memory, in every form of weights, on ranks and in
+stages, with those kept in memory that are used most; what is counted, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine, let_go
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder import mapped
+from tests.engine.harness import request, run
+from tests.engine.models.test_experts import prompts, told
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import QUANTIZED, one_thread
+from tests.gguf_models import write_gguf
+from tests.quantized_models import quantize_checkpoint, stack_mxfp4
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["one_thread", "thread_ranks"]
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None or not hasattr(os, "posix_fallocate"), reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+MIB = 2**20
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "mlp_only_layers": []}
+
+
+@pytest.fixture(autouse=True)
+def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' folder may be in memory."""
+    monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", set())
+
+
+def engine(path: Path, **settings: Any) -> Engine:
+    return Engine(EngineConfig(**{"model": str(path), "threads": 2, "max_num_batched_tokens": 64} | settings))
+
+
+def answers(some: Engine) -> dict[str, Any]:
+    asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts()[2:6])]
+    return {name: told(each) for name, each in run(some, asked).items()}
+
+
+def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model with experts in this form, and settings."""
+    if way == "mxfp4":
+        return stack_mxfp4(save_tiny_model(tmp_path / "model", "gpt_oss"), tmp_path / "few"), {"dtype": "bfloat16"}
+    path = save_tiny_model(tmp_path / "model", "qwen3-moe", **WIDE)
+    if way in QUANTIZED:
+        leave = ("lm_head", "mlp.gate.")
+        return quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way], leave=leave), {"dtype": "bfloat16"}
+    if way.startswith("Q"):
+        return write_gguf(path, tmp_path / "model.gguf", lambda _: way), {"dtype": "bfloat16"}
+    return path, {"dtype": way} if way.startswith(("float3", "bf")) else {"quantization": way, "dtype": "bfloat16"}
+
+
+WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8", "Q4_0"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With none kept, with some, which change as uses do, and with all; a step at a time and layers in one call."""
+    path, settings = written(way, tmp_path)
+    if settings["dtype"] == "float32" and not Cpu().multiplies(torch.float32):
+        pytest.skip("oneDNN multiplies here")
+    expected = answers(engine(path, **settings))
+    monkeypatch.setattr(mapped, "_EVERY", 2)
+    on_disk = settings | {"experts_on_disk": str(tmp_path / "disk")}
+    plain = engine(path, **on_disk)
+    assert answers(plain) == expected
+    assert plain.stats.experts_read > plain.stats.experts_kept == 0
+    assert plain.stats.experts_guessed_right <= plain.stats.experts_guessed
+    assert plain.stats.experts_guessed_right or way == "mxfp4"  # of five experts three are chosen, mostly of few rows
+    store = plain.runner.model.on_disk
+    assert isinstance(store, mapped.MappedExperts)
+    some = engine(path, **on_disk, experts_in_memory=5 * store._slot_bytes / 2**30)
+    first = {*some.runner.model.on_disk._slot_of}
+    assert answers(some) == expected
+    assert answers(some) == expected  # with prefixes cached
+    assert len(first) == 5
+    assert first != {*some.runner.model.on_disk._slot_of}
+    assert 0 < some.stats.experts_kept < some.stats.experts_read
+    every = engine(path, **on_disk, experts_in_memory=1.0)
+    assert answers(every) == expected
+    assert every.stats.experts_kept == every.stats.experts_read
+    assert not list((tmp_path / "disk").iterdir())  # the file has no name
+
+
+def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path / "model", "mixtral", num_local_experts=8, num_experts_per_tok=2)
+    monkeypatch.setattr(mapped, "_EVERY", 1)
+    stores = []
+    for memory in (None, 3):
+        kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
+        made = engine(path, dtype="bfloat16", experts_on_disk=str(tmp_path), experts_in_memory=kept)
+        stores.append(made.runner.model.on_disk)
+    store, total = stores[1], len(stores[1]._experts)
+    assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
+    used = {7, 11, total - 1}
+    store._noted.uses[[*used]] = 9
+    store.step()
+    assert {*store._slot_of} == {*store._noted.kept.nonzero().flatten().tolist()} == used
+    store._noted.uses[[1, 2, 3]] = 5  # not so much more than half of 9
+    store.step()
+    assert {*store._slot_of} == used
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"num_kv_blocks": 12, "max_model_len": 128},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
+    expected = answers(engine(path, **settings))
+    made = engine(path, **settings, experts_on_disk=str(tmp_path / "disk"), experts_in_memory=0.0002)
+    assert answers(made) == expected
+    assert made.stats.experts_read > 0
+    assert any("in a file on disk" in note for note in made.info.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "wrong"),
+    [
+        ("llama", {}, "experts_on_disk: the model has no experts"),
+        ("mixtral", {"attention_backend": "reference"}, "experts_on_disk: backend 'reference' reads no weights"),
+        ("mixtral", {"experts_in_memory": 1e-7}, "experts_on_disk: an expert takes .* bytes, more than"),
+        ("mixtral", {"experts_on_disk": None, "experts_in_memory": 1.0}, "experts_in_memory: says how many GiB"),
+        ("mixtral", {"experts_on_disk": "/proc/x"}, "experts_on_disk: /proc/x: "),
+    ],
+)
+def test_what_is_refused(family: str, settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    with pytest.raises(ConfigError, match=wrong):
+        engine(path, **{"experts_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
+
+
+def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path, "mixtral")
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ConfigError, match="has no room for the experts: no space left"):
+            engine(path, experts_on_disk=str(tmp_path))
+    monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")
+    monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", {"tmpfs"})
+    with pytest.raises(ConfigError, match=r"experts_on_disk: .* is in memory itself \(tmpfs\)"):
+        engine(path, experts_on_disk=str(tmp_path))
+
+
+def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "mixtral")
+    every, rest = (read_stored_weights(path, experts=experts) for experts in (True, False))
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert every is not None
+    assert rest is not None
+    assert every.floats - rest.floats == sizes.expert_parameters
+    packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
+    assert read_stored_weights(packed, experts=False).floats == rest.floats
+
+
+def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
+    """Nor does one that was let go."""
+    path = save_tiny_model(tmp_path / "model", "mixtral")
+
+    def files() -> int:
+        links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return sum(str(tmp_path / "disk") in link for link in links)
+
+    made = engine(path, experts_on_disk=str(tmp_path / "disk"))
+    answers(made)
+    assert files() == 1
+    del made
+    let_go()
+    assert files() == 0
