@@ -60,6 +60,7 @@ NOT_RUN = {
     "quire rm": "as above",
     "quire replay": "it wants receipts; tests/e2e/test_receipts.py has some",
     "quire plan model.gguf": "as above",
+    "quire quantize MODEL OUT --format w8a8": "it wants texts; tests/server/cli/test_smooth.py has some",
     "quire serve MODEL --enable-lora": "it wants an adapter; tests/e2e/test_adapters.py serves some",
     "curl http://127.0.0.1:8000/v1/load_lora_adapter": "as above",
     "curl localhost:8000/v1/models/": "it wants models; tests/e2e/test_models.py adds one",

@@ -52,7 +52,7 @@ class PageMover(Protocol):
 
 
 METHODS = ("describe", "parameters")
-"""What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/calls.py."""
+"""What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/calls.py, without arguments."""
 Everywhere = Callable[[bytes], list[bytes]]
 """Runs a call, as `call_of` writes it, on every rank. Returns what each gives, for `results_of`."""
 
@@ -62,6 +62,9 @@ def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     cannot, or for arguments that cannot be sent."""
     if isinstance(method, str) and method not in METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(METHODS)}", param="method")
+    for field, given in (("args", args), ("kwargs", kwargs)):
+        if isinstance(method, str) and given:
+            raise InvalidRequest(f"{field}: {method} takes none", param=field)
     if not isinstance(method, str) and not callable(method):
         raise InvalidRequest(f"method: must be a name or a function, got {method!r}", param="method")
     try:

@@ -137,10 +137,11 @@ class Scheduler:
         drafting = self._drafter.may_guess(request)
         turns = self._micro_batches > 1  # the first stage must know a token before it can compute it
         seq = Sequence(request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all, looks_back=turns)
-        seq.put(self.place(request))
         self._arrivals += 1
         longest = num_prompt + limit
-        if self._needs.most(longest) > self.pool.num_blocks:
+        if (wrong := seq.put(self.place)) is not None:
+            self._refuse(request, wrong)
+        elif self._needs.most(longest) > self.pool.num_blocks:
             fits = self._needs.longest(self.pool.num_blocks, longest)
             self._refuse(request, f"prompt and max_tokens need {longest} tokens, the KV cache holds {fits}")
         elif request.emitted_ids and seq.num_output >= limit:

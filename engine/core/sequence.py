@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
@@ -47,7 +47,10 @@ class Sequence:
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
-        self.put(0.0)
+        self.place = (0.0, arrival)
+        """Among those of its priority and tenant the smallest goes first."""
+        self.rank = (request.priority, *self.place)
+        """Among running sequences the smallest goes first."""
         self.limit = limit
         """Most tokens it may generate, the context length considered; 0 where a vector is wanted."""
         self.tokens = request.prompt_ids + request.emitted_ids
@@ -85,12 +88,19 @@ class Sequence:
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest)
 
-    def put(self, place: float) -> None:
-        """Where it stands before its arrival counts; before it waits."""
-        self.place = (place, self.arrival)
-        """Among those of its priority and tenant the smallest goes first."""
+    def put(self, place: Callable[[Request], float]) -> str | None:
+        """Before it waits. `place`: where a request stands before its arrival counts; a user's class may have it.
+        Returns why that is no number, where it is none."""
+        try:
+            found = place(self.request)
+            wrong = None if isinstance(found, int | float) and found == found else f"gave {found!r}, which is no number"
+        except Exception as error:  # whatever a user's method raises
+            wrong = f"raised {type(error).__name__}: {error}"
+        if wrong is not None:
+            return f"scheduler_cls: {place.__qualname__} {wrong}"
+        self.place = (found, self.arrival)
         self.rank = (self.request.priority, *self.place)
-        """Among running sequences the smallest goes first."""
+        return None
 
     @property
     def needs_every_token(self) -> bool:

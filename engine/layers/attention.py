@@ -13,7 +13,7 @@ from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, attend, times
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
@@ -131,6 +131,12 @@ class Attention(Part):
             cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
             table[f"{self._prefix}.sinks"] = Parameter(sinks, torch.float32, self._put_sinks, cut)
         return table
+
+    def normed(self) -> tuple[Normed, ...]:
+        if not self._spec.input_norm or self._spec.input_size is not None:
+            return ()
+        linears = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
+        return (Normed(self._input_norm, self._spec.norm.offset, linears),)
 
     def _put_sinks(self, sinks: Tensor) -> None:
         self._sinks = sinks

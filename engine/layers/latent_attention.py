@@ -15,7 +15,7 @@ from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, attend
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend
 from quire.kernels.backend import Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.latents.latent import Latent
@@ -112,6 +112,13 @@ class LatentAttention(Part):
         for linear in (self._q_low, self._q, self._kv, self._expansion, self._out):
             table |= {} if linear is None else linear.parameters()
         return table
+
+    def normed(self) -> tuple[Normed, ...]:
+        offset = self._spec.norm.offset
+        if self._q_low is None:
+            return (Normed(self._input_norm, offset, (self._q, self._kv)),)
+        low = Normed(self._low_norm, 0.0, (self._q,))
+        return Normed(self._input_norm, offset, (self._q_low, self._kv)), low
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """Latents with their rotated keys, as keys of one head; values are their beginnings."""

@@ -11,7 +11,7 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
-from quire.kernels.backend import Linear
+from quire.kernels.backend import Linear, LinearContext
 
 
 class JoinedLinear:
@@ -41,9 +41,24 @@ class JoinedLinear:
         self._packed: Linear | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parts in the checkpoint."""
+        return tuple(self._stored)
+
+    @property
     def packed(self) -> Linear:
         assert self._packed is not None, "weights are not loaded"
         return self._packed
+
+    def watch(self, note: Callable[[Tensor], None]) -> None:
+        """Let `note` have what it reads, [rows, in_features], from now on. No backend records a watched one."""
+        packed = self.packed
+
+        def watched(x: Tensor, context: LinearContext) -> Tensor:
+            note(x)
+            return packed(x, context)
+
+        self._packed = watched
 
     def parameters(self) -> ParameterTable:
         return {

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Part, PartSpec, Step, times
+from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, times
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
 
@@ -77,6 +77,10 @@ class Mlp(Part):
             for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ())):
                 table[f"{self._prefix}.act_fn.{name}"] = Parameter(shape, torch.float32, partial(self._learn, name))
         return table
+
+    def normed(self) -> tuple[Normed, ...]:
+        own = Normed(self._input_norm, self._spec.norm.offset, (self._up,))
+        return (own,) if self._spec.input_norm else ()
 
     def _learn(self, name: str, tensor: Tensor) -> None:
         """One of xIELU's numbers. Factors are stored as what softplus makes positive."""

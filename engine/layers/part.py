@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import State
 from quire.engine.layers.adapters import Adapters
+from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
 from quire.engine.layers.schemes import Scheme
@@ -104,6 +105,17 @@ class Step:
         return Step(replace(self.metadata, linear=self.context.at(rows)), self.pages, None, beside)
 
 
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """A norm and the linears of a part that read what it gives."""
+
+    norm: str
+    """Its name in the checkpoint."""
+    offset: float
+    """Added to its weights, as NormSpec has it."""
+    linears: tuple[JoinedLinear, ...]
+
+
 class Part(ABC):
     """Fill it by way of `parameters()` before use."""
 
@@ -114,6 +126,11 @@ class Part(ABC):
     def complete(self) -> None:
         """All tensors were put."""
         return None
+
+    def normed(self) -> tuple[Normed, ...]:
+        """Norms that nothing of this part reads but the linears named beside each; norms of which that cannot be said
+        are left out."""
+        return ()
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """What keeps its state, for so many pages; (): it keeps none."""

@@ -60,12 +60,13 @@ NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
     *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids", "session_id"),
-    "receipt",
+    *("session_ttl", "prompt_cache_key", "prompt_cache_retention", "receipt"),
 )
 """Parameters that beam search does not support."""
 RESPONSE_FORMAT = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA = ("name", "schema", "strict")
 """Entries of response_format, and of its json_schema, that are read."""
+IGNORED = "X-Ignored-Params"
 MAX_NAMES = 20
 """Most names that X-Ignored-Params gives."""
 MAX_NAME = 64
@@ -302,4 +303,4 @@ def ignored_header(names: list[str], strict: bool) -> dict[str, str]:
     safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII) for name in short]
     if len(names) > MAX_NAMES:
         safe.append(f"and {len(names) - MAX_NAMES} more")
-    return {"X-Ignored-Params": ", ".join(safe)} if safe else {}
+    return {IGNORED: ", ".join(safe)} if safe else {}

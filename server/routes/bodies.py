@@ -24,6 +24,7 @@ from quire.server.generation.spec import GenerationSpec
 from quire.server.images.asked import NeedsImages
 from quire.server.images.fetch import Fetcher
 from quire.server.observe.request_log import HEADER, is_sound
+from quire.server.protocol.common import IGNORED, ignored_header
 from quire.server.resolve.checks import NeedsWorker
 from quire.server.resolve.common import Resolved, measured
 from quire.server.runtime import runtime_of, server_of
@@ -96,7 +97,17 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         receipt=(receipt := wants_receipt(request, spec)),
         recorded=receipt or runtime_of(request).receipts.log is not None,
     )
-    return await _pinned(request, spec) if BODY in request.scope else spec
+    return await _pinned(request, spec) if BODY in request.scope else _without_key(request, spec)
+
+
+def _without_key(request: Request, spec: GenerationSpec) -> GenerationSpec:
+    """A spec that cannot be asked for again, whose answer says so where an Idempotency-Key asks for that. Raises
+    InvalidRequest instead when the server is strict."""
+    if KEY not in request.headers:
+        return spec
+    before = spec.headers.get(IGNORED)
+    told = ignored_header(["Idempotency-Key"], runtime_of(request).config.strict)
+    return replace(spec, headers={**spec.headers, IGNORED: ", ".join(filter(None, (before, told[IGNORED])))})
 
 
 async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:

@@ -73,14 +73,15 @@ def test_priorities_are_one_for_each_prompt() -> None:
 
 
 async def test_over_http_names_alone_are_called_where_the_operator_lets_them() -> None:
-    body: dict[str, Any] = {"method": "describe", "args": [1], "kwargs": {"a": 2}}
+    body: dict[str, Any] = {"method": "describe"}
     async with open_api(FakeEngine(hashed(b"a"))) as api:
         refused = await api.http.post("/collective_rpc", json=body)
         assert (refused.status_code, "--dev-endpoints" in refused.text) == (400, True)
     async with open_api(FakeEngine(hashed(b"a")), dev_endpoints=True) as api:
-        assert await api.post("/collective_rpc", body) == {"results": [["describe", 1, {"a": 2}]]}
-        wrong = await api.http.post("/collective_rpc", json={"method": 5})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "method")
+        assert await api.post("/collective_rpc", body) == {"results": [["describe", {}]]}
+        for field, value in (("method", 5), ("args", [1]), ("kwargs", {"a": 2})):
+            wrong = await api.http.post("/collective_rpc", json=body | {field: value})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, field)
     keys = {"api_key": ["sk-user"], "admin_api_key": ["sk-admin"]}
     async with open_api(FakeEngine(hashed(b"a")), dev_endpoints=True, **keys) as api:
         for key, status in (("sk-user", 403), ("sk-admin", 200)):

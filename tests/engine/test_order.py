@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.scheduler import Scheduler
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import Request, RequestOutput, SamplingParams
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
+BROKEN = f"{__name__}:Broken"
 PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
 
 
@@ -44,6 +47,29 @@ def test_the_order_is_chosen_and_no_token_depends_on_it(tmp_path: Path, monkeypa
     own = "shortest_first:ShortestFirst"
     shortest, again = answered(path, scheduling_policy="fcfs", scheduler_cls=own)
     assert (shortest, again) == (["first", "short", "middle", "long"], tokens)
+
+
+class Broken(Scheduler):
+    def place(self, request: Request) -> float:
+        return {5: math.nan, 6: "first"}[request.prompt_ids[0]] if request.id != "first" else 0  # type: ignore[return-value]
+
+
+def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
+    engine = Engine(EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=40, scheduler_cls=BROKEN))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for name, ids in (PROMPTS | {"first": [9]}).items():
+        engine.add(Request(id=name, prompt_ids=ids, params=params, seed=0))
+    outputs: list[RequestOutput] = []
+    while engine.busy or not outputs:
+        outputs += engine.step()
+    ended = {each.id: each.error or each.finish_reason for each in outputs if each.finish_reason}
+    said = "scheduler_cls: Broken.place "
+    assert ended == {
+        "first": "length",
+        "long": f"{said}gave nan, which is no number",
+        "short": f"{said}gave 'first', which is no number",
+        "middle": f"{said}raised KeyError: 7",
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step
 from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -99,6 +99,9 @@ class DeltaNet(Part):
         q, k, v = whole.split([keys, keys, spec.heads * spec.value])
         own = [each[key_heads.start * spec.key : key_heads.stop * spec.key] for each in (q, k)]
         return torch.cat([*own, v[heads.start * spec.value : heads.stop * spec.value]])
+
+    def normed(self) -> tuple[Normed, ...]:
+        return (Normed(self._norm, self._spec.norm.offset, (self._qkv, self._z, self._ba)),)
 
     def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
         """The convolution's last columns; the matrices; and what of guesses these may have to take in later."""

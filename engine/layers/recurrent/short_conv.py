@@ -13,7 +13,7 @@ from quire.engine.checkpoint.parts.states import PIECE, ColumnState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step
 from quire.kernels.backend import Operations, Pages
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
@@ -64,6 +64,9 @@ class ShortConvolution(Part):
             put = partial(self._weights.__setitem__, name)
             table[f"{self._prefix}.conv.{name}"] = Parameter(shape, torch.float32, put, cut)
         return table
+
+    def normed(self) -> tuple[Normed, ...]:
+        return (Normed(self._norm, self._spec.norm.offset, (self._in,)),)
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """The columns at the end of each piece, for whoever begins behind it."""

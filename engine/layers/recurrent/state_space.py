@@ -16,7 +16,7 @@ from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, times
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, times
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
@@ -139,6 +139,9 @@ class StateSpacePart(Part):
         own, groups = self._heads, self._groups
         parts = [each[groups.start * spec.key : groups.stop * spec.key] for each in (b, c)]
         return torch.cat([x[own.start * spec.value : own.stop * spec.value], *parts])
+
+    def normed(self) -> tuple[Normed, ...]:
+        return (Normed(self._norm, self._spec.norm.offset, (self._z, self._xbc, self._dt)),)
 
     def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
         """The convolution's last columns; the matrices; and what of guesses these may have to take in later."""

@@ -1,5 +1,6 @@
-"""`python -m quire.engine.worker.writing.quantize MODEL OUT FORMAT`: writes a model's folder anew, its linears in few
-bits. `quire quantize` starts it, because it needs torch."""
+"""`python -m quire.engine.worker.writing.quantize MODEL OUT FORMAT [STRENGTH]`: writes a model's folder anew, its
+linears in few bits; with STRENGTH smoothed first (engine/worker/writing/smooth.py) by the samples that stdin has, a
+JSON list of lists of token ids. `quire quantize` starts it, because it needs torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from quire.engine.folder import read_json
 from quire.engine.worker.loading.loader import present, stored_tensors
 from quire.engine.worker.writing.formats import Layout, WrittenFormat, written_format
 from quire.engine.worker.writing.safetensors import BYTES, SafetensorsFile
+from quire.engine.worker.writing.smooth import Smoothing, smoothing
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
@@ -37,16 +40,18 @@ _IMAGES = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
 """Linears that Quire does not serve, and which stay as they are."""
 
 
-def quantize_folder(model: Path, out: Path, name: str, backend: Backend) -> str:
+def quantize_folder(
+    model: Path, out: Path, name: str, backend: Backend, smooth: Callable[[], Smoothing] | None = None
+) -> str:
     """Write the checkpoint of folder `model` to the new folder `out`, its linears in the format of this name. No more
     than one tensor is held, and what it becomes. Returns what was done, for people to read. `backend` searches for 4
-    bits.
+    bits; `smooth` is called once it is known that the files can be written.
 
     Raises ModelError for files that cannot be read; OSError goes through. What was begun is removed, then.
     """
     begun = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
-        said = _write(model, begun, written_format(name, backend))
+        said = _write(model, begun, written_format(name, backend), smooth)
         mask = os.umask(0)
         os.umask(mask)
         begun.chmod(0o777 & ~mask)
@@ -58,7 +63,7 @@ def quantize_folder(model: Path, out: Path, name: str, backend: Backend) -> str:
 
 
 @torch.inference_mode()
-def _write(model: Path, out: Path, to: WrittenFormat) -> str:
+def _write(model: Path, out: Path, to: WrittenFormat, smooth: Callable[[], Smoothing] | None) -> str:
     config = read_json(model / "config.json") or {}
     if (kind := str(config.get("model_type"))) in _NAMED_OTHERWISE:
         raise ModelError(
@@ -67,15 +72,17 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
     shards = present(weight_files(model))
     layouts = {shard: _layouts(shard, to) for shard in shards}
     _copy_others(model, out)
+    smoother = None if smooth is None else smooth()
     index: dict[str, str] = {}
     linears, before, after = 0, 0, 0
     for shard, becomes in layouts.items():
         file_name = _written_name(shard)
         tensors = {name: each for layout in becomes.values() for name, each in layout.items()}
         with SafetensorsFile(out / file_name, tensors) as file:
-            for name, tensor in stored_tensors(shard):
+            for name, stored in stored_tensors(shard):
+                tensor = stored if smoother is None else smoother.applied(name, stored)
                 if len(becomes[name]) == 1:
-                    file.put(name, tensor)
+                    file.put(name, tensor.to(stored.dtype))
                     continue
                 linears += 1
                 for part, content in to.tensors(tensor).items():
@@ -86,7 +93,8 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
         _write_json(out / INDEX, {"metadata": {"total_size": after}, "weight_map": index})
     left = _ignored({name: layout for each in layouts.values() for name, layout in each.items()})
     _write_json(out / "config.json", config | {"quantization_config": to.config(left)})
-    return f"{linears} linears {to.stored}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"
+    norms = "" if smoother is None else f", {smoother.count} norms smoothed"
+    return f"{linears} linears {to.stored}{norms}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"
 
 
 def _layouts(shard: Path, to: WrittenFormat) -> dict[str, Layout]:
@@ -139,11 +147,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main(model: str, out: str, name: str) -> int:
+def main(model: str, out: str, name: str, strength: str | None = None) -> int:
     """Returns the exit status."""
-    cpu = Cpu()
+    cpu, smooth = Cpu(), None
+    if strength is not None:
+        smooth = partial(smoothing, Path(model), json.load(sys.stdin), float(strength))
     try:
-        said = quantize_folder(Path(model), Path(out), name, Reference() if cpu.missing else cpu)
+        said = quantize_folder(Path(model), Path(out), name, Reference() if cpu.missing else cpu, smooth)
     except QuireError as error:
         print(f"quire quantize: {error}", file=sys.stderr)
         return 1

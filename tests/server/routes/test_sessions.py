@@ -62,6 +62,7 @@ async def test_anthropic_s_marks_say_for_how_long(api: Api) -> None:
         ({"session_ttl": 0}, "session_ttl"),
         ({"session_ttl": 86401}, "session_ttl"),
         ({"session_id": "a", "use_beam_search": True, "n": 2}, "session_id"),
+        ({"prompt_cache_key": "a", "use_beam_search": True, "n": 2}, "prompt_cache_key"),
         ({"prompt_cache_retention": "1w"}, "prompt_cache_retention"),
     ],
 )

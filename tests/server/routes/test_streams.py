@@ -173,6 +173,8 @@ async def test_without_a_folder_events_have_no_ids() -> None:
             CHAT, json={"model": NAME, "stream": True, **TEXT}, headers={"Last-Event-ID": "a:1.1.1"}
         )
         assert b"id: " not in answer.content
+        keyed = await http.post(CHAT, json={"model": NAME, **TEXT, "colour": 1}, headers={"Idempotency-Key": "a"})
+        assert keyed.headers["x-ignored-params"] == "colour, Idempotency-Key"
         assert (await http.get("/v1/streams/chatcmpl-0")).status_code == 404
 
 

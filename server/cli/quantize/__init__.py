@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,14 @@ from pathlib import Path
 from quire.engine.checkpoint.families import FAMILIES, STACKED
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.cli.quantize.calibration import read_samples
 from quire.server.cli.unknown_flags import parse_known
 
-FORMATS = ("int8", "int4", "fp8")
+FORMATS = ("int8", "w8a8", "int4", "fp8")
+"""w8a8 is another name of int8."""
+_STRENGTH = 0.5
+"""SmoothQuant's own for most models."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -23,17 +29,45 @@ def main(argv: Sequence[str], started: float) -> int:
     parser = argparse.ArgumentParser(prog="quire quantize", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="directory or hub id of floating-point weights")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="of the layers' linears")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="of the layers' linears; w8a8 is int8")
+    parser.add_argument(
+        "--smooth",
+        metavar="FILE",
+        type=Path,
+        help="smooth activations first (SmoothQuant), by these texts: .jsonl with text, prompt or messages, or a text",
+    )
+    parser.add_argument(
+        "--smooth-strength",
+        metavar="NUMBER",
+        type=float,
+        default=_STRENGTH,
+        help=f"how much of activations' range goes to the weights, 0 to 1 (default {_STRENGTH})",
+    )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     args = parse_known(parser, argv)
     _check_out(args.out)
     path = resolve_model(args.model, args.revision)
     _check_model(path)
-    command = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize"]
-    status = subprocess.run([*command, str(path), str(args.out), args.format]).returncode
+    name, samples = args.format.replace("w8a8", "int8"), None
+    command = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize", str(path), str(args.out), name]
+    if args.smooth is not None:
+        samples = _samples(args.smooth, args.smooth_strength, name, path)
+        command.append(str(args.smooth_strength))
+    status = subprocess.run(command, input=samples, text=True).returncode
     if status < 0:  # for one, the system killed it for memory
         print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 1 if status < 0 else status
+
+
+def _samples(file: Path, strength: float, name: str, path: Path) -> str:
+    """What the process that writes takes of the texts in `file`, as JSON. Raises ConfigError."""
+    if name != "int8":
+        raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
+    if not 0 <= strength <= 1:
+        raise ConfigError(f"smooth_strength: {strength:g} is not in 0 to 1", param="smooth_strength")
+    config = read_model_config(path)
+    tokenizer = Tokenizer.load(path, model_vocab_size=config.vocab_size)
+    return json.dumps(read_samples(file, tokenizer, config.max_position))
 
 
 def _check_out(out: Path) -> None:

@@ -1,0 +1,81 @@
+"""SmoothQuant: the model computes what it computed before, and in 8 bits it comes closer to that."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.engine.config import EngineConfig
+from quire.engine.worker.loading.forward import ForwardPass
+from quire.engine.worker.writing.quantize import quantize_folder
+from quire.engine.worker.writing.smooth import smoothing
+from quire.kernels.reference import Reference
+from tests.tiny_models import VOCAB, save_tiny_model
+
+SAMPLES = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(40)] for i in range(3)]
+TRIED = [3 + (11 * j + j * j) % (VOCAB - 3) for j in range(48)]
+NORMS = {"llama": 6, "gemma3": 8, "gpt_neox": 6, "cohere": 3, "phi3": 6, "opt": 6, "falcon_h1": 4, "deepseek_v3": 7}
+"""How many norms are read by linears alone: of attention and MLP, in Cohere's layers the one of both; in the sparse
+layers of DeepSeek-V3 those of attention alone, which are two with its queries' latents."""
+
+
+def save(folder: Path, family: str) -> Path:
+    """A model in which a few of the inputs that norms give are many times the others, as in large language models."""
+    path = save_tiny_model(folder / "model", family, dtype=torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layers." in name and tensor.ndim == 1 and name.endswith("norm.weight") and len(tensor) == 64:
+            tensor[[5, 40]] *= 40
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def logits(path: Path) -> Tensor:
+    """transformers', in float64 where its class computes that: experts it does not."""
+    config = AutoConfig.from_pretrained(path)
+    wide = torch.float32 if hasattr(config, "n_routed_experts") else torch.float64
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=wide)
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([TRIED])).logits[0].double()
+    return found
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("family", "norms"), NORMS.items())
+def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: Path) -> None:
+    path = save(tmp_path, family)
+    smoother = smoothing(path, SAMPLES, 0.5)
+    assert smoother.count == norms
+    given = load_file(path / "model.safetensors")
+    smoothed = {name: smoother.applied(name, tensor) for name, tensor in given.items()}
+    changed = [name for name, tensor in smoothed.items() if not torch.equal(tensor, given[name])]
+    assert not any(
+        name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight", "router.weight")) for name in changed
+    )
+    shutil.copytree(path, tmp_path / "smoothed")
+    save_file(smoothed, tmp_path / "smoothed/model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(tmp_path / "smoothed"), logits(path), atol=5e-4, rtol=1e-3)
+
+
+def quires(path: Path, **options: object) -> Tensor:
+    settings: Mapping[str, object] = {"quantize_embedding": False, "activation_bits": "8"} | options
+    config = EngineConfig(model=str(path), attention_backend="cpu", **settings)
+    return ForwardPass.load(config, None).logprobs(TRIED, full_vocabulary=True)
+
+
+def test_it_comes_closer_in_8_bits(tmp_path: Path) -> None:
+    path = save(tmp_path, "llama")
+    quantize_folder(path, tmp_path / "plain", "int8", Reference())
+    said = quantize_folder(path, tmp_path / "out", "int8", Reference(), partial(smoothing, path, SAMPLES, 0.5))
+    assert said.startswith("21 linears int-quantized, 6 norms smoothed; ")
+    wanted = logits(path).log_softmax(-1).float()[:-1]
+    plain, smooth = ((quires(tmp_path / name) - wanted).abs().mean().item() for name in ("plain", "out"))
+    assert smooth < 0.8 * plain
