@@ -26,7 +26,8 @@ from starlette.requests import Request
 
 from quire.engine.errors import InvalidRequest
 from quire.server.generation.spec import GenerationSpec
-from quire.server.store.calls import Call, Calls, Pins, Progress
+from quire.server.peers import Peers
+from quire.server.store.calls import Call, Calls, Note, Pins, Progress
 
 log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
@@ -49,6 +50,8 @@ _CLAIM_SECONDS = 30.0
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
+_TAKE_OVER = "take over"
+"""What an API process asks another that answers a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Resumed:
     seen: Sequence[int]
     """Events that its reader has; see answers/numbered.py."""
     attempt: int
-    """From 1; 0: it is in the background, and what is known of it is its answer."""
+    """A number that no other attempt has; 0: it is in the background, and what is known of it is its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +92,19 @@ class Running:
     close: Callable[[], None] = lambda: None
     noted: int = 0
     """Tokens in the journal."""
+    stored: bool = False
+    """Whether it is a response that is stored as one that has not ended; see `stored`."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Streams:
-    """The calls of one server that can be asked for again."""
+    """The calls that can be asked for again, of one process."""
 
-    def __init__(self, calls: Calls, grace: float) -> None:
+    def __init__(self, calls: Calls, grace: float, peers: Peers) -> None:
         """`grace`: seconds for which a stream without a reader can be resumed."""
         self._calls = calls
+        self._peers = peers
+        peers.answering(_TAKE_OVER, self._say_taken_over)
         self._grace = grace
         self._running: dict[tuple[str, str], Running] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
@@ -125,11 +132,21 @@ class Streams:
     async def resumed(self, owner: str, call: Call, seen: Sequence[int]) -> Resumed:
         """A call to be made again, which nobody else answers any more; with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
-            running.close()
-            await running.ended.wait()
-            call = msgspec.structs.replace(call, progress=running.progress.copy())
+            call = msgspec.structs.replace(call, progress=await _stopped(running))
+        elif (holder := await self._peers.holder(owner, call.pins.id)) is not None:
+            asked = msgspec.msgpack.encode((owner, call.pins.id))
+            if (said := await self._peers.ask(holder, _TAKE_OVER, asked)) is not None:
+                call = msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
+            else:  # it has ended meanwhile, or its process has
+                call = await self.find(owner, call.pins.id) or call
         self.resumptions += 1
-        return Resumed(call, seen, self.resumptions)
+        return Resumed(call, seen, 1 + secrets.randbits(31))
+
+    async def _say_taken_over(self, body: bytes) -> bytes | None:
+        """What a call has so far that another process goes on with."""
+        owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
+        running = self._running.get((owner, id))
+        return None if running is None else msgspec.msgpack.encode(await _stopped(running))
 
     async def claimed(self, request: Request, owner: str, body: bytes, *, stream: bool) -> Resumed | None:
         """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
@@ -155,13 +172,15 @@ class Streams:
             return Resumed(call, (), attempt=0)
         self.release([claim])
         if not stream:
-            self.check_free(owner, call.pins.id)
+            await self.check_free(owner, call.pins.id)
         return await self.resumed(owner, call, ())
 
-    def check_free(self, owner: str, id: str) -> None:
+    async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
         running = self._running.get((owner, id))
         if running is not None and not running.ended.is_set():
+            raise _busy()
+        if running is None and await self._peers.holder(owner, id) is not None:
             raise _busy()
 
     def release(self, claims: Iterable[Claim]) -> None:
@@ -200,7 +219,9 @@ class Streams:
         running.close = partial(_end, running, close)
         self._running[owner, spec.id] = running
         try:
-            await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
+            ends = time.time() + _RUNNING_SECONDS
+            if not await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process):
+                raise _busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
@@ -213,14 +234,19 @@ class Streams:
             self.release(request.scope.get(CLAIMS, ()))
         return running.close
 
+    def stored(self, owner: str, id: str) -> None:
+        """A response is stored as one that has not ended: until `forget`, when its end is stored, no other process
+        takes it for one that nobody works on."""
+        if (running := self._running.get((owner, id))) is not None:
+            running.stored = True
+
     async def forget(self, owner: str, id: str, *, with_key: bool = True) -> None:
         """It shall not be made again. `with_key`: one with an Idempotency-Key neither; else its key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended.set()
-            if not with_key and running.ends_after == KEPT_KEYS:
-                return
-            del self._running[owner, id]
-        await asyncio.to_thread(self._calls.delete, owner, id)
+            if with_key or running.ends_after != KEPT_KEYS:
+                del self._running[owner, id]
+        await asyncio.to_thread(self._calls.delete, owner, id, named=with_key)
 
     async def _note_always(self) -> None:
         swept = 0.0
@@ -236,18 +262,19 @@ class Streams:
 
     async def _note(self) -> None:
         """Write down what has come since the last time, and forget those that have ended."""
-        now, notes = time.time(), []
+        now, notes = time.time(), list[Note]()
         for (owner, id), running in list(self._running.items()):
             count = running.progress.count
             ended = running.ended.is_set()
             if count - running.noted > running.noted // 8 or ended:  # else a long answer is written over and over
                 ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
-                notes.append((owner, id, running.progress.copy(), ends))
+                answered = ended and not running.stored
+                notes.append(Note(owner, id, running.progress.copy(), ends, answered))
                 running.noted = count
             if ended:
                 del self._running[owner, id]
         if notes:
-            await asyncio.to_thread(self._calls.note, notes)
+            await asyncio.to_thread(self._calls.note, notes, self._peers.process)
 
 
 def _busy() -> HTTPException:
@@ -256,6 +283,13 @@ def _busy() -> HTTPException:
 
 def _nothing() -> None:
     pass
+
+
+async def _stopped(running: Running) -> Progress:
+    """What a call has whose answer is ended here."""
+    running.close()
+    await running.ended.wait()
+    return running.progress.copy()
 
 
 def _end(running: Running, close: Callable[[], None]) -> None:

@@ -97,6 +97,7 @@ ROOMS = {
             "observe",
             "adapters",
             "served_model",
+            "peers",
         ),
         *(
             "generation",

@@ -93,7 +93,7 @@ def other_tokens_after_an_upgrade(patch: pytest.MonkeyPatch) -> None:
 
 
 def calls_not_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "put", lambda self, owner, call, ends: True)
+    patch.setattr(Calls, "put", lambda self, owner, call, ends, process: True)
 
 
 # What the simulation found, once more:
