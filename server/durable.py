@@ -24,6 +24,7 @@ from quire.server.config import ServerConfig
 from quire.server.peers import Peers
 from quire.server.store.data import OPEN, Data, Look
 from quire.server.store.store import Store, lost
+from quire.server.store.tail import Tail
 from quire.server.streams import RESUMED, Streams
 
 log = logging.getLogger("quire.server")
@@ -77,7 +78,7 @@ async def durable(
 ) -> AsyncIterator[Durable]:
     """`queued`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
     batches = BatchRunner(app, data, tenants, config, queued)
-    streams = Streams(data.calls, config.stream_grace, peers)
+    streams = Streams(data.calls, config.stream_grace, peers, _tail(data, peers.process))
     parts = Durable(data, batches, streams, peers)
     try:
         await parts.look()
@@ -85,6 +86,14 @@ async def durable(
     finally:
         await batches.close()
         await streams.close()
+
+
+def _tail(data: Data, process: str) -> Tail | None:
+    try:
+        return Tail(data.contents.folder.parent, process)
+    except OSError as error:
+        log.error("a kill may cost streams their last second: data_dir has no place for the journal's tail: %s", error)
+        return None
 
 
 async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:

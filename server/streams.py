@@ -25,9 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from quire.engine.errors import InvalidRequest
+from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.peers import Peers
-from quire.server.store.calls import Call, Calls, Note, Pins, Progress
+from quire.server.store.calls import Call, Calls, Note, Pins
+from quire.server.store.progress import Progress
+from quire.server.store.tail import Tail
 
 log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
@@ -70,6 +73,8 @@ class Here:
     """What computes in this process."""
 
     fingerprint: str
+    deterministic: bool
+    """Whether tokens depend on nothing but their request."""
     weights: str
     """What the fingerprint says of the weights alone: with others, no answer goes on."""
 
@@ -92,6 +97,8 @@ class Running:
     close: Callable[[], None] = lambda: None
     noted: int = 0
     """Tokens in the journal."""
+    number: int = 0
+    """In its tail."""
     stored: bool = False
     """Whether it is a response that is stored as one that has not ended; see `stored`."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,8 +107,10 @@ class Running:
 class Streams:
     """The calls that can be asked for again, of one process."""
 
-    def __init__(self, calls: Calls, grace: float, peers: Peers) -> None:
-        """`grace`: seconds for which a stream without a reader can be resumed."""
+    def __init__(self, calls: Calls, grace: float, peers: Peers, tail: Tail | None) -> None:
+        """`grace`: seconds for which a stream without a reader can be resumed. `tail`: None where there is no place for
+        one; then what was sent in the last second before the process is killed is not in the journal."""
+        self._tail = tail
         self._calls = calls
         self._peers = peers
         peers.answering(_TAKE_OVER, self._say_taken_over)
@@ -114,6 +123,11 @@ class Streams:
         self._task = asyncio.create_task(self._note_always())
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether each token is in the journal before it is sent."""
+        return self._tail is not None
+
+    @property
     def num_running(self) -> int:
         """Calls whose progress goes into the journal."""
         return len(self._running)
@@ -123,6 +137,8 @@ class Streams:
         await asyncio.gather(self._task, return_exceptions=True)
         try:
             await self._note()
+            if self._tail is not None:
+                self._tail.close()
         except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
             log.error("streams: data_dir cannot be written: %s", error)
 
@@ -195,10 +211,11 @@ class Streams:
         owner: str,
         spec: GenerationSpec,
         here: Here,
-        progress: Progress,
+        generation: Generation,
         close: Callable[[], None],
     ) -> Callable[[], None]:
         """Put a call into the journal. Returns what ends it: `close`, and its journal goes on from there."""
+        progress = generation.progress
         body = request.scope.pop(BODY)
         resumed: Resumed | None = request.scope.get(RESUMED)
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
@@ -232,6 +249,9 @@ class Streams:
             raise
         finally:
             self.release(request.scope.get(CLAIMS, ()))
+        if self._tail is not None:
+            running.number = self._tail.begin(owner, spec.id)
+            generation.journal = partial(self._tail.add, running.number)
         return running.close
 
     def stored(self, owner: str, id: str) -> None:
@@ -263,10 +283,15 @@ class Streams:
     async def _note(self) -> None:
         """Write down what has come since the last time, and forget those that have ended."""
         now, notes = time.time(), list[Note]()
+        turned = self._tail is not None and self._tail.turn(
+            (running.number, *key) for key, running in self._running.items()
+        )
         for (owner, id), running in list(self._running.items()):
             count = running.progress.count
             ended = running.ended.is_set()
-            if count - running.noted > running.noted // 8 or ended:  # else a long answer is written over and over
+            if (
+                count - running.noted > running.noted // 8 or ended or (turned and count > running.noted)
+            ):  # else a long answer is written over and over
                 ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
                 answered = ended and not running.stored
                 notes.append(Note(owner, id, running.progress.copy(), ends, answered))
@@ -275,6 +300,8 @@ class Streams:
                 del self._running[owner, id]
         if notes:
             await asyncio.to_thread(self._calls.note, notes, self._peers.process)
+        if turned and self._tail is not None:
+            self._tail.settle()
 
 
 def _busy() -> HTTPException:
@@ -298,9 +325,10 @@ def _end(running: Running, close: Callable[[], None]) -> None:
     running.close = _nothing  # no circle: the spec goes with its last reference, not at a collection
 
 
-def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool) -> GenerationSpec:
-    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own. It
-    can be resumed only where a token depends on nothing else."""
+def pinned(spec: GenerationSpec, resumed: Resumed | None, *, keyed: bool, kept: bool) -> GenerationSpec:
+    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own.
+    `keyed`: it has an Idempotency-Key; `kept`: its tokens come again the same, or are all in the journal: else it
+    cannot be resumed."""
     if resumed is not None:
         pins = resumed.call.pins
         return replaced(
@@ -309,19 +337,21 @@ def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool
             name=pins.name,
             created=pins.created,
             params=msgspec.structs.replace(spec.params, seed=pins.seed),
-            resumable=_resumable(spec),
+            resumable=_resumable(spec, keyed=keyed),
             progress=resumed.call.progress,
             attempt=resumed.attempt,
         )
-    if spec.beam_search or not deterministic:
+    if spec.beam_search or not kept:
         return spec
     seed = spec.params.seed
     params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
-    return replaced(spec, params=params, resumable=_resumable(spec))
+    return replaced(spec, params=params, resumable=_resumable(spec, keyed=keyed))
 
 
-def _resumable(spec: GenerationSpec) -> bool:
-    return spec.stream or (spec.response is not None and spec.response.background)
+def _resumable(spec: GenerationSpec, *, keyed: bool) -> bool:
+    if spec.beam_search:
+        return False
+    return keyed or spec.stream or (spec.response is not None and spec.response.background)
 
 
 def keep_alive(request: Request, most: float) -> float:
@@ -355,9 +385,9 @@ def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
 
 
 def moved(resumed: Resumed, here: Here) -> bool:
-    """Whether what computes a call is not what it began with: then tokens that it has stand, and it goes on from
-    them. What follows them would not be the same a second time."""
-    return resumed.call.pins.kernels != here.fingerprint
+    """Whether what computes a call is not what it began with, or never computes the same: then tokens that it has
+    stand, and it goes on from them. What follows them would not be the same a second time."""
+    return resumed.call.pins.kernels != here.fingerprint or not here.deterministic
 
 
 def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
@@ -368,8 +398,9 @@ def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | N
     if moved(resumed, here):
         if pins.given != given(spec, here):
             return "The model of this answer has been changed since: ask for a new one"
-        if not _resumable(spec) or spec.logprobs or spec.prompt_logprobs is not None:
-            return "What computes this answer has been changed since, and all of it would be computed again: ask anew"
+        again = spec.logprobs or spec.prompt_logprobs is not None
+        if spec.beam_search or (again and resumed.call.progress.count):
+            return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
     if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
         return "Last-Event-ID is the id of no event of this stream"
     return None

@@ -166,7 +166,7 @@ class ApiProcesses:
             await asyncio.sleep(_LAST_WORDS_SECONDS)
             aborted = hub.remove(identity.encode())
             if self._data is not None:
-                self._data.processes.gone(identity)
+                await asyncio.to_thread(self._data.processes.gone, identity)
             if self._signals or not self._client.alive:
                 return code
             failures = 0 if isinstance(channel.started, Serving) else failures + 1

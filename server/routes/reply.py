@@ -87,8 +87,9 @@ def _streamed(
         resumed, here = request.scope.get(RESUMED), here_of(request)
         by = () if resumed is None else computed_by(resumed, here)
         others = len(by) > 1  # also before this process: the reader may have tokens of any of them
+        alters = others or not here.deterministic
         seen = () if resumed is None else resumed.seen
-        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if others else None)
+        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if alters else None)
         headers[STREAM_ID] = spec.id
         if others:
             headers[COMPUTED_BY] = ", ".join(by)
@@ -147,9 +148,8 @@ async def journaled(
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
-    known = (owner_of(request), spec, here_of(request), generation.progress)
     try:
-        return await streams.begin(request, *known, close)
+        return await streams.begin(request, owner_of(request), spec, here_of(request), generation, close)
     except BaseException:
         close()
         raise

@@ -5,43 +5,22 @@ It has no keys and values: these are computed again, to the same bits.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from quire.server.store.database import ROW, Database
+from quire.server.store.progress import Progress
+from quire.server.store.tail import PREFIX, Tokens, left
 
-
-class End(msgspec.Struct, frozen=True, array_like=True):
-    """How a choice ended, as the engine said it."""
-
-    reason: Literal["stop", "length"]
-    stop_reason: int | str | None
-    with_token: bool
-    """Whether that came with its last token, not behind it."""
-
-
-class Progress(msgspec.Struct):
-    """What a call has so far, by choice. The one that grows is the event loop's."""
-
-    ids: list[list[int]] = []
-    """The tokens."""
-    cached: list[int] = []
-    """How many tokens of its prompt were cached when it began, as its caller was told."""
-
-    ends: list[End | None] = []
-    """None: a choice has not ended. Of journals of before, and where log probabilities are asked for: empty."""
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.ids))
-
-    def copy(self) -> Progress:
-        return Progress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
+log = logging.getLogger("quire.server")
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -77,6 +56,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress = msgspec.field(default_factory=Progress)
 
 
+def _call(tokens: Tokens) -> tuple[str, str]:
+    return tokens.owner, tokens.id
+
+
 class Note(NamedTuple):
     """What a call has so far."""
 
@@ -103,6 +86,8 @@ class Calls:
         self._sizes: Counter[str] = Counter(dict(rows))
         self._held: dict[tuple[str, str], str] = {}
         """By owner and id: the process that answers a call."""
+        for path in database.folder.glob(f"{PREFIX}*"):  # of a server that was killed
+            self._take_up("", path)
 
     @property
     def size(self) -> int:
@@ -162,7 +147,8 @@ class Calls:
             del self._held[owner, id]
 
     def gone(self, process: str) -> None:
-        """It has ended, and answers nothing any more."""
+        """It has ended, and answers nothing any more. What it had not noted is in its tail."""
+        self._take_up(process, self._database.folder / f"{PREFIX}{process}")
         for key in [key for key, holder in self._held.items() if holder == process]:
             del self._held[key]
 
@@ -186,6 +172,25 @@ class Calls:
             over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
             for owner, id in over:
                 self._drop(connection, owner, id)
+
+    def _take_up(self, process: str, path: Path) -> None:
+        """Note what is in the tail of a process that has ended, and end it. Where it cannot be read, that is computed
+        again. No call of which another process goes on with what it was given."""
+        try:
+            for (owner, id), tokens in groupby(sorted(left(path), key=_call), _call):
+                call = self.find(owner, id)
+                if call is None or self._held.get((owner, id), process) != process:
+                    continue
+                for each in tokens:
+                    call.progress.take(each.choice, each.place, each.ids, each.end)
+                with self._database.writing() as connection:
+                    note = "update calls set progress = ? where owner = ? and id = ?"
+                    connection.execute(note, (msgspec.msgpack.encode(call.progress), owner, id))
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except (OSError, sqlite3.OperationalError) as error:
+            log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
 
     def _found(self, column: str, owner: str, value: str) -> Call | None:
         query = f"select path, body, pins, name, progress from calls where owner = ? and {column} = ? and ends >= ?"

@@ -18,8 +18,9 @@ from quire.server import streams
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.store.calls import Calls, Progress
+from quire.server.store.calls import Calls
 from quire.server.store.database import Database
+from quire.server.store.progress import Progress
 from quire.server.store.store import Store
 from tests.simulation.server import Program
 from tests.simulation.test_simulation import simulate
