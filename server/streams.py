@@ -8,16 +8,13 @@ seed and time, so that the events are the same to the byte; those that were seen
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import secrets
 import sqlite3
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as replaced
 from functools import partial
 
 import msgspec
@@ -25,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from quire.engine.errors import InvalidRequest
+from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.peers import Peers
@@ -55,28 +53,6 @@ _NOTE_SECONDS = 1.0
 _SWEEP_SECONDS = 60.0
 _TAKE_OVER = "take over"
 """What an API process asks another that answers a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A call that is made again."""
-
-    call: Call
-    seen: Sequence[int]
-    """Events that its reader has; see answers/numbered.py."""
-    attempt: int
-    """A number that no other attempt has; 0: it is in the background, and what is known of it is its answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """What computes in this process."""
-
-    fingerprint: str
-    deterministic: bool
-    """Whether tokens depend on nothing but their request."""
-    weights: str
-    """What the fingerprint says of the weights alone: with others, no answer goes on."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -325,35 +301,6 @@ def _end(running: Running, close: Callable[[], None]) -> None:
     running.close = _nothing  # no circle: the spec goes with its last reference, not at a collection
 
 
-def pinned(spec: GenerationSpec, resumed: Resumed | None, *, keyed: bool, kept: bool) -> GenerationSpec:
-    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own.
-    `keyed`: it has an Idempotency-Key; `kept`: its tokens come again the same, or are all in the journal: else it
-    cannot be resumed."""
-    if resumed is not None:
-        pins = resumed.call.pins
-        return replaced(
-            spec,
-            id=pins.id,
-            name=pins.name,
-            created=pins.created,
-            params=msgspec.structs.replace(spec.params, seed=pins.seed),
-            resumable=_resumable(spec, keyed=keyed),
-            progress=resumed.call.progress,
-            attempt=resumed.attempt,
-        )
-    if spec.beam_search or not kept:
-        return spec
-    seed = spec.params.seed
-    params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
-    return replaced(spec, params=params, resumable=_resumable(spec, keyed=keyed))
-
-
-def _resumable(spec: GenerationSpec, *, keyed: bool) -> bool:
-    if spec.beam_search:
-        return False
-    return keyed or spec.stream or (spec.response is not None and spec.response.background)
-
-
 def keep_alive(request: Request, most: float) -> float:
     """Seconds for which a stream goes on without its reader; 0: it does not. `most`: --stream-grace, or 0 where nothing
     is kept. Raises InvalidRequest."""
@@ -365,42 +312,3 @@ def keep_alive(request: Request, most: float) -> float:
     if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", given) or not float(given) <= most:
         raise InvalidRequest(f"{KEEP_ALIVE} must be a number from 0 to {most:g} (--stream-grace)", param=KEEP_ALIVE)
     return float(given)
-
-
-def given(spec: GenerationSpec, here: Here) -> str:
-    """Digest of the weights and of the prompts as the model reads them."""
-    digest = hashlib.blake2b(here.weights.encode(), digest_size=12)
-    for prompt in spec.prompts:
-        digest.update(b"%d:" % len(prompt.ids))
-        digest.update(array("I", prompt.ids).tobytes())
-        for span in prompt.spans:
-            digest.update(repr(span).encode())
-    return digest.hexdigest()
-
-
-def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
-    """The fingerprints of all that compute a call, in their order."""
-    pins = resumed.call.pins
-    return (*pins.before, pins.kernels) + ((here.fingerprint,) if pins.kernels != here.fingerprint else ())
-
-
-def moved(resumed: Resumed, here: Here) -> bool:
-    """Whether what computes a call is not what it began with, or never computes the same: then tokens that it has
-    stand, and it goes on from them. What follows them would not be the same a second time."""
-    return resumed.call.pins.kernels != here.fingerprint or not here.deterministic
-
-
-def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
-    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
-    pins = resumed.call.pins
-    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
-        return "The adapter of this answer has been changed since"
-    if moved(resumed, here):
-        if pins.given != given(spec, here):
-            return "The model of this answer has been changed since: ask for a new one"
-        again = spec.logprobs or spec.prompt_logprobs is not None
-        if spec.beam_search or (again and resumed.call.progress.count):
-            return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
-    if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
-        return "Last-Event-ID is the id of no event of this stream"
-    return None

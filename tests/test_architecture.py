@@ -105,6 +105,7 @@ ROOMS = {
             "resolve",
             "workers",
             "batches",
+            "again",
             "streams",
             "durable",
             "receipts",

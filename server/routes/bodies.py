@@ -19,6 +19,7 @@ from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import Body
 from quire.server.access.held import hold
+from quire.server.again import Here, pinned, why_not_again
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import GenerationSpec
 from quire.server.images.asked import NeedsImages
@@ -30,7 +31,7 @@ from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
 from quire.server.store.progress import Progress
-from quire.server.streams import BODY, KEY, PATHS, RESUMED, Here, pinned, why_not_again
+from quire.server.streams import BODY, KEY, PATHS, RESUMED
 
 Result = TypeVar("Result")
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]

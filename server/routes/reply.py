@@ -12,6 +12,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.held import hold_of
+from quire.server.again import computed_by
 from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
@@ -25,7 +26,7 @@ from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, h
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, computed_by, keep_alive
+from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, keep_alive
 
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""

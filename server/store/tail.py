@@ -21,7 +21,8 @@ PREFIX = "tail-"
 """Of the file of a process, in --data-dir."""
 HALF = 1 << 20
 """Bytes of each half: one is written, while the journal gets what is in the other."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What Linux says of the boot."""
 _BOOT_BYTES = 36
 _PLACES = struct.Struct("<QQ")
 """Of each half: its turn, from 1, of which 0 means that it is settled; and how many of its bytes are written."""
@@ -137,7 +138,7 @@ def _place(half: int) -> int:
 
 def _boot() -> bytes:
     """Raises OSError where it has no name."""
-    return _BOOT.read_bytes()[:_BOOT_BYTES].ljust(_BOOT_BYTES)
+    return BOOT.read_bytes()[:_BOOT_BYTES].ljust(_BOOT_BYTES)
 
 
 def left(path: Path) -> Iterator[Tokens]:
