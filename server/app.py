@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
@@ -168,13 +169,8 @@ def application(
             ending.push_async_callback((background := Background(peers)).close)
             parts, registry = None, CollectorRegistry()
             if data is not None:
-                parts = await ending.enter_async_context(
-                    durable(
-                        *(data, app, tenants, config),
-                        lambda: sum(each.client.queued_tokens for each in served.loaded),
-                        peers,
-                    )
-                )
+                shared = durable(data, app, tenants, config, partial(_queued, served), peers)
+                parts = await ending.enter_async_context(shared)
                 registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
             app.state.server = Server(config, served, gateways, background, parts, registry)
             if parts is not None:
@@ -196,6 +192,11 @@ def application(
     _add_routes(app)
     _add_middleware(app, config, tenants, gateways, spans, held)
     return app
+
+
+def _queued(models: Models) -> int:
+    """Prompt tokens, of anybody, that engines have not computed yet."""
+    return sum(each.client.queued_tokens for each in models.loaded)
 
 
 def _add_routes(app: FastAPI) -> None:

@@ -106,14 +106,15 @@ class Background:
         """The events of an answer behind the one with this number, up to the last; None: no process works on it."""
         if (running := self._running.get(key)) is not None:
             return running.follow(after)
-        return None if await self._elsewhere(key) is None else self._from_elsewhere(key, after)
+        holder = await self._elsewhere(key)
+        return None if holder is None else self._from_elsewhere(key, after, holder)
 
     async def _elsewhere(self, key: Key) -> str | None:
         return None if key in self._running else await self._peers.holder(*key)
 
-    async def _from_elsewhere(self, key: Key, after: int) -> AsyncGenerator[bytes]:
-        """The same from the process that works on it, or from the one that takes it up when that has ended: its events
-        are the same."""
+    async def _from_elsewhere(self, key: Key, after: int, holder: str) -> AsyncGenerator[bytes]:
+        """The same from the process that works on it, or did a moment ago; or from the one that takes it up when that
+        has ended: its events are the same."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEN_UP_SECONDS
         while loop.time() < until:
@@ -121,10 +122,8 @@ class Background:
                 async for events in running.follow(after):
                     yield events
                 return
-            holder = await self._peers.holder(*key)
-            said = (
-                None if holder is None else await self._peers.ask(holder, _FOLLOW, json.dumps((*key, after)).encode())
-            )
+            holder = await self._peers.holder(*key) or holder
+            said = await self._peers.ask(holder, _FOLLOW, json.dumps((*key, after)).encode())
             if said is None:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
