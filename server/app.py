@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.engine import VERSION
 from quire.engine.core.history import History
 from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
 from quire.engine.lora.modules import Modules
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
@@ -28,6 +31,7 @@ from quire.server.observe.durable import DurableCollector
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
+from quire.server.peers import Peers, asking
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -81,7 +85,8 @@ from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
-from quire.server.store.data import open_data
+from quire.server.store.data import Data, open_data
+from quire.server.store.shared import shared_data
 
 
 class OnlyModel:
@@ -117,7 +122,16 @@ def create_app(client: EngineClient, source: ModelSource, modules: Modules | Non
         async with serving(source, modules, client, keyed=tenants.closed, folder=config.data_dir) as runtime:
             yield OnlyModel(runtime)
 
-    return application(config, tenants, opened, held=HELD_BYTES + (0 if source.images is None else IMAGE_BYTES))
+    held = HELD_BYTES + (0 if source.images is None else IMAGE_BYTES)
+    link = client.link if isinstance(client.link, HubLink) else None
+    return application(config, tenants, opened, held=held, link=link)
+
+
+def _data(config: ServerConfig, folder: Path, link: HubLink | None) -> Data:
+    """What is kept: of this process, or of the one that the link leads to. Raises ConfigError."""
+    if link is not None:
+        return shared_data(folder, asking(link))
+    return open_data(folder, int(config.max_stored_size * 2**30))
 
 
 def application(
@@ -127,10 +141,12 @@ def application(
     routers: Iterable[APIRouter] = (),
     *,
     held: int = HELD_BYTES + IMAGE_BYTES,
+    link: HubLink | None = None,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
-    `opened` raise. `held`: bytes that all requests may hold."""
+    `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is kept, where others
+    share it."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:
@@ -144,19 +160,17 @@ def application(
         async with AsyncExitStack() as ending:  # the last one that began ends first
             if spans is not None:
                 ending.push_async_callback(asyncio.to_thread, spans.close)
+            data = None
             if config.data_dir is not None:
-                data = open_data(config.data_dir, int(config.max_stored_size * 2**30))
+                data = _data(config, config.data_dir, link)
                 ending.callback(data.close)
             served = await ending.enter_async_context(opened())
-            ending.push_async_callback((background := Background()).close)
+            peers = Peers(link, None if data is None else data.calls)
+            ending.push_async_callback((background := Background(peers)).close)
             parts, registry = None, CollectorRegistry()
-            if config.data_dir is not None:
-                parts = await ending.enter_async_context(
-                    durable(
-                        *(data, app, tenants, config),
-                        lambda: sum(each.client.queued_tokens for each in served.loaded),
-                    )
-                )
+            if data is not None:
+                shared = durable(data, app, tenants, config, partial(_queued, served), peers)
+                parts = await ending.enter_async_context(shared)
                 registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
             app.state.server = Server(config, served, gateways, background, parts, registry)
             if parts is not None:
@@ -178,6 +192,11 @@ def application(
     _add_routes(app)
     _add_middleware(app, config, tenants, gateways, spans, held)
     return app
+
+
+def _queued(models: Models) -> int:
+    """Prompt tokens, of anybody, that engines have not computed yet."""
+    return sum(each.client.queued_tokens for each in models.loaded)
 
 
 def _add_routes(app: FastAPI) -> None:

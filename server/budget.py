@@ -19,10 +19,14 @@ class Budget:
         return self._held_by.total()
 
     def fits(self, owner: str, more: int) -> bool:
-        """Whether `more` bytes are left. Where keys are asked for, a tenant that holds some gets more only while as
-        much is left to others."""
+        """Whether `more` bytes are left."""
+        return more <= self.room(owner)
+
+    def room(self, owner: str) -> int:
+        """Bytes that are left. Where keys are asked for, a tenant that holds some gets more only while as much is left
+        to others."""
         free, mine = self._size - self.held, self._held_by[owner]
-        return more <= free and not (owner and mine and mine + more > free)
+        return free - mine if owner else free
 
     def take(self, owner: str, more: int) -> None:
         """A negative number gives back."""

@@ -1,38 +1,55 @@
-"""What outlives the server's process, with --data-dir: stored responses, files and batches, streams."""
+"""What outlives the server's process, with --data-dir: stored responses, files and batches, streams.
+
+Where several API processes share it, one of them leads: it answers the batches, and takes up what others left.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import urlencode
 
 from starlette.types import ASGIApp
 
+from quire.engine.errors import QuireError
 from quire.server.access.tenants import Tenants
 from quire.server.batches.calls import answer_to, client_for
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.store.data import Data
-from quire.server.store.store import Store, Stored
+from quire.server.peers import Peers
+from quire.server.store.data import OPEN, Data, Look
+from quire.server.store.store import Store, lost
+from quire.server.store.tail import Tail
 from quire.server.streams import RESUMED, Streams
 
 log = logging.getLogger("quire.server")
 _AT_ONCE = 8
 """Responses that are begun again at the same time."""
+_LOOK_SECONDS = 0.5
+"""Time between two looks at what other processes left, or were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Durable:
+    """Of one process."""
+
     data: Data
     batches: BatchRunner
     streams: Streams
-    left: Sequence[tuple[str, str]]
-    """Owners and ids of the responses that the last process worked on when it ended."""
+    peers: Peers
+    seen: Look = field(init=False)
+    """By the last `look`."""
+
+    async def look(self) -> Look:
+        """What all processes have together."""
+        counts = {**self.batches.results, OPEN: self.batches.num_open, "resumed": self.streams.resumptions}
+        self.seen = await asyncio.to_thread(self.data.processes.look, self.peers.process, counts)
+        return self.seen
 
     @property
     def store(self) -> Store:
@@ -40,40 +57,49 @@ class Durable:
 
     @property
     def kept(self) -> Mapping[str, int]:
-        return self.data.sizes
+        return self.seen.sizes
 
     @property
     def open_batches(self) -> int:
-        return self.batches.num_open
+        return self.seen.counts[OPEN]
 
     @property
     def batch_requests(self) -> Mapping[str, int]:
-        return self.batches.results
+        return {result: self.seen.counts[result] for result in self.batches.results}
 
     @property
     def resumed_streams(self) -> int:
-        return self.streams.resumptions
+        return self.seen.counts["resumed"]
 
 
 @asynccontextmanager
 async def durable(
-    data: Data, app: ASGIApp, tenants: Tenants, config: ServerConfig, queued: Callable[[], int]
+    data: Data, app: ASGIApp, tenants: Tenants, config: ServerConfig, queued: Callable[[], int], peers: Peers
 ) -> AsyncIterator[Durable]:
     """`queued`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
-    batches = BatchRunner(app, data.batches, data.files, tenants, config, queued)
-    left = await asyncio.to_thread(data.store.unfinished)  # before this process begins any
-    streams = Streams(data.calls, config.stream_grace)
+    batches = BatchRunner(app, data, tenants, config, queued)
+    streams = Streams(data.calls, config.stream_grace, peers, _tail(data, peers.process))
+    parts = Durable(data, batches, streams, peers)
     try:
-        yield Durable(data, batches, streams, left)
+        await parts.look()
+        yield parts
     finally:
         await batches.close()
         await streams.close()
 
 
+def _tail(data: Data, process: str) -> Tail | None:
+    try:
+        return Tail(data.contents.folder.parent, process)
+    except OSError as error:
+        log.error("a kill may cost streams their last second: data_dir has no place for the journal's tail: %s", error)
+        return None
+
+
 async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
-    """Take up what the last process left: batches, and responses in the background. The application answers already."""
-    parts.batches.start()
-    places = asyncio.Semaphore(_AT_ONCE)
+    """Take up what the last process left: batches, and responses in the background. The application answers already.
+    Of several processes, the one that leads does so again and again, for each that ends."""
+    places, begun = asyncio.Semaphore(_AT_ONCE), set[tuple[str, str]]()
 
     async def answer(owner: str, id: str) -> None:
         async with places:
@@ -83,8 +109,19 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
                 log.exception("the response %s cannot be made again now; the next start tries it again", id)
 
     async with asyncio.TaskGroup() as group:
-        for owner, id in parts.left:
-            group.create_task(answer(owner, id))
+        while True:
+            try:
+                if (await parts.look()).leads:
+                    for each in await asyncio.to_thread(parts.data.processes.left):
+                        if each not in begun:
+                            begun.add(each)
+                            group.create_task(answer(*each))
+                    await parts.batches.look()
+                if parts.peers.alone:
+                    return
+            except (sqlite3.OperationalError, OSError, QuireError) as error:
+                log.error("data_dir cannot be read: %s", error)
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
@@ -103,10 +140,3 @@ async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: s
             return
         log.error("the response %s cannot be made again: %s", id, answer.text[:500])
     await asyncio.to_thread(parts.store.end, owner, id, lost)
-
-
-def lost(kept: Stored) -> Stored:
-    """What becomes of a response that no process can go on with."""
-    error = {"code": "server_error", "message": "The server ended before the response was complete"}
-    response = {**json.loads(kept.data), "status": "failed", "error": error}
-    return replace(kept, about={**kept.about, "status": "failed"}, data=json.dumps(response).encode())

@@ -8,16 +8,13 @@ seed and time, so that the events are the same to the byte; those that were seen
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import secrets
 import sqlite3
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as replaced
 from functools import partial
 
 import msgspec
@@ -25,8 +22,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from quire.engine.errors import InvalidRequest
+from quire.server.again import Here, Resumed, computed_by, given
+from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
-from quire.server.store.calls import Call, Calls, Pins, Progress
+from quire.server.peers import Peers
+from quire.server.store.calls import Call, Calls, Note, Pins
+from quire.server.store.progress import Progress
+from quire.server.store.tail import Tail
 
 log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
@@ -49,26 +51,8 @@ _CLAIM_SECONDS = 30.0
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A call that is made again."""
-
-    call: Call
-    seen: Sequence[int]
-    """Events that its reader has; see answers/numbered.py."""
-    attempt: int
-    """From 1; 0: it is in the background, and what is known of it is its answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """What computes in this process."""
-
-    fingerprint: str
-    weights: str
-    """What the fingerprint says of the weights alone: with others, no answer goes on."""
+_TAKE_OVER = "take over"
+"""What an API process asks another that answers a call."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,15 +73,23 @@ class Running:
     close: Callable[[], None] = lambda: None
     noted: int = 0
     """Tokens in the journal."""
+    number: int = 0
+    """In its tail."""
+    stored: bool = False
+    """Whether it is a response that is stored as one that has not ended; see `stored`."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Streams:
-    """The calls of one server that can be asked for again."""
+    """The calls that can be asked for again, of one process."""
 
-    def __init__(self, calls: Calls, grace: float) -> None:
-        """`grace`: seconds for which a stream without a reader can be resumed."""
+    def __init__(self, calls: Calls, grace: float, peers: Peers, tail: Tail | None) -> None:
+        """`grace`: seconds for which a stream without a reader can be resumed. `tail`: None where there is no place for
+        one; then what was sent in the last second before the process is killed is not in the journal."""
+        self._tail = tail
         self._calls = calls
+        self._peers = peers
+        peers.answering(_TAKE_OVER, self._say_taken_over)
         self._grace = grace
         self._running: dict[tuple[str, str], Running] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
@@ -105,6 +97,11 @@ class Streams:
         self.resumptions = 0
         """Calls that were made again."""
         self._task = asyncio.create_task(self._note_always())
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether each token is in the journal before it is sent."""
+        return self._tail is not None
 
     @property
     def num_running(self) -> int:
@@ -116,6 +113,8 @@ class Streams:
         await asyncio.gather(self._task, return_exceptions=True)
         try:
             await self._note()
+            if self._tail is not None:
+                self._tail.close()
         except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
             log.error("streams: data_dir cannot be written: %s", error)
 
@@ -125,11 +124,21 @@ class Streams:
     async def resumed(self, owner: str, call: Call, seen: Sequence[int]) -> Resumed:
         """A call to be made again, which nobody else answers any more; with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
-            running.close()
-            await running.ended.wait()
-            call = msgspec.structs.replace(call, progress=running.progress.copy())
+            call = msgspec.structs.replace(call, progress=await _stopped(running))
+        elif (holder := await self._peers.holder(owner, call.pins.id)) is not None:
+            asked = msgspec.msgpack.encode((owner, call.pins.id))
+            if (said := await self._peers.ask(holder, _TAKE_OVER, asked)) is not None:
+                call = msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
+            else:  # it has ended meanwhile, or its process has
+                call = await self.find(owner, call.pins.id) or call
         self.resumptions += 1
-        return Resumed(call, seen, self.resumptions)
+        return Resumed(call, seen, 1 + secrets.randbits(31))
+
+    async def _say_taken_over(self, body: bytes) -> bytes | None:
+        """What a call has so far that another process goes on with."""
+        owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
+        running = self._running.get((owner, id))
+        return None if running is None else msgspec.msgpack.encode(await _stopped(running))
 
     async def claimed(self, request: Request, owner: str, body: bytes, *, stream: bool) -> Resumed | None:
         """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
@@ -155,13 +164,15 @@ class Streams:
             return Resumed(call, (), attempt=0)
         self.release([claim])
         if not stream:
-            self.check_free(owner, call.pins.id)
+            await self.check_free(owner, call.pins.id)
         return await self.resumed(owner, call, ())
 
-    def check_free(self, owner: str, id: str) -> None:
+    async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
         running = self._running.get((owner, id))
         if running is not None and not running.ended.is_set():
+            raise _busy()
+        if running is None and await self._peers.holder(owner, id) is not None:
             raise _busy()
 
     def release(self, claims: Iterable[Claim]) -> None:
@@ -176,10 +187,11 @@ class Streams:
         owner: str,
         spec: GenerationSpec,
         here: Here,
-        progress: Progress,
+        generation: Generation,
         close: Callable[[], None],
     ) -> Callable[[], None]:
         """Put a call into the journal. Returns what ends it: `close`, and its journal goes on from there."""
+        progress = generation.progress
         body = request.scope.pop(BODY)
         resumed: Resumed | None = request.scope.get(RESUMED)
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
@@ -200,7 +212,9 @@ class Streams:
         running.close = partial(_end, running, close)
         self._running[owner, spec.id] = running
         try:
-            await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
+            ends = time.time() + _RUNNING_SECONDS
+            if not await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process):
+                raise _busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
@@ -211,16 +225,24 @@ class Streams:
             raise
         finally:
             self.release(request.scope.get(CLAIMS, ()))
+        if self._tail is not None:
+            running.number = self._tail.begin(owner, spec.id)
+            generation.journal = partial(self._tail.add, running.number)
         return running.close
+
+    def stored(self, owner: str, id: str) -> None:
+        """A response is stored as one that has not ended: until `forget`, when its end is stored, no other process
+        takes it for one that nobody works on."""
+        if (running := self._running.get((owner, id))) is not None:
+            running.stored = True
 
     async def forget(self, owner: str, id: str, *, with_key: bool = True) -> None:
         """It shall not be made again. `with_key`: one with an Idempotency-Key neither; else its key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended.set()
-            if not with_key and running.ends_after == KEPT_KEYS:
-                return
-            del self._running[owner, id]
-        await asyncio.to_thread(self._calls.delete, owner, id)
+            if with_key or running.ends_after != KEPT_KEYS:
+                del self._running[owner, id]
+        await asyncio.to_thread(self._calls.delete, owner, id, named=with_key)
 
     async def _note_always(self) -> None:
         swept = 0.0
@@ -236,18 +258,26 @@ class Streams:
 
     async def _note(self) -> None:
         """Write down what has come since the last time, and forget those that have ended."""
-        now, notes = time.time(), []
+        now, notes = time.time(), list[Note]()
+        turned = self._tail is not None and self._tail.turn(
+            (running.number, *key) for key, running in self._running.items()
+        )
         for (owner, id), running in list(self._running.items()):
             count = running.progress.count
             ended = running.ended.is_set()
-            if count - running.noted > running.noted // 8 or ended:  # else a long answer is written over and over
+            if (
+                count - running.noted > running.noted // 8 or ended or (turned and count > running.noted)
+            ):  # else a long answer is written over and over
                 ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
-                notes.append((owner, id, running.progress.copy(), ends))
+                answered = ended and not running.stored
+                notes.append(Note(owner, id, running.progress.copy(), ends, answered))
                 running.noted = count
             if ended:
                 del self._running[owner, id]
         if notes:
-            await asyncio.to_thread(self._calls.note, notes)
+            await asyncio.to_thread(self._calls.note, notes, self._peers.process)
+        if turned and self._tail is not None:
+            self._tail.settle()
 
 
 def _busy() -> HTTPException:
@@ -258,36 +288,17 @@ def _nothing() -> None:
     pass
 
 
+async def _stopped(running: Running) -> Progress:
+    """What a call has whose answer is ended here."""
+    running.close()
+    await running.ended.wait()
+    return running.progress.copy()
+
+
 def _end(running: Running, close: Callable[[], None]) -> None:
     close()
     running.ended.set()
     running.close = _nothing  # no circle: the spec goes with its last reference, not at a collection
-
-
-def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool) -> GenerationSpec:
-    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own. It
-    can be resumed only where a token depends on nothing else."""
-    if resumed is not None:
-        pins = resumed.call.pins
-        return replaced(
-            spec,
-            id=pins.id,
-            name=pins.name,
-            created=pins.created,
-            params=msgspec.structs.replace(spec.params, seed=pins.seed),
-            resumable=_resumable(spec),
-            progress=resumed.call.progress,
-            attempt=resumed.attempt,
-        )
-    if spec.beam_search or not deterministic:
-        return spec
-    seed = spec.params.seed
-    params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
-    return replaced(spec, params=params, resumable=_resumable(spec))
-
-
-def _resumable(spec: GenerationSpec) -> bool:
-    return spec.stream or (spec.response is not None and spec.response.background)
 
 
 def keep_alive(request: Request, most: float) -> float:
@@ -301,41 +312,3 @@ def keep_alive(request: Request, most: float) -> float:
     if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", given) or not float(given) <= most:
         raise InvalidRequest(f"{KEEP_ALIVE} must be a number from 0 to {most:g} (--stream-grace)", param=KEEP_ALIVE)
     return float(given)
-
-
-def given(spec: GenerationSpec, here: Here) -> str:
-    """Digest of the weights and of the prompts as the model reads them."""
-    digest = hashlib.blake2b(here.weights.encode(), digest_size=12)
-    for prompt in spec.prompts:
-        digest.update(b"%d:" % len(prompt.ids))
-        digest.update(array("I", prompt.ids).tobytes())
-        for span in prompt.spans:
-            digest.update(repr(span).encode())
-    return digest.hexdigest()
-
-
-def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
-    """The fingerprints of all that compute a call, in their order."""
-    pins = resumed.call.pins
-    return (*pins.before, pins.kernels) + ((here.fingerprint,) if pins.kernels != here.fingerprint else ())
-
-
-def moved(resumed: Resumed, here: Here) -> bool:
-    """Whether what computes a call is not what it began with: then tokens that it has stand, and it goes on from
-    them. What follows them would not be the same a second time."""
-    return resumed.call.pins.kernels != here.fingerprint
-
-
-def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
-    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
-    pins = resumed.call.pins
-    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
-        return "The adapter of this answer has been changed since"
-    if moved(resumed, here):
-        if pins.given != given(spec, here):
-            return "The model of this answer has been changed since: ask for a new one"
-        if not _resumable(spec) or spec.logprobs or spec.prompt_logprobs is not None:
-            return "What computes this answer has been changed since, and all of it would be computed again: ask anew"
-    if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
-        return "Last-Event-ID is the id of no event of this stream"
-    return None

@@ -100,6 +100,7 @@ ROOMS = {
             "observe",
             "adapters",
             "served_model",
+            "peers",
         ),
         *(
             "generation",
@@ -107,6 +108,7 @@ ROOMS = {
             "resolve",
             "workers",
             "batches",
+            "again",
             "streams",
             "durable",
             "receipts",

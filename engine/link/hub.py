@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from time import monotonic
 
@@ -20,6 +20,7 @@ from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import together
 from quire.engine.link.hub_messages import (
+    HUB,
     LASTING,
     Abort,
     Alive,
@@ -59,9 +60,13 @@ _TICK_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 """After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
-"""How long an API process may take to answer a question of another."""
+"""How long an API process may take to answer a question to all."""
+_LONG_ANSWER_SECONDS = 10.0
+"""The same of a question to it alone, which nobody else can answer."""
 _REMEMBER_SECONDS = 5.0
 """Time between two questions to all API processes for the counts that would be lost with them."""
+Answering = Callable[[bytes], Awaitable[bytes]]
+"""Raises nothing."""
 
 
 class Hub:
@@ -87,6 +92,8 @@ class Hub:
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
         self._tasks = Tasks(self._failed)
+        self.answering: dict[str, Answering] = {}
+        """How this process answers what API processes ask it, by topic."""
         self.changed = asyncio.Event()
         """Set when an API process has started, or cannot; then another event takes its place."""
 
@@ -241,26 +248,37 @@ class Hub:
         self._tell_state()
         # Messages to an API process arrive in their order. When all have answered this question, all have been told of
         # the change, and the one that asked for it can rely on that.
-        await self._answers("", b"")
+        await self._answers("", b"", self._others())
         channel.send(Changed(wanted.number, self._client.link.weights_version, fault), self._stats())
 
     async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
-        bodies = await self._answers(asked.topic, asked.body, but=identity)
+        if asked.to == HUB:
+            bodies = [await self.answering[asked.topic](asked.body)]
+        elif asked.to is not None:
+            asks = [(who, each) for who, each in self._others(identity) if who == asked.to.encode()]
+            bodies = await self._answers(asked.topic, asked.body, asks, _LONG_ANSWER_SECONDS)
+        else:
+            bodies = await self._answers(asked.topic, asked.body, self._others(identity))
         if asked.topic == LASTING:  # those that are being replaced
             there = {each.number for each in self._channels.values() if each.welcomed}
             bodies += [body for number, body in self._lasting.items() if number not in there]
         channel.send(Answers(asked.number, bodies), self._stats())
 
-    async def _answers(self, topic: str, body: bytes, *, but: bytes | None = None) -> list[bytes]:
-        """The answers of all API processes, or of all but one."""
+    def _others(self, but: bytes | None = None) -> list[tuple[bytes, Channel]]:
+        """All API processes that can be asked, or all but one."""
+        return [(who, each) for who, each in self._channels.items() if who != but and each.welcomed]
+
+    async def _answers(
+        self, topic: str, body: bytes, asked: Sequence[tuple[bytes, Channel]], seconds: float = _ANSWER_SECONDS
+    ) -> list[bytes]:
+        """The answers of these API processes that come in so many seconds."""
         number = next(self._numbers)
         waiting = {}
-        for identity, channel in self._channels.items():
-            if identity != but and channel.welcomed:
-                self._asked[identity, number] = waiting[channel] = asyncio.get_running_loop().create_future()
-                self._write(identity, Question(number, topic, body))
+        for identity, channel in asked:
+            self._asked[identity, number] = waiting[channel] = asyncio.get_running_loop().create_future()
+            self._write(identity, Question(number, topic, body))
         if waiting:
-            await asyncio.wait(waiting.values(), timeout=_ANSWER_SECONDS)
+            await asyncio.wait(waiting.values(), timeout=seconds)
         self._asked = {key: answer for key, answer in self._asked.items() if key[1] != number}
         found = []
         for channel, answer in waiting.items():
@@ -273,7 +291,7 @@ class Hub:
     async def _remember(self) -> None:
         while True:
             await asyncio.sleep(_REMEMBER_SECONDS)
-            await self._answers(LASTING, b"")
+            await self._answers(LASTING, b"", self._others())
 
     # How the engines are
 

@@ -5,7 +5,7 @@ that has the engine, which tells how the engine is up to 0.1 s late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -68,7 +68,7 @@ class HubLink(Link):
     def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
         """address, identity: where the hub listens, and how it knows this process."""
         super().__init__()
-        self.answering: Mapping[str, Answering] = {}
+        self.answering: dict[str, Answering] = {}
         """How this process answers the questions of others, by topic."""
         self.on_version: list[Callable[[str], None]] = []
         """Called with the version of weights that have changed."""
@@ -76,7 +76,8 @@ class HubLink(Link):
         """What `on_version` was last called with."""
         self.inherited: bytes | None = None
         """The last answer to messages.LASTING of the process that this one replaces."""
-        self._address, self._identity = address, identity
+        self.identity = identity
+        self._address = address
         self._wire: Wire | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
@@ -92,7 +93,7 @@ class HubLink(Link):
 
     def launch(self) -> None:
         self._welcome = asyncio.get_running_loop().create_future()
-        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self._identity.encode())
+        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
         self._wire.connect(self._address)
         self._write(Hello())
         self._tasks.begin(self._receive())
@@ -106,6 +107,7 @@ class HubLink(Link):
 
     async def stop(self) -> None:
         self.die("the engine was stopped")
+        self._end_waiting(EngineError("the engine was stopped"))
         await self._tasks.cancel()
         if self._wire is not None:
             self._wire.close()
@@ -131,11 +133,12 @@ class HubLink(Link):
     def reset_prefix_cache(self) -> None:
         self._write(ResetPrefixCache())
 
-    async def ask(self, topic: str, body: bytes = b"") -> list[bytes]:
-        """The answers of the other API processes, without those that have none or do not answer in time."""
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        """The answers of the other API processes, or of the one that is named (HUB: of the hub's process), without
+        those that have none or do not answer in time."""
         number = next(self._numbers)
         self._asked[number] = asyncio.get_running_loop().create_future()
-        self._write(Ask(number, topic, body))
+        self._write(Ask(number, topic, body, to))
         try:
             return await self._asked[number]
         finally:
@@ -207,6 +210,9 @@ class HubLink(Link):
     def _give_up(self, error: QuireError) -> None:
         """End all that waits for the hub with this error."""
         self.owner.end_all(error)
+        self._end_waiting(error)
+
+    def _end_waiting(self, error: QuireError) -> None:
         waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
         for each in waiting:
             if not each.done():

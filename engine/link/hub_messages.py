@@ -17,6 +17,9 @@ from quire.engine.types import EngineInfo, Image, Request, RequestOutput
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
 
+HUB = ""
+"""What stands for the hub's own process, where one is asked."""
+
 
 class Fault(msgspec.Struct, frozen=True):
     """An error on its way to another process."""
@@ -91,11 +94,13 @@ class Change(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A question to all other API processes; answered by Answers."""
+    """A question to all other API processes, or to one; answered by Answers."""
 
     number: int
     topic: str
     body: bytes
+    to: str | None = None
+    """Who alone is asked: the identity of an API process, or HUB; None: all others."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
 from quire.server.batches.lines import failed_line
-from quire.server.store.batches import Batch, Batches, Status
-from quire.server.store.files import Files, StoredFile, new_file
+from quire.server.store.batches import Batch, Batches, Status, at
+from quire.server.store.files import Contents, StoredFile, new_file
 
 _UNDONE = {
     "expired": ("batch_expired", "The batch expired before this request was answered"),
@@ -40,19 +38,14 @@ class _Answered(msgspec.Struct):
     response: _Response
 
 
-def at(batch: Batch, status: Status) -> Batch:
-    """The batch as it is from now on."""
-    return replace(batch, status=status, **{f"{status}_at": int(time.time())})
-
-
-def finish(batches: Batches, files: Files, owner: str, batch: Batch) -> None:
+def finish(batches: Batches, contents: Contents, owner: str, batch: Batch) -> None:
     """Write the files of a batch whose lines will get no more results, and end it in the same transaction. In a thread,
     please. Raises OSError and sqlite3.Error, and may then be called again."""
     left = sum(1 for _ in _undone(batches, batch.id))
     status: Status = "cancelled" if batch.status == "cancelling" else "expired" if left else "completed"
     used = _Usage()
-    answers = _write(files, batch, "output", _counting(batches.results(batch.id, failed=False), used))
-    errors = _write(files, batch, "errors", _errors(batches, batch.id, status))
+    answers = _write(contents, batch, "output", _counting(_results(batches, batch.id, failed=False), used))
+    errors = _write(contents, batch, "errors", _errors(batches, batch.id, status))
     new = [file for file in (answers, errors) if file is not None]
     ended = replace(
         at(batch, status),
@@ -62,25 +55,24 @@ def finish(batches: Batches, files: Files, owner: str, batch: Batch) -> None:
         input_tokens=used.prompt_tokens + used.input_tokens,
         output_tokens=used.completion_tokens + used.output_tokens,
     )
-    add = partial(files.add, owner, *new)
-    batches.change(owner, batch.id, lambda _: ended, lambda connection: add(connection=connection), files.sizes)
+    batches.end(owner, ended, new)
 
 
-def _write(files: Files, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
+def _write(contents: Contents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
     """None where there are no lines."""
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _PURPOSE, 0, keep_seconds=batch.keep_seconds)
-    files.create(file.id)
+    contents.create(file.id)
     try:
-        with files.path(file.id).open("r+b") as out:
+        with contents.path(file.id).open("r+b") as out:
             out.write(first + b"\n")
             out.writelines(line + b"\n" for line in lines)
             out.flush()
             os.fsync(out.fileno())
             size = out.tell()
     except BaseException:
-        files.path(file.id).unlink(missing_ok=True)
+        contents.path(file.id).unlink(missing_ok=True)
         raise
     return StoredFile(file.id, file.created, file.expires, size, file.name, file.purpose)
 
@@ -93,8 +85,16 @@ def _counting(lines: Iterator[bytes], used: _Usage) -> Iterator[bytes]:
         yield line
 
 
+def _results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
+    """The lines of a file, in the order of the input's."""
+    last = 0
+    while rows := batches.results(id, last, failed=failed):
+        yield from (line for _, line in rows)
+        last = rows[-1][0]
+
+
 def _errors(batches: Batches, id: str, status: Status) -> Iterator[bytes]:
-    yield from batches.results(id, failed=True)
+    yield from _results(batches, id, failed=True)
     if status in _UNDONE:
         for custom_id in _undone(batches, id):
             yield failed_line(custom_id, *_UNDONE[status])

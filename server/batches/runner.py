@@ -25,11 +25,12 @@ from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.batches.calls import answer_to, client_for
 from quire.server.batches.lines import answered_line, failed_line, parse_line
-from quire.server.batches.output import at, finish
+from quire.server.batches.output import finish
 from quire.server.batches.reader import read_lines
+from quire.server.budget import Budget
 from quire.server.config import ServerConfig
-from quire.server.store.batches import ENDED, Batch, Batches, Line, LineError, Result
-from quire.server.store.files import Files
+from quire.server.store.batches import ENDED, Batch, Line, LineError, Result, at, cancelling, finalizing
+from quire.server.store.data import Data
 from quire.server.store.patience import Done, patiently
 
 log = logging.getLogger("quire.server")
@@ -37,6 +38,8 @@ BEHIND = 1 << 20
 """The priority of batches: whatever comes with a smaller number, 0 unless it says otherwise, goes first."""
 MAX_OPEN = 64
 """Batches of a key that have not ended."""
+MAX_UPLOADS = 16
+"""Files that come at the same time. A key that has some gets more only while as many are left to others."""
 _SHARE = 4
 """Lines are begun in at most one of so many places of the engine, and only while few prompts wait (_QUEUED tokens):
 someone else's request waits for the step that is under way, so steps are kept short."""
@@ -48,21 +51,18 @@ _SWEEP_SECONDS = 600.0
 
 
 class BatchRunner:
-    """All batches of one server. Its methods are the event loop's; what they ask the disk is done in threads."""
+    """All batches of one server, where this process answers them; in others, what is known of them. Its methods are the
+    event loop's; what they ask the disk is done in threads."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        batches: Batches,
-        files: Files,
-        tenants: Tenants,
-        config: ServerConfig,
-        queued: Callable[[], int],
+        self, app: ASGIApp, data: Data, tenants: Tenants, config: ServerConfig, queued: Callable[[], int]
     ) -> None:
         """`app`: what answers the lines. `queued`: prompt tokens, of anybody, that the engine has not computed yet."""
         self._app = app
-        self.batches, self.files = batches, files
-        """What is known of them; other threads may read it."""
+        self.batches, self.files, self.contents = data.batches, data.files, data.contents
+        """What is known of them; for other threads."""
+        self.uploads = Budget(MAX_UPLOADS)
+        """Of this process, by owner."""
         self._tenants = tenants
         self._config = config
         self._queued = queued
@@ -70,21 +70,26 @@ class BatchRunner:
         self._reading = asyncio.Lock()  # a file at a time, for threads compete with the event loop
         self._left: dict[str, asyncio.Event] = {}
         """By the batch's id: set when its lines shall end."""
-        self._owners: dict[str, str] = {}
         self.results = {"completed": 0, "failed": 0}
         """Lines that got their result in this process."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._leads = self._closing = False
 
     @property
     def num_open(self) -> int:
         return len(self._left)
 
-    def start(self) -> None:
-        """Go on with those that had not ended when the last server did."""
-        for owner, batch in self.batches.open():
-            self._begin(owner, batch)
-        self._keep(asyncio.create_task(self._sweep()))
+    async def look(self) -> None:
+        """Go on with those that have not ended, and that nobody goes on with: from now on this process answers all.
+        Those that another process was asked to cancel end."""
+        if not self._leads:
+            self._leads = True
+            self._keep(asyncio.create_task(self._sweep()))
+        for owner, batch in await asyncio.to_thread(self.batches.open):
+            if (left := self._left.get(batch.id)) is None:
+                self._begin(owner, batch)
+            elif batch.status == "cancelling":
+                left.set()
 
     async def close(self) -> None:
         """Stop where they are: the next start goes on."""
@@ -101,25 +106,14 @@ class BatchRunner:
 
     async def add(self, owner: str, batch: Batch) -> None:
         """Raises RateLimited where the owner has many already."""
-        if sum(whose == owner for whose in self._owners.values()) >= MAX_OPEN:
+        if not await asyncio.to_thread(self.batches.add, owner, batch, MAX_OPEN):
             raise RateLimited(f"{MAX_OPEN} batches have not ended yet. Please try again later", headers={})
-        self._owners[batch.id] = owner
-        try:
-            await asyncio.to_thread(self.batches.add, owner, batch)
-        except BaseException:
-            del self._owners[batch.id]
-            raise
-        self._begin(owner, batch)
+        if self._leads:
+            self._begin(owner, batch)
 
     async def cancel(self, owner: str, id: str) -> Batch:
         """Ends a batch; its results so far are kept. Raises RequestNotFound, and InvalidRequest for one that has ended
         or is about to."""
-
-        def cancelling(batch: Batch) -> Batch:
-            if batch.status in (*ENDED, "finalizing"):
-                raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
-            return at(batch, "cancelling")
-
         batch = await asyncio.to_thread(self.batches.change, owner, id, cancelling)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
@@ -128,7 +122,9 @@ class BatchRunner:
         return batch
 
     def _begin(self, owner: str, batch: Batch) -> None:
-        self._left[batch.id], self._owners[batch.id] = asyncio.Event(), owner
+        if batch.id in self._left or self._closing:
+            return
+        self._left[batch.id] = asyncio.Event()
         self._keep(asyncio.create_task(self._run(owner, batch)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
@@ -143,11 +139,11 @@ class BatchRunner:
             if (now := await self._now(owner, batch.id)).status == "in_progress":
                 await self._answer(owner, now)
             if not self._closing and (now := await self._now(owner, batch.id)).status not in ENDED:
-                await self._patiently(lambda: finish(self.batches, self.files, owner, now))
+                await self._patiently(lambda: finish(self.batches, self.contents, owner, now))
         except Exception:
             log.exception("the batch %s stopped; the next start goes on with it", batch.id)
         finally:
-            del self._left[batch.id], self._owners[batch.id]
+            del self._left[batch.id]
 
     async def _now(self, owner: str, id: str) -> Batch:
         found = await asyncio.to_thread(self.batches.find, owner, id)
@@ -158,7 +154,7 @@ class BatchRunner:
         """Make its lines known, or let it fail."""
         most = int(self._config.max_body_size * 2**20)
         try:
-            path = self.files.path(batch.input_file_id)
+            path = self.contents.path(batch.input_file_id)
             async with self._reading:
                 lines, errors = await asyncio.to_thread(read_lines, path, batch.endpoint, most)
         except OSError as error:
@@ -209,7 +205,7 @@ class BatchRunner:
     async def _answer_line(self, client: httpx.AsyncClient, batch: Batch, line: Line, left: asyncio.Event) -> None:
         """Put its result, unless nobody wants it any more."""
         try:
-            content = await asyncio.to_thread(_content, self.files.path(batch.input_file_id), line)
+            content = await asyncio.to_thread(_content, self.contents.path(batch.input_file_id), line)
             job = parse_line(content)
         except (OSError, InvalidRequest) as error:
             result = failed_line(line.custom_id, "file_lost", f"The input file cannot be read any more: {error}")
@@ -236,10 +232,6 @@ class BatchRunner:
                 if not await self._patiently(partial(self.uses, id, owner)):
                     await self._patiently(partial(self.files.delete, owner, id))
             await asyncio.sleep(_SWEEP_SECONDS)
-
-
-def finalizing(batch: Batch) -> Batch:
-    return at(batch, "finalizing") if batch.status == "in_progress" else batch
 
 
 def _content(path: Path, line: Line) -> bytes:

@@ -31,6 +31,8 @@ from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
+from quire.server.store.data import Data, open_data
+from quire.server.store.shared import TOPIC, answer
 
 log = logging.getLogger("quire.server")
 MOST_FAILURES = 3
@@ -65,7 +67,6 @@ def check(config: ServerConfig, models: Path | None) -> None:
     alone = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
-        "data_dir": config.data_dir is not None,
         "requests_per_minute": config.requests_per_minute is not None,
         "tokens_per_minute": config.tokens_per_minute is not None,
         "api_key_file": any(tenant.limits.limited for tenant in Tenants(config).all),
@@ -87,6 +88,8 @@ class ApiProcesses:
         self._listener = listener
         self._started = started
         self._client = processes(config)
+        self._data: Data | None = None
+        """What API processes keep, which ask for it here."""
         self._processes: dict[int, Child] = {}
         self._hub_address = ""
         self._ready = False
@@ -95,16 +98,28 @@ class ApiProcesses:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
+        folder = self._config.data_dir
+        if folder is not None:
+            self._data = open_data(folder, int(self._config.max_stored_size * 2**30))
         with signals_told(partial(self._on_signal, main_task)):
             self._client.link.launch()
             try:
-                with closing(SocketFolder()) as folder:
-                    self._hub_address = f"ipc://{folder.hub}"
-                    return await self._serve(Hub(self._client, self._hub_address))
+                with closing(SocketFolder()) as sockets:
+                    self._hub_address = f"ipc://{sockets.hub}"
+                    hub = Hub(self._client, self._hub_address)
+                    hub.answering[TOPIC] = self._asked
+                    return await self._serve(hub)
             except asyncio.CancelledError:
                 return 0
             finally:
                 await self._client.link.stop()
+                if self._data is not None:
+                    self._data.close()
+
+    async def _asked(self, body: bytes) -> bytes:
+        """What an API process asks of what is kept."""
+        assert self._data is not None
+        return await asyncio.to_thread(answer, self._data, body)
 
     async def _serve(self, hub: Hub) -> int:
         keeping = [asyncio.create_task(self._keep(hub, number)) for number in range(self._config.api_server_count)]
@@ -150,6 +165,8 @@ class ApiProcesses:
             code = await self._watched(process, channel)
             await asyncio.sleep(_LAST_WORDS_SECONDS)
             aborted = hub.remove(identity.encode())
+            if self._data is not None:
+                await asyncio.to_thread(self._data.processes.gone, identity)
             if self._signals or not self._client.alive:
                 return code
             failures = 0 if isinstance(channel.started, Serving) else failures + 1

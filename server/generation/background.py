@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
 Key = tuple[str, str]
 """An answer's owner and its id."""
 MOST_LEFT = 16
 """Answers of an owner that go on without the reader who asked for that."""
+_SO_FAR, _FOLLOW, _CANCEL = "response so far", "events", "cancel response"
+"""What API processes ask one another."""
+_FOLLOW_SECONDS = 1.0
+"""So long an answer to _FOLLOW waits for an event."""
+_ENDED_SECONDS = 10.0
+"""So long the events of an answer that has ended are kept for those who follow it from another process."""
+_TAKEN_UP_SECONDS = 5.0
+"""In so many seconds another process takes up what one worked on that has ended."""
+_LOOK_SECONDS = 0.25
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +74,16 @@ class Running:
 
 
 class Background:
-    """All that run in this process."""
+    """All that run in this process. An answer that another process works on is told of, followed and cancelled through
+    that one."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        peers.answering(_SO_FAR, self._say_so_far)
+        peers.answering(_FOLLOW, self._say_events)
+        peers.answering(_CANCEL, self._say_cancelled)
+        self._ended: dict[Key, Running] = {}
+        """Those that ended a moment ago, where others may follow them."""
         self._running: dict[Key, Running] = {}
         self._left: Counter[str] = Counter()
         """By owner: answers that their readers have left."""
@@ -72,6 +92,48 @@ class Background:
 
     def find(self, key: Key) -> Running | None:
         return self._running.get(key)
+
+    async def so_far(self, key: Key) -> bytes | None:
+        """A response as it is now, as JSON; None: no process works on it."""
+        if (holder := await self._elsewhere(key)) is not None:
+            return await self._peers.ask(holder, _SO_FAR, json.dumps(key).encode())
+        running = self._running.get(key)
+        if running is None or not isinstance(running.writer, ResponsesWriter):
+            return None
+        return running.writer.so_far("in_progress")
+
+    async def follow(self, key: Key, after: int) -> AsyncGenerator[bytes] | None:
+        """The events of an answer behind the one with this number, up to the last; None: no process works on it."""
+        if (running := self._running.get(key)) is not None:
+            return running.follow(after)
+        holder = await self._elsewhere(key)
+        return None if holder is None else self._from_elsewhere(key, after, holder)
+
+    async def _elsewhere(self, key: Key) -> str | None:
+        return None if key in self._running else await self._peers.holder(*key)
+
+    async def _from_elsewhere(self, key: Key, after: int, holder: str) -> AsyncGenerator[bytes]:
+        """The same from the process that works on it, or did a moment ago; or from the one that takes it up when that
+        has ended: its events are the same."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _TAKEN_UP_SECONDS
+        while loop.time() < until:
+            if (running := self._running.get(key)) is not None:
+                async for events in running.follow(after):
+                    yield events
+                return
+            holder = await self._peers.holder(*key) or holder
+            said = await self._peers.ask(holder, _FOLLOW, json.dumps((*key, after)).encode())
+            if said is None:
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            until = loop.time() + _TAKEN_UP_SECONDS
+            count, ended, events = _told(said)
+            after += count
+            if events:
+                yield events
+            if ended:
+                return
 
     def start(
         self, key: Key, running: Running, events: AsyncIterator[bytes], ended: Callable[[], Awaitable[None]]
@@ -97,8 +159,21 @@ class Background:
                 logger.exception("the end of %s could not be kept", key[1])
             finally:
                 running.end()
+                self._keep_events(key, running)
                 if self._running.get(key) is running:  # else it was taken over
                     del self._running[key]
+
+    def _keep_events(self, key: Key, running: Running) -> None:
+        """For those who follow it from another process."""
+        if self._peers.alone or running.events is None:
+            return
+        self._ended[key] = running
+
+        def forget() -> None:
+            if self._ended.get(key) is running:
+                del self._ended[key]
+
+        asyncio.get_running_loop().call_later(_ENDED_SECONDS, forget)
 
     def leave(self, key: Key, running: Running, seconds: float) -> None:
         """Its reader has left: it goes on for so long, or ends now where MOST_LEFT of its owner do already."""
@@ -122,13 +197,41 @@ class Background:
         """End one early, and wait until it has ended. Whether there was one."""
         running = self._running.get(key)
         if running is None or running.task is None:
-            return False
+            holder = await self._elsewhere(key)
+            return holder is not None and await self._peers.ask(holder, _CANCEL, json.dumps(key).encode()) is not None
         running.close()
         await asyncio.wait([running.task])
         return True
+
+    # What other processes ask
+
+    async def _say_so_far(self, body: bytes) -> bytes | None:
+        owner, id = json.loads(body)
+        return await self.so_far((owner, id)) if (owner, id) in self._running else None
+
+    async def _say_events(self, body: bytes) -> bytes | None:
+        owner, id, after = json.loads(body)
+        running = self._running.get((owner, id)) or self._ended.get((owner, id))
+        if running is None or running.events is None:
+            return None
+        if len(running.events) <= after + 1 and not running.ended:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(running.changed.wait(), _FOLLOW_SECONDS)
+        pieces = running.events[after + 1 :]
+        return b"%d %d " % (len(pieces), running.ended) + b"".join(pieces)
+
+    async def _say_cancelled(self, body: bytes) -> bytes | None:
+        owner, id = json.loads(body)
+        return b"cancelled" if (owner, id) in self._running and await self.cancel((owner, id)) else None
 
     async def close(self) -> None:
         """End all."""
         self.closing = True
         for key in list(self._running):
             await self.cancel(key)
+
+
+def _told(said: bytes) -> tuple[int, bool, bytes]:
+    """How many events another process tells, whether they are the last, and what they are."""
+    count, ended, events = said.split(b" ", 2)
+    return int(count), ended == b"1", events

@@ -17,7 +17,7 @@ from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.fold import Answer
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
-from quire.server.store.calls import Progress
+from quire.server.store.progress import End, Progress
 
 TIMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
@@ -81,6 +81,11 @@ def times(timeline: Timeline) -> dict[str, float | None]:
     return dict(zip(TIMES, values, strict=True))
 
 
+class Journal(Protocol):
+    def __call__(self, choice: int, place: int, ids: Sequence[int], end: End | None, /) -> None:
+        """`place`: of the first of these tokens in the choice."""
+
+
 class Sink(Protocol):
     """What takes steps in the place of a reader."""
 
@@ -100,6 +105,8 @@ class Generation(ABC):
         self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
         self.progress = Progress()
         """Of a resumable spec: what it has so far."""
+        self.journal: Journal | None = None
+        """Of a resumable spec: where tokens are put before they are sent."""
         self.fresh = True
         """Whether the last step is new, and does not tell again what an answer had before."""
         self.computed = True

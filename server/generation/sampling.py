@@ -21,7 +21,7 @@ from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
-from quire.server.store.calls import End, Progress
+from quire.server.store.progress import End, Progress
 
 
 class Sampling(Generation):
@@ -147,9 +147,12 @@ class Sampling(Generation):
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
         index, cached = self._by_id[output.id].index, self.progress.cached
-        self.progress.ids[index] += output.new_ids
+        known, end = self.progress.ids[index], None
         if output.finish_reason == "stop" or output.finish_reason == "length":
-            self.progress.ends[index] = End(output.finish_reason, output.stop_reason, bool(output.new_ids))
+            self.progress.ends[index] = end = End(output.finish_reason, output.stop_reason, bool(output.new_ids))
+        if self.journal is not None:
+            self.journal(index, len(known), output.new_ids, end)
+        known += output.new_ids
         if cached[index] < 0:
             cached[index] = output.cached_tokens
         elif output.cached_tokens != cached[index]:

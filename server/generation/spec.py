@@ -10,7 +10,7 @@ from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
 from quire.server.generation.questions import Question
 from quire.server.generation.response_fields import ResponseFields
-from quire.server.store.calls import Progress
+from quire.server.store.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import Body
 from quire.server.access.held import hold
+from quire.server.again import Here, pinned, why_not_again
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import GenerationSpec
 from quire.server.images.asked import NeedsImages
@@ -30,8 +31,8 @@ from quire.server.resolve.common import Resolved, measured
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
-from quire.server.store.calls import Progress
-from quire.server.streams import BODY, KEY, PATHS, RESUMED, Here, pinned, why_not_again
+from quire.server.store.progress import Progress
+from quire.server.streams import BODY, KEY, PATHS, RESUMED
 
 Result = TypeVar("Result")
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]
@@ -127,7 +128,8 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
         if not resumed.call.pins.background:
             raise HTTPException(409, why)
         resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=Progress()))
-    return pinned(spec, resumed, deterministic=runtime_of(request).info.deterministic)
+    keyed = KEY in request.headers or (resumed is not None and resumed.call.key is not None)
+    return pinned(spec, resumed, keyed=keyed, kept=runtime_of(request).info.deterministic or streams.keeps_all)
 
 
 def wants_receipt(request: Request, spec: GenerationSpec) -> bool:
@@ -149,7 +151,7 @@ def here_of(request: Request) -> Here:
         config.quantization,
         config.quantize_embedding,
     )
-    return Here(model_of(request).fingerprint, repr(weights))
+    return Here(model_of(request).fingerprint, info.deterministic, repr(weights))
 
 
 def owner_of(request: Request) -> str:

@@ -12,6 +12,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.held import hold_of
+from quire.server.again import computed_by
 from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
@@ -25,7 +26,7 @@ from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, h
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, computed_by, keep_alive
+from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, keep_alive
 
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
@@ -87,8 +88,9 @@ def _streamed(
         resumed, here = request.scope.get(RESUMED), here_of(request)
         by = () if resumed is None else computed_by(resumed, here)
         others = len(by) > 1  # also before this process: the reader may have tokens of any of them
+        alters = others or not here.deterministic
         seen = () if resumed is None else resumed.seen
-        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if others else None)
+        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if alters else None)
         headers[STREAM_ID] = spec.id
         if others:
             headers[COMPUTED_BY] = ", ".join(by)
@@ -147,9 +149,8 @@ async def journaled(
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
-    known = (owner_of(request), spec, here_of(request), generation.progress)
     try:
-        return await streams.begin(request, *known, close)
+        return await streams.begin(request, owner_of(request), spec, here_of(request), generation, close)
     except BaseException:
         close()
         raise

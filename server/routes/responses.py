@@ -36,6 +36,8 @@ creating = APIRouter(route_class=GenerationRoute)
 Found = TypeVar("Found")
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
+WORKED_ON = ("queued", "in_progress")
+"""What is stored of the status of a response that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
         close = await journaled(request, spec, generation, close)
         queued = writer.so_far("queued")
         await keeper.begun(queued)
+        if server.streams is not None:
+            server.streams.stored(keeper.owner, spec.id)
     except BaseException:
         close()
         held.end()
@@ -148,7 +152,7 @@ async def _known(request: Request, spec: GenerationSpec) -> Response | None:
     except RequestNotFound:
         streams = server_of(request).streams
         assert streams is not None
-        streams.check_free(owner_of(request), spec.id)
+        await streams.check_free(owner_of(request), spec.id)
         return None
 
 
@@ -165,17 +169,19 @@ async def retrieve_response(
     """A stored response. `stream`: its events behind the one with the number `starting_after`, for one that was created
     in the background and streamed; of one that has ended the last event only."""
     kept = await _find(request, response_id)
-    running = server_of(request).background.find((owner_of(request), response_id))
-    config = server_of(request).config
+    background, key = server_of(request).background, (owner_of(request), response_id)
+    config, works = server_of(request).config, kept.about["status"] in WORKED_ON
     if stream:
         if not kept.about["streamed"]:
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
-        if running is not None:
+        after = -1 if starting_after is None else starting_after
+        if works and (events := await background.follow(key, after)) is not None:
             hold(request.scope, 3 * kept.length)  # each event is sent again
-            return EventStream(running.follow(-1 if starting_after is None else starting_after), _stay, {}, config)
+            return EventStream(events, _stay, {}, config)
+        kept = await _find(request, response_id)  # it may have ended just now
         return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
-    if running is not None and isinstance(running.writer, ResponsesWriter):
-        return answer(request, running.writer.so_far("in_progress"))
+    if works and (told := await background.so_far(key)) is not None:
+        return answer(request, told)
     return Response(await _data(request, response_id), media_type="application/json")
 
 

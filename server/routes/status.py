@@ -55,6 +55,8 @@ async def load(request: Request) -> dict[str, int]:
 async def metrics(request: Request) -> Response:
     server = server_of(request)
     runtimes = server.models.loaded
+    if server.durable is not None:
+        await server.durable.look()
     others = [count for runtime in runtimes for count in await runtime.others.counts()]
     async with runtimes[0].turns if runtimes else nullcontext():
         text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from quire.engine.errors import InvalidRequest
 from quire.server.store.database import Database
+from quire.server.store.files import Files, StoredFile
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
@@ -79,19 +83,25 @@ class Result(NamedTuple):
 class Batches:
     """Threads may use it at the same time; each method is one transaction."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, files: Files) -> None:
+        """`files`: where those of batches that end are made known."""
         self._database = database
+        self._files = files
 
-    def add(self, owner: str, batch: Batch) -> None:
-        """A new one. Forgets the oldest that have ended, beyond KEPT."""
+    def add(self, owner: str, batch: Batch, most: int) -> bool:
+        """A new one. Forgets the oldest that have ended, beyond KEPT. False where `most` of the owner have not."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         ended = f"owner = ? and status in ({', '.join('?' * len(ENDED))})"
         with self._database.writing() as connection:
+            counted = f"select count(*) from batches where owner = ? and status not in ({', '.join('?' * len(ENDED))})"
+            if connection.execute(counted, (owner, *ENDED)).fetchone()[0] >= most:
+                return False
             connection.execute("insert into batches values (?, ?, ?, ?, ?, ?)", row)
             oldest = f"select id from batches where {ended} order by created desc, id desc limit -1 offset ?"
             connection.execute(
                 f"delete from batches where owner = ? and id in ({oldest})", (owner, owner, *ENDED, KEPT)
             )
+            return True
 
     def change(
         self,
@@ -115,6 +125,14 @@ class Batches:
             if batch.status in ENDED:
                 connection.execute("delete from lines where batch = ?", (id,))
             return _counted(connection, batch)
+
+    def end(self, owner: str, ended: Batch, files: Sequence[StoredFile]) -> None:
+        """Put a batch that has ended, and make its files known."""
+
+        def add(connection: sqlite3.Connection) -> None:
+            self._files.add(owner, *files, connection=connection)
+
+        self.change(owner, ended.id, lambda _: ended, add, self._files.sizes)
 
     def find(self, owner: str, id: str) -> Batch | None:
         with self._database.reading() as connection:
@@ -168,19 +186,27 @@ class Batches:
             row = (result.failed, result.line, id, result.place)
             connection.execute(f"update lines set failed = ?, result = ? where {where}", row)
 
-    def results(self, id: str, *, failed: bool) -> Iterator[bytes]:
-        """The lines of a file, in the order of the input's."""
-        last, query = (
-            0,
-            "select number, result from lines where batch = ? and failed = ? and number > ? order by number",
-        )
-        while True:
-            with self._database.reading() as connection:
-                rows = connection.execute(f"{query} limit 16", (id, failed, last)).fetchall()
-            if not rows:
-                return
-            for last, result in rows:  # noqa: B007 - the next query begins behind the last
-                yield result
+    def results(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
+        """The next lines of a file, behind the one with this number in the input, with their numbers there."""
+        query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
+        with self._database.reading() as connection:
+            return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()
+
+
+def at(batch: Batch, status: Status) -> Batch:
+    """The batch as it is from now on."""
+    return replace(batch, status=status, **{f"{status}_at": int(time.time())})
+
+
+def cancelling(batch: Batch) -> Batch:
+    """Raises InvalidRequest for one that has ended or is about to."""
+    if batch.status in (*ENDED, "finalizing"):
+        raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
+    return at(batch, "cancelling")
+
+
+def finalizing(batch: Batch) -> Batch:
+    return at(batch, "finalizing") if batch.status == "in_progress" else batch
 
 
 def _find(connection: sqlite3.Connection, owner: str, id: str) -> Batch | None:

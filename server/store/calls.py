@@ -5,43 +5,22 @@ It has no keys and values: these are computed again, to the same bits.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from quire.server.store.database import ROW, Database
+from quire.server.store.progress import Progress
+from quire.server.store.tail import PREFIX, Tokens, left
 
-
-class End(msgspec.Struct, frozen=True, array_like=True):
-    """How a choice ended, as the engine said it."""
-
-    reason: Literal["stop", "length"]
-    stop_reason: int | str | None
-    with_token: bool
-    """Whether that came with its last token, not behind it."""
-
-
-class Progress(msgspec.Struct):
-    """What a call has so far, by choice. The one that grows is the event loop's."""
-
-    ids: list[list[int]] = []
-    """The tokens."""
-    cached: list[int] = []
-    """How many tokens of its prompt were cached when it began, as its caller was told."""
-
-    ends: list[End | None] = []
-    """None: a choice has not ended. Of journals of before, and where log probabilities are asked for: empty."""
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.ids))
-
-    def copy(self) -> Progress:
-        return Progress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
+log = logging.getLogger("quire.server")
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -77,10 +56,27 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress = msgspec.field(default_factory=Progress)
 
 
+def _call(tokens: Tokens) -> tuple[str, str]:
+    return tokens.owner, tokens.id
+
+
+class Note(NamedTuple):
+    """What a call has so far."""
+
+    owner: str
+    id: str
+    progress: Progress
+    ends: float
+    """When its row does, of the Unix clock."""
+    answered: bool
+    """Whether nobody answers it any more."""
+
+
 class Calls:
     """Threads may use it at the same time; each method is one transaction.
 
-    When they take more than `max_bytes` together, those of the owner with most bytes are forgotten that end first."""
+    When they take more than `max_bytes` together, those of the owner with most bytes are forgotten that end first.
+    Which process answers a call is known as long as this one lives."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
         self._database = database
@@ -88,21 +84,34 @@ class Calls:
         with database.reading() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes: Counter[str] = Counter(dict(rows))
+        self._held: dict[tuple[str, str], str] = {}
+        """By owner and id: the process that answers a call."""
+        for path in database.folder.glob(f"{PREFIX}*"):  # of a server that was killed
+            self._take_up("", path)
 
     @property
     def size(self) -> int:
         """Bytes of all calls."""
         return self._sizes.total()
 
-    def put(self, owner: str, call: Call, ends: float) -> bool:
-        """Note a call until a time of the Unix clock. False where another one has its key."""
+    def put(self, owner: str, call: Call, ends: float, process: str) -> bool:
+        """Note a call, which `process` answers from now on, until a time of the Unix clock. False where another one has
+        its key; then it is not noted. Where the disk refuses it, it is answered all the same."""
+        self._held[owner, call.pins.id] = process
+        if not (fresh := self._put(owner, call, ends)):
+            self.release(owner, call.pins.id, process)
+        return fresh
+
+    def _put(self, owner: str, call: Call, ends: float) -> bool:
         size = ROW + len(call.body)
         row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
         with self._database.writing(self._sizes) as connection:
             if call.key is not None:
-                other = connection.execute("select id from calls where owner = ? and name = ?", (owner, call.key))
+                other = connection.execute("select id, ends from calls where owner = ? and name = ?", (owner, call.key))
                 if (known := other.fetchone()) is not None and known[0] != call.pins.id:
-                    return False
+                    if known[1] >= time.time():
+                        return False
+                    self._drop(connection, owner, known[0])
             self._drop(connection, owner, call.pins.id)
             connection.execute(
                 "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, msgspec.msgpack.encode(call.progress))
@@ -111,13 +120,37 @@ class Calls:
             self._make_room(connection)
             return True
 
-    def note(self, known: Sequence[tuple[str, str, Progress, float]]) -> None:
-        """By owner and id: what a call has so far, and when its row ends."""
-        with self._database.writing() as connection:
-            connection.executemany(
-                "update calls set progress = ?, ends = ? where owner = ? and id = ?",
-                [(msgspec.msgpack.encode(progress), ends, owner, id) for owner, id, progress, ends in known],
-            )
+    def note(self, known: Sequence[Note], process: str) -> None:
+        """What calls have so far that this process answers."""
+        try:
+            with self._database.writing() as connection:
+                connection.executemany(
+                    "update calls set progress = ?, ends = ? where owner = ? and id = ?",
+                    [
+                        (msgspec.msgpack.encode(each.progress), each.ends, each.owner, each.id)
+                        for each in known
+                        if self._held.get((each.owner, each.id), process) == process
+                    ],
+                )
+        finally:
+            for each in known:
+                if each.answered:
+                    self.release(each.owner, each.id, process)
+
+    def holder(self, owner: str, id: str) -> str | None:
+        """The process that answers a call; None: none does."""
+        return self._held.get((owner, id))
+
+    def release(self, owner: str, id: str, process: str) -> None:
+        """This process answers it no longer."""
+        if self._held.get((owner, id)) == process:
+            del self._held[owner, id]
+
+    def gone(self, process: str) -> None:
+        """It has ended, and answers nothing any more. What it had not noted is in its tail."""
+        self._take_up(process, self._database.folder / f"{PREFIX}{process}")
+        for key in [key for key, holder in self._held.items() if holder == process]:
+            del self._held[key]
 
     def find(self, owner: str, id: str) -> Call | None:
         return self._found("id", owner, id)
@@ -125,9 +158,13 @@ class Calls:
     def of_key(self, owner: str, key: str) -> Call | None:
         return self._found("name", owner, key)
 
-    def delete(self, owner: str, id: str) -> None:
+    def delete(self, owner: str, id: str, *, named: bool = True) -> None:
+        """It is not answered again. `named`: one that has an Idempotency-Key neither; else its row stays."""
         with self._database.writing(self._sizes) as connection:
-            self._drop(connection, owner, id)
+            where = "owner = ? and id = ?" if named else "owner = ? and id = ? and name is null"
+            if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
+                self._drop(connection, owner, id)
+        self._held.pop((owner, id), None)
 
     def sweep(self) -> None:
         """Forget those whose time is over."""
@@ -135,6 +172,25 @@ class Calls:
             over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
             for owner, id in over:
                 self._drop(connection, owner, id)
+
+    def _take_up(self, process: str, path: Path) -> None:
+        """Note what is in the tail of a process that has ended, and end it. Where it cannot be read, that is computed
+        again. No call of which another process goes on with what it was given."""
+        try:
+            for (owner, id), tokens in groupby(sorted(left(path), key=_call), _call):
+                call = self.find(owner, id)
+                if call is None or self._held.get((owner, id), process) != process:
+                    continue
+                for each in tokens:
+                    call.progress.take(each.choice, each.place, each.ids, each.end)
+                with self._database.writing() as connection:
+                    note = "update calls set progress = ? where owner = ? and id = ?"
+                    connection.execute(note, (msgspec.msgpack.encode(call.progress), owner, id))
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except (OSError, sqlite3.OperationalError) as error:
+            log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
 
     def _found(self, column: str, owner: str, value: str) -> Call | None:
         query = f"select path, body, pins, name, progress from calls where owner = ? and {column} = ? and ends >= ?"

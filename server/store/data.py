@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +12,73 @@ from quire.engine.errors import ConfigError
 from quire.server.store.batches import Batches
 from quire.server.store.calls import Calls
 from quire.server.store.database import Database
-from quire.server.store.files import Files
+from quire.server.store.files import Contents, Files
 from quire.server.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one of several processes sees of all together."""
+
+    leads: bool
+    """Whether it is the one that answers batches, and takes up what others left."""
+    sizes: Mapping[str, int]
+    """Bytes of what is kept, by its kind."""
+    counts: Mapping[str, int]
+    """What all have counted, those that have ended too."""
+
+
+OPEN = "open"
+"""What is counted of those alone that have not ended: open batches."""
+
+
+class Processes:
+    """Those that share the data, as long as this one lives. Threads may use it at the same time."""
+
+    def __init__(self, store: Store, files: Files, calls: Calls) -> None:
+        self._store, self._files, self._calls = store, files, calls
+        self._mutex = threading.Lock()
+        self._there: dict[str, None] = {}
+        """Those that have not ended; the first one leads."""
+        self._counts: dict[str, Mapping[str, int]] = {}
+        """By process."""
+        self._before: Counter[str] = Counter()
+        """Of those that have ended."""
+
+    def look(self, process: str, counts: Mapping[str, int]) -> Look:
+        """`counts`: what the process has counted. The first that looks leads, until it has ended."""
+        with self._mutex:
+            self._there.setdefault(process)
+            self._counts[process] = counts
+            summed = self._before.copy()
+            for each in self._counts.values():
+                summed.update(each)
+            leads = next(iter(self._there)) == process
+        sizes = {"responses": self._store.size, "files": self._files.size, "journal": self._calls.size}
+        return Look(leads, sizes, summed)
+
+    def gone(self, process: str) -> None:
+        """A process has ended."""
+        self._calls.gone(process)
+        with self._mutex:
+            self._there.pop(process, None)
+            self._before.update(self._counts.pop(process, {}))
+            self._before[OPEN] = 0
+
+    def left(self) -> list[tuple[str, str]]:
+        """Owners and ids of the responses in the background that no process works on."""
+        return [each for each in self._store.unfinished() if self._calls.holder(*each) is None]
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
     store: Store
     files: Files
+    contents: Contents
     batches: Batches
     calls: Calls
+    processes: Processes
     close: Callable[[], None]
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of what is kept, by its kind."""
-        return {"responses": self.store.size, "files": self.files.size, "journal": self.calls.size}
 
 
 def open_data(folder: Path, max_bytes: int) -> Data:
@@ -36,4 +89,6 @@ def open_data(folder: Path, max_bytes: int) -> Data:
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
-    return Data(Store(database, max_bytes), files, Batches(database), Calls(database, max_bytes), database.close)
+    store, calls = Store(database, max_bytes), Calls(database, max_bytes)
+    together = Processes(store, files, calls)
+    return Data(store, files, files.contents, Batches(database, files), calls, together, database.close)

@@ -16,8 +16,6 @@ from typing import BinaryIO
 from quire.server.budget import Budget
 from quire.server.store.database import ROW, Database
 
-MAX_UPLOADS = 16
-"""At the same time. A key that has some gets more only while as many are left to others."""
 _FIELDS = "id, created, expires, bytes, name, purpose"
 
 
@@ -39,42 +37,19 @@ def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None) ->
     return StoredFile(f"file-{secrets.token_hex(12)}", now, ends, size, name, purpose)
 
 
-class Files:
-    """Threads may use it at the same time. A file is there whole or not at all, whenever the process ends."""
+class Contents:
+    """What is in files, in a folder: any process may read and write it. What is in none of Files is not kept."""
 
-    def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes`: of all together; a key gets more only while as much is left to others. Raises OSError."""
-        self._database = database
-        self._folder = database.folder / "files"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self.sizes: Counter[str] = Counter()
-        """Bytes by owner."""
-        self._budget = Budget(max_bytes, self.sizes)
-        self.uploads = Budget(MAX_UPLOADS)
-        """Of the server, by owner; the event loop's."""
-        with database.reading() as connection:
-            rows = connection.execute("select owner, id, bytes from files").fetchall()
-        for owner, _, size in rows:
-            self._budget.take(owner, size + ROW)
-        known = {id for _, id, _ in rows}
-        for path in self._folder.iterdir():  # a process that ended between the two left what nobody knows
-            if path.name not in known:
-                path.unlink(missing_ok=True)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return self._budget.held
+    def __init__(self, folder: Path) -> None:
+        """`folder`: --data-dir."""
+        self.folder = folder / "files"
 
     def path(self, id: str) -> Path:
         """Of the content of a file that is there."""
-        return self._folder / id
-
-    def fits(self, owner: str, size: int) -> bool:
-        return self._budget.fits(owner, size + ROW)
+        return self.folder / id
 
     def write(self, id: str, content: BinaryIO) -> None:
-        """The content of a file that `add` makes known. Raises OSError, and then leaves nothing."""
+        """The content of a file that Files.add makes known. Raises OSError, and then leaves nothing."""
         self.create(id)
         try:
             with self.path(id).open("r+b") as file:
@@ -88,6 +63,36 @@ class Files:
     def create(self, id: str) -> None:
         """An empty one, which only this user may read."""
         os.close(os.open(self.path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+
+
+class Files:
+    """Threads may use it at the same time. A file is there whole or not at all, whenever the process ends."""
+
+    def __init__(self, database: Database, max_bytes: int) -> None:
+        """`max_bytes`: of all together; a key gets more only while as much is left to others. Raises OSError."""
+        self._database = database
+        self.contents = Contents(database.folder)
+        self.contents.folder.mkdir(mode=0o700, exist_ok=True)
+        self.sizes: Counter[str] = Counter()
+        """Bytes by owner."""
+        self._budget = Budget(max_bytes, self.sizes)
+        with database.reading() as connection:
+            rows = connection.execute("select owner, id, bytes from files").fetchall()
+        for owner, _, size in rows:
+            self._budget.take(owner, size + ROW)
+        known = {id for _, id, _ in rows}
+        for path in self.contents.folder.iterdir():  # a process that ended between the two left what nobody knows
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self._budget.held
+
+    def room(self, owner: str) -> int:
+        """Bytes of the largest file that the owner may add; below zero: of none."""
+        return self._budget.room(owner) - ROW
 
     def add(self, owner: str, *files: StoredFile, connection: sqlite3.Connection | None = None) -> None:
         """Make files known whose content is written. `connection`: that of a transaction of which this is a part, and
@@ -132,11 +137,11 @@ class Files:
         except sqlite3.OperationalError:  # the disk is full: the content makes room
             if self.find(owner, id) is None:
                 raise
-            self.path(id).unlink(missing_ok=True)
+            self.contents.path(id).unlink(missing_ok=True)
             row = self._drop(owner, id)
         if row is None:
             return False
-        self.path(id).unlink(missing_ok=True)
+        self.contents.path(id).unlink(missing_ok=True)
         return True
 
     def _drop(self, owner: str, id: str) -> tuple[int] | None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -225,6 +225,13 @@ class Store:
         database.execute("delete from objects where owner = ? and id = ?", where)
         self._sizes[owner] -= row[0]
         return True
+
+
+def lost(kept: Stored) -> Stored:
+    """What becomes of a response that no process can go on with."""
+    error = {"code": "server_error", "message": "The server ended before the response was complete"}
+    response = {**json.loads(kept.data), "status": "failed", "error": error}
+    return replace(kept, about={**kept.about, "status": "failed"}, data=json.dumps(response).encode())
 
 
 class Reader:

@@ -237,7 +237,6 @@ async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any])
     ("options", "models", "flag"),
     [
         ({"enable_lora": True}, None, "--enable-lora"),
-        ({"data_dir": "/tmp/x"}, None, "--data-dir"),
         ({"requests_per_minute": 3}, None, "--requests-per-minute"),
         ({"tokens_per_minute": 3}, None, "--tokens-per-minute"),
         ({}, Path("/tmp/x"), "--models"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,9 +123,13 @@ def content(reader: Reader) -> dict[int, list[Any]]:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("count", "kills"), [(16, 2), pytest.param(64, 3, marks=pytest.mark.nightly)])
-async def test_streams_outlive_all_processes(count: int, kills: int, tmp_path: Path) -> None:
-    flags = [*SMALL, "--data-dir", str(tmp_path / "data")]
+@pytest.mark.parametrize(
+    ("count", "kills", "processes"),
+    [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.nightly), pytest.param(64, 3, 2, marks=pytest.mark.nightly)],
+)
+async def test_streams_outlive_all_processes(count: int, kills: int, processes: int, tmp_path: Path) -> None:
+    """`processes`: that speak HTTP; of several one is killed alone, too."""
+    flags = [*SMALL, "--data-dir", str(tmp_path / "data"), "--api-server-count", str(processes)]
     server = Server(tmp_path / "first.log", *flags)
     url = [server.url]
     try:
@@ -135,7 +141,10 @@ async def test_streams_outlive_all_processes(count: int, kills: int, tmp_path: P
         took = time.monotonic() - began
         cut = asyncio.create_task(read_all(url, count, kills))
         for number in range(kills):
-            await asyncio.sleep(took / (kills + 1))
+            await asyncio.sleep(took / (kills + 1) / 2)
+            if processes > 1:
+                os.kill(random.Random(number).choice(server.api_pids()), signal.SIGKILL)
+            await asyncio.sleep(took / (kills + 1) / 2)
             kill_all(server)
             server = await asyncio.to_thread(Server, tmp_path / f"{number}.log", *flags)
             url[0] = server.url

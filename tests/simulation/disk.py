@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.server.store.database import FILE
+from quire.server.store.tail import PREFIX
 from tests.simulation.clock import PROCESS, Owned
 
 FULL = "database or disk is full"
@@ -42,6 +43,9 @@ class Disk:
         """Copy what the next process finds. `power`: the machine's, with which the end of the log is lost; it may be
         torn, too."""
         shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns("*-shm", "lock"))
+        if power:  # the next boot does not trust it
+            for tail in folder.glob(f"{PREFIX}*"):
+                tail.unlink()
         log = folder / f"{FILE}-wal"
         if not power or not log.exists():
             return

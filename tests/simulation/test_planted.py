@@ -14,12 +14,13 @@ import pytest
 
 from quire.engine.link.client import EngineClient
 from quire.engine.types import Request
-from quire.server import streams
+from quire.server import again
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.store.calls import Calls, Progress
+from quire.server.store.calls import Calls
 from quire.server.store.database import Database
+from quire.server.store.progress import Progress
 from quire.server.store.store import Store
 from tests.simulation.server import Program
 from tests.simulation.test_simulation import simulate
@@ -65,10 +66,10 @@ def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_seed(patch: pytest.MonkeyPatch) -> None:
-    pinned = streams.pinned
+    pinned = again.pinned
 
-    def loose(spec: GenerationSpec, resumed: Any, *, deterministic: bool) -> GenerationSpec:
-        found = pinned(spec, resumed, deterministic=deterministic)
+    def loose(spec: GenerationSpec, resumed: Any, **more: bool) -> GenerationSpec:
+        found = pinned(spec, resumed, **more)
         return replaced(found, params=msgspec.structs.replace(found.params, seed=spec.params.seed))
 
     patch.setattr("quire.server.routes.bodies.pinned", loose)
@@ -84,16 +85,13 @@ def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sampling, "_known", shorter)
 
 
-def other_tokens_after_an_upgrade(patch: pytest.MonkeyPatch) -> None:
-    """What a reader has and the journal has not is left out, as if it came again the same."""
-    made = NumberedWriter.__init__
-    patch.setattr(
-        NumberedWriter, "__init__", lambda self, writer, spec, seen=(), known=None: made(self, writer, spec, seen)
-    )
+def tails_not_read(patch: pytest.MonkeyPatch) -> None:
+    """After a kill and an upgrade a reader has more than the journal."""
+    patch.setattr("quire.server.store.calls.left", lambda path: ())
 
 
 def calls_not_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "put", lambda self, owner, call, ends: True)
+    patch.setattr(Calls, "put", lambda self, owner, call, ends, process: True)
 
 
 # What the simulation found, once more:
@@ -122,7 +120,7 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
         tokens_forgotten_at_a_replay,
         another_seed,
         a_token_left_out,
-        other_tokens_after_an_upgrade,
+        tails_not_read,
         calls_not_written,
         ends_not_kept_on_a_full_disk,
         sizes_not_set_back,

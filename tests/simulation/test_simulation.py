@@ -73,6 +73,8 @@ class World:
         await asyncio.sleep(10)
         self._check_rest()
         assert self._server is not None
+        assert self._server.server.durable is not None
+        self._counted = (await self._server.server.durable.look()).sizes
         await self._server.stop()
         self._check_kept()
 
@@ -193,12 +195,10 @@ class World:
 
     def _check_kept(self) -> None:
         """What the last process counted is what is there."""
-        assert self._server is not None
-        assert self._server.server.durable is not None
-        counted = self._server.server.durable.kept
+        counted = self._counted
         kept = open_data(self._path, GIGABYTE)
         try:
-            assert counted == kept.sizes
+            assert counted == kept.processes.look("", {}).sizes
             assert not kept.store.unfinished()
             assert not kept.batches.open()
         finally:

@@ -49,10 +49,8 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
     store = store_of(request, conversation_id)
     metadata = await worked_on(request, new_metadata)
 
-    def with_metadata(told: bytes) -> bytes:
-        return encode_json({**json.loads(told), "metadata": metadata})
-
-    told = await asyncio.to_thread(store.change, owner_of(request), conversation_id, with_metadata)
+    change = partial(_with_metadata, metadata=metadata)
+    told = await asyncio.to_thread(store.change, owner_of(request), conversation_id, change)
     if told is None:
         raise _unknown(conversation_id)
     return answer(request, told)
@@ -103,6 +101,10 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> R
     if not await asyncio.to_thread(store.delete_item, owner_of(request), conversation_id, item_id):
         raise _no_item(item_id)
     return answer(request, kept.data)
+
+
+def _with_metadata(told: bytes, metadata: object) -> bytes:
+    return encode_json({**json.loads(told), "metadata": metadata})
 
 
 def _no_item(item_id: str) -> RequestNotFound:

@@ -24,7 +24,7 @@ from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
 from quire.server.routes.stored.pages import Order, page_of
 from quire.server.runtime import server_of
-from quire.server.store.files import Files, StoredFile, new_file
+from quire.server.store.files import StoredFile, new_file
 
 router = APIRouter(route_class=CountedRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -60,24 +60,25 @@ FORM = {
 @router.post("/v1/files", response_model=None, openapi_extra={"requestBody": FORM})
 async def upload_file(request: Request) -> Response:
     """Keep a file, in the fields `file` and `purpose` of a form."""
-    files, owner = batches_of(request).files, owner_of(request)
+    runner, owner = batches_of(request), owner_of(request)
     _check_sender(request)
-    if not files.uploads.fits(owner, 1):
+    if not runner.uploads.fits(owner, 1):
         raise Overloaded("Too many files are uploaded at the same time. Please try again later")
-    files.uploads.take(owner, 1)
+    runner.uploads.take(owner, 1)
     try:
-        async with asyncio.timeout(_LONGEST), _received(request, files, owner) as (content, purpose, keep):
+        room = await asyncio.to_thread(runner.files.room, owner)
+        async with asyncio.timeout(_LONGEST), _received(request, room) as (content, purpose, keep):
             assert content.size is not None
             name = (content.filename or "file")[:_MAX_NAME]
             file = new_file(name, purpose, content.size, keep_seconds=keep)
-            await asyncio.to_thread(files.write, file.id, content.file)
-        await asyncio.to_thread(files.add, owner, file)
+            await asyncio.to_thread(runner.contents.write, file.id, content.file)
+        await asyncio.to_thread(runner.files.add, owner, file)
     except TimeoutError:
         raise HTTPException(408, f"The file did not come within {_LONGEST:g} s") from None
     except OSError as error:
         raise Overloaded(f"The file cannot be kept now: {error.strerror}") from None
     finally:
-        files.uploads.take(owner, -1)
+        runner.uploads.take(owner, -1)
     return _answer(file)
 
 
@@ -106,7 +107,7 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
     """What is in it; of a range of bytes, where the header Range names one."""
     file = await _find(request, file_id)
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
-    return FileResponse(batches_of(request).files.path(file.id), media_type=media, filename=file.name)
+    return FileResponse(batches_of(request).contents.path(file.id), media_type=media, filename=file.name)
 
 
 @router.delete("/v1/files/{file_id}", response_model=None)
@@ -120,9 +121,9 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _received(request: Request, files: Files, owner: str) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
+async def _received(request: Request, room: int) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
     """The form's file, its purpose, and the seconds for which it is kept; None: for ever. What is large goes to a
-    temporary file."""
+    temporary file. `room`: bytes that are left."""
 
     async def bounded() -> AsyncGenerator[bytes]:
         size = 0
@@ -130,7 +131,7 @@ async def _received(request: Request, files: Files, owner: str) -> AsyncIterator
             size += len(piece)
             if size > MAX_FILE_BYTES:
                 raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
-            if not files.fits(owner, size):
+            if size > room:
                 raise HTTPException(413, "The files kept take all the room of --max-stored-size: delete some")
             yield piece
 

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.engine.errors import InvalidRequest, RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import READ, Body
+from quire.server.again import Resumed
 from quire.server.generation.answers.numbered import parse_id
 from quire.server.routes.bodies import owner_of
 from quire.server.runtime import server_of
-from quire.server.streams import CLAIMS, PATHS, RESUMED, Claim, Resumed
+from quire.server.streams import CLAIMS, PATHS, RESUMED, Claim
 
 router = APIRouter()
 LAST = "last-event-id"

@@ -283,12 +283,16 @@ async def test_what_cannot_go_on_where_something_else_computes(tmp_path: Path, m
         whole = {"model": NAME, **TEXT}
         key = {"Idempotency-Key": "k"}
         async with httpx.AsyncClient(base_url=port.url) as http:
-            assert (await http.post(CHAT, json=whole, headers=key)).status_code == 200
+            told = (await http.post(CHAT, json=whole, headers=key)).json()
+            probable = whole | {"logprobs": True}
+            assert (await http.post(CHAT, json=probable, headers={"Idempotency-Key": "l"})).status_code == 200
     with monkeypatch.context() as upgraded:
         upgraded.setattr("quire.server.served_model.VERSION", "another")
         async with keeping(tmp_path) as (port, engine), httpx.AsyncClient(base_url=port.url) as http:
+            again = await http.post(CHAT, json=whole, headers=key)
+            assert again.json()["choices"] == told["choices"], "its tokens are in the journal"
             for asked in (
-                await http.post(CHAT, json=whole, headers=key),
+                await http.post(CHAT, json=probable, headers={"Idempotency-Key": "l"}),
                 await http.post(CHAT, headers={"Last-Event-ID": last["logprobs"]}),
             ):
                 assert asked.status_code == 409, asked.text

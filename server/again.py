@@ -1,0 +1,105 @@
+"""What the answer of a call depends on, so that it can be made again or go on."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+
+import msgspec
+
+from quire.server.generation.spec import GenerationSpec
+from quire.server.store.calls import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A call that is made again."""
+
+    call: Call
+    seen: Sequence[int]
+    """Events that its reader has; see answers/numbered.py."""
+    attempt: int
+    """A number that no other attempt has; 0: it is in the background, and what is known of it is its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What computes in this process."""
+
+    fingerprint: str
+    deterministic: bool
+    """Whether tokens depend on nothing but their request."""
+    weights: str
+    """What the fingerprint says of the weights alone: with others, no answer goes on."""
+
+
+def pinned(spec: GenerationSpec, resumed: Resumed | None, *, keyed: bool, kept: bool) -> GenerationSpec:
+    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own.
+    `keyed`: it has an Idempotency-Key; `kept`: its tokens come again the same, or are all in the journal: else it
+    cannot be resumed."""
+    if resumed is not None:
+        pins = resumed.call.pins
+        return replaced(
+            spec,
+            id=pins.id,
+            name=pins.name,
+            created=pins.created,
+            params=msgspec.structs.replace(spec.params, seed=pins.seed),
+            resumable=_resumable(spec, keyed=keyed),
+            progress=resumed.call.progress,
+            attempt=resumed.attempt,
+        )
+    if spec.beam_search or not kept:
+        return spec
+    seed = spec.params.seed
+    params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
+    return replaced(spec, params=params, resumable=_resumable(spec, keyed=keyed))
+
+
+def _resumable(spec: GenerationSpec, *, keyed: bool) -> bool:
+    if spec.beam_search:
+        return False
+    return keyed or spec.stream or (spec.response is not None and spec.response.background)
+
+
+def given(spec: GenerationSpec, here: Here) -> str:
+    """Digest of the weights and of the prompts as the model reads them."""
+    digest = hashlib.blake2b(here.weights.encode(), digest_size=12)
+    for prompt in spec.prompts:
+        digest.update(b"%d:" % len(prompt.ids))
+        digest.update(array("I", prompt.ids).tobytes())
+        for span in prompt.spans:
+            digest.update(repr(span).encode())
+    return digest.hexdigest()
+
+
+def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
+    """The fingerprints of all that compute a call, in their order."""
+    pins = resumed.call.pins
+    return (*pins.before, pins.kernels) + ((here.fingerprint,) if pins.kernels != here.fingerprint else ())
+
+
+def moved(resumed: Resumed, here: Here) -> bool:
+    """Whether what computes a call is not what it began with, or never computes the same: then tokens that it has
+    stand, and it goes on from them. What follows them would not be the same a second time."""
+    return resumed.call.pins.kernels != here.fingerprint or not here.deterministic
+
+
+def why_not_again(resumed: Resumed, spec: GenerationSpec, here: Here) -> str | None:
+    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
+    pins = resumed.call.pins
+    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
+        return "The adapter of this answer has been changed since"
+    if moved(resumed, here):
+        if pins.given != given(spec, here):
+            return "The model of this answer has been changed since: ask for a new one"
+        again = spec.logprobs or spec.prompt_logprobs is not None
+        if spec.beam_search or (again and resumed.call.progress.count):
+            return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
+    if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
+        return "Last-Event-ID is the id of no event of this stream"
+    return None

@@ -1,0 +1,64 @@
+"""The other API processes of a server with --data-dir: who of them answers a call, and what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.hub_messages import HUB
+from quire.server.store.calls import Calls
+from quire.server.store.shared import TOPIC
+
+ALONE = "0"
+"""The name of a process that has no others beside it."""
+
+
+class Peers:
+    """Of one API process. All methods are the event loop's."""
+
+    def __init__(self, link: HubLink | None, calls: Calls | None) -> None:
+        """`link`: None where there are no others; `calls`: None where nothing is kept."""
+        self._link = link
+        self._calls = calls
+
+    @property
+    def process(self) -> str:
+        """This one's name."""
+        return ALONE if self._link is None else self._link.identity
+
+    @property
+    def alone(self) -> bool:
+        return self._link is None
+
+    async def holder(self, owner: str, id: str) -> str | None:
+        """The other process that answers a call; None: none of them does."""
+        if self._link is None or self._calls is None:
+            return None
+        found = await asyncio.to_thread(self._calls.holder, owner, id)
+        return None if found == self.process else found
+
+    async def ask(self, process: str, topic: str, body: bytes) -> bytes | None:
+        """What that process says; None where it says nothing, or has ended."""
+        assert self._link is not None, "nobody else answers anything"
+        said = await self._link.ask(topic, body, to=process)
+        return said[0] if said else None
+
+    def answering(self, topic: str, answer: Callable[[bytes], Awaitable[bytes | None]]) -> None:
+        """How this process answers what others ask."""
+        if self._link is not None:
+            self._link.answering[topic] = answer
+
+
+def asking(link: HubLink) -> Callable[[bytes], bytes]:
+    """How threads ask the process that has the data. The function raises what the link raises."""
+    loop = asyncio.get_running_loop()
+
+    async def ask(body: bytes) -> bytes:
+        (said,) = await link.ask(TOPIC, body, to=HUB)
+        return said
+
+    def in_thread(body: bytes) -> bytes:
+        return asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+
+    return in_thread

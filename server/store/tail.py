@@ -1,0 +1,161 @@
+"""The journal's tail: what calls got since they were last noted, in a file that is mapped into memory.
+
+A token is there before it is sent, for a copy in memory: the kernel has the file, and keeps it when the process is
+killed. What a machine left that lost its power is not trusted: the tail names the boot that it is of.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from quire.server.store.progress import End
+
+PREFIX = "tail-"
+"""Of the file of a process, in --data-dir."""
+HALF = 1 << 20
+"""Bytes of each half: one is written, while the journal gets what is in the other."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What Linux says of the boot."""
+_BOOT_BYTES = 36
+_PLACES = struct.Struct("<QQ")
+"""Of each half: its turn, from 1, of which 0 means that it is settled; and how many of its bytes are written."""
+_HEAD = _BOOT_BYTES + 2 * _PLACES.size
+_LENGTH = struct.Struct("<I")
+
+
+class Begun(msgspec.Struct, frozen=True, tag="b", array_like=True):
+    """A call has this number from here on."""
+
+    number: int
+    owner: str
+    id: str
+
+
+class Got(msgspec.Struct, frozen=True, tag="g", array_like=True):
+    """What a choice got."""
+
+    number: int
+    choice: int
+    place: int
+    """Of the first of the tokens."""
+    ids: Sequence[int]
+    end: End | None
+
+
+class Tokens(NamedTuple):
+    """What a choice of a call got."""
+
+    owner: str
+    id: str
+    choice: int
+    place: int
+    ids: Sequence[int]
+    end: End | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Begun | Got).decode
+
+
+class Tail:
+    """Of one process, which alone writes it; its methods are the event loop's."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        """Raises OSError where there is no place for it, or no boot has a name."""
+        boot = _boot()
+        self._path = folder / f"{PREFIX}{process}"
+        file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, _HEAD + 2 * HALF)  # else a full disk would end the process at a write
+            self._memory = mmap.mmap(file, _HEAD + 2 * HALF)
+        finally:
+            os.close(file)
+        self._memory[:_BOOT_BYTES] = boot
+        self._half, self._used, self._turn = 0, 0, 1
+        self._turning = self._closed = False
+        self._numbers = 0
+        self._tell()
+
+    def begin(self, owner: str, id: str) -> int:
+        """The number of a call."""
+        self._numbers += 1
+        self._write(Begun(self._numbers, owner, id))
+        return self._numbers
+
+    def add(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None) -> None:
+        """Tokens of a call, before they are sent. Where there is no room they are left out."""
+        self._write(Got(number, choice, place, ids, end))
+
+    def turn(self, begun: Iterable[tuple[int, str, str]]) -> bool:
+        """Whether all that was written before is to be noted, and `settle` to be called then: the other half is written
+        meanwhile. `begun`: numbers, owners and ids of the calls that go on."""
+        if not self._turning and self._used > HALF // 2:
+            self._turning = True
+            self._half, self._used, self._turn = 1 - self._half, 0, self._turn + 1
+            self._tell()
+            for number, owner, id in begun:
+                self._write(Begun(number, owner, id))
+        return self._turning
+
+    def settle(self) -> None:
+        """What was written before the turn is noted."""
+        self._turning = False
+        _PLACES.pack_into(self._memory, _place(1 - self._half), 0, 0)
+
+    def close(self) -> None:
+        """All is noted; what comes now is left out."""
+        self._closed = True
+        self._memory.close()
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, record: Begun | Got) -> None:
+        content = _encode(record)
+        begin = self._used + _LENGTH.size
+        end = begin + len(content)
+        if end > HALF or self._closed:
+            return
+        at = _HEAD + self._half * HALF
+        _LENGTH.pack_into(self._memory, at + self._used, len(content))
+        self._memory[at + begin : at + end] = content
+        self._used = end
+        self._tell()
+
+    def _tell(self) -> None:
+        """What is written counts from now on."""
+        _PLACES.pack_into(self._memory, _place(self._half), self._turn, self._used)
+
+
+def _place(half: int) -> int:
+    return _BOOT_BYTES + half * _PLACES.size
+
+
+def _boot() -> bytes:
+    """Raises OSError where it has no name."""
+    return BOOT.read_bytes()[:_BOOT_BYTES].ljust(_BOOT_BYTES)
+
+
+def left(path: Path) -> Iterator[Tokens]:
+    """What is in a tail that a process has left, in order; nothing where it is not whole. Raises OSError."""
+    content = path.read_bytes()
+    if len(content) != _HEAD + 2 * HALF or content[:_BOOT_BYTES] != _boot():
+        return
+    halves = sorted((*_PLACES.unpack_from(content, _place(half)), half) for half in (0, 1))
+    calls: dict[int, Begun] = {}
+    for turn, used, half in halves:
+        at = _HEAD + half * HALF
+        end = at + used if turn else at
+        while at < end:
+            (length,) = _LENGTH.unpack_from(content, at)
+            at += _LENGTH.size + length
+            match _decode(content[at - length : at]):
+                case Begun() as begun:
+                    calls[begun.number] = begun
+                case Got(number, choice, place, ids, ended) if (known := calls.get(number)) is not None:
+                    yield Tokens(known.owner, known.id, choice, place, ids, ended)

@@ -1,0 +1,154 @@
+"""Several API processes that share --data-dir: what one of them was asked, any other knows, also after its end.
+
+Each request has a connection of its own, so that any of the processes may get it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.test_batches import SMALL
+from tests.server.cli.processes import needs_proc
+
+pytestmark = [pytest.mark.slow, needs_proc]
+LONG = {"model": "quire-demo", "input": "Once upon a time", "max_output_tokens": 400, "seed": 3, "temperature": 1}
+WORKED_ON = ("queued", "in_progress")
+NEW = httpx.Limits(max_keepalive_connections=0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("shared")
+    started = Server(folder / "log", *SMALL, "--data-dir", str(folder / "data"), "--api-server-count", "3")
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    while len(server.api_pids()) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=NEW) as client:
+        yield client
+
+
+async def get(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Also from a process that takes the place of one that was killed."""
+    while True:
+        try:
+            return await http.get(path)
+        except httpx.TransportError:
+            await asyncio.sleep(0.2)
+
+
+async def ended(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
+    async with asyncio.timeout(100):
+        while (told := (await get(http, f"/v1/responses/{id}")).json())["status"] in WORKED_ON:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    return dict(told)
+
+
+def text(response: dict[str, Any]) -> str:
+    return str(response["output"][0]["content"][0]["text"])
+
+
+async def test_a_response_in_the_background_is_everybodys(http: httpx.AsyncClient, server: Server) -> None:
+    whole = (await http.post("/v1/responses", json=LONG)).json()
+    began = (await http.post("/v1/responses", json=LONG | {"background": True, "stream": False})).json()
+    seen = [(await http.get(f"/v1/responses/{began['id']}")).json()["status"] for _ in range(6)]
+    assert seen[0] != "completed", "too fast for this test"
+    assert "in_progress" in seen
+    for pid in server.api_pids():  # one of them has it
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(2)
+    told = await ended(http, began["id"])
+    assert (told["status"], text(told)) == (whole["status"], text(whole))
+
+
+async def test_its_events_are_followed_through_another_process(http: httpx.AsyncClient) -> None:
+    asked = LONG | {"background": True, "stream": True}
+    async with http.stream("POST", "/v1/responses", json=asked) as answer:
+        async for line in answer.aiter_lines():
+            if found := re.search(r'"id":"(resp_[^"]*)"', line):
+                break
+    assert found is not None
+    path = f"/v1/responses/{found[1]}?stream=true&starting_after=4"
+    others = await asyncio.gather(*[http.get(path) for _ in range(6)])
+    numbers = {tuple(map(int, re.findall(r'"sequence_number":(\d+)', each.text))) for each in others}
+    assert len(numbers) == 1, "each got the same"
+    (same,) = numbers
+    assert same == tuple(range(5, 5 + len(same)))
+    assert all('"response.' in each.text and "text.delta" in each.text for each in others)
+
+
+async def test_it_is_cancelled_and_deleted_through_another_process(http: httpx.AsyncClient) -> None:
+    for how in ("cancel", "delete"):
+        id = (await http.post("/v1/responses", json=LONG | {"background": True})).json()["id"]
+        if how == "cancel":
+            assert (await http.post(f"/v1/responses/{id}/cancel")).json()["status"] == "cancelled"
+            assert (await ended(http, id))["status"] == "cancelled"
+        else:
+            assert (await http.delete(f"/v1/responses/{id}")).json()["deleted"]
+            assert {(await http.get(f"/v1/responses/{id}")).status_code for _ in range(6)} == {404}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_is_answered_once(http: httpx.AsyncClient, stream: bool) -> None:
+    body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 60, "stream": stream, "temperature": 1}
+    key = {"Idempotency-Key": f"once {stream}"}
+    answers = await asyncio.gather(*[http.post("/v1/completions", json=body, headers=key) for _ in range(8)])
+    while any(each.status_code == 409 for each in answers):
+        assert {each.status_code for each in answers} <= {200, 409}
+        await asyncio.sleep(1)
+        answers += [await http.post("/v1/completions", json=body, headers=key)]
+        answers = [each for each in answers if each.status_code == 200] + answers[-1:]
+    assert len({id for each in answers for id in re.findall(r'"id":"(cmpl-[^"]*)"', each.text)}) == 1
+    other = await http.post("/v1/completions", json=body | {"max_tokens": 61}, headers=key)
+    assert other.status_code == 422
+
+
+async def test_files_conversations_and_metrics_are_everybodys(http: httpx.AsyncClient) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    line |= {"body": {"model": "quire-demo", "prompt": "Hi", "max_tokens": 4}}
+    form = {"file": ("in.jsonl", json.dumps(line)), "purpose": (None, "batch")}
+    file = (await http.post("/v1/files", files=form)).json()["id"]
+    found = [await http.get(f"/v1/files/{file}/content") for _ in range(6)]
+    assert {each.text for each in found} == {json.dumps(line)}
+    asked = {"input_file_id": file, "endpoint": "/v1/completions"}
+    batch = (await http.post("/v1/batches", json=asked)).json()["id"]
+    async with asyncio.timeout(60):
+        while (told := (await http.get(f"/v1/batches/{batch}")).json())["status"] != "completed":  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert told["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    talk = (await http.post("/v1/conversations", json={"metadata": {"a": "b"}})).json()["id"]
+    item = {"type": "message", "role": "user", "content": "Hi"}
+    assert (await http.post(f"/v1/conversations/{talk}/items", json={"items": [item]})).status_code == 200
+    assert (await http.post(f"/v1/conversations/{talk}", json={"metadata": {"c": "d"}})).json()["metadata"] == {
+        "c": "d"
+    }
+    assert {len((await http.get(f"/v1/conversations/{talk}/items")).json()["data"]) for _ in range(6)} == {1}
+    await asyncio.sleep(1)
+    kept = re.compile(r"^quire:(?:kept_bytes|batch\w*|streams_resumed_total)\{.*$", re.MULTILINE)
+    told_by = [tuple(kept.findall((await http.get("/metrics")).text)) for _ in range(6)]
+    assert len(set(told_by)) == 1
+    assert any(re.search(r'batch_requests_total\{.*"completed".* [1-9]', each) for each in told_by[0]), told_by[0]
+
+
+async def test_another_server_does_not_start_on_the_same_folder(server: Server, tmp_path: Path) -> None:
+    data = str(server.log.parent / "data")
+    second = Server(tmp_path / "log", *SMALL, "--data-dir", data, "--api-server-count", "2", wait=False)
+    assert await asyncio.to_thread(second.process.wait, 60) == 1
+    assert "another server uses this folder" in second.log.read_text()

@@ -1,0 +1,85 @@
+"""The journal's tail: what a process that is killed had sent is in it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.server.store import tail
+from quire.server.store.calls import Call, Calls, Note, Pins
+from quire.server.store.database import Database
+from quire.server.store.progress import End, Progress
+from quire.server.store.tail import Tail, left
+
+PINS = Pins(id="one", name="", created=0, seed=1)
+STOP = End("stop", 3, with_token=True)
+
+
+def calls(folder: Path) -> tuple[Database, Calls]:
+    database = Database(folder)
+    return database, Calls(database, 1 << 20)
+
+
+def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
+    database, journal = calls(tmp_path)
+    call = Call(path="/v1/completions", body=b"{}", pins=PINS, progress=Progress([[], []], [-1, -1], [None, None]))
+    journal.put("me", call, 4e9, "a")
+    kept = Tail(tmp_path, "a")
+    number = kept.begin("me", "one")
+    kept.add(number, 0, 0, [5, 6], None)
+    journal.note([Note("me", "one", Progress([[5], []], [0, -1], [None, None]), 4e9, answered=False)], "a")
+    kept.add(number, 1, 0, [8], None)
+    kept.add(number, 0, 2, [7], STOP)
+    kept.add(kept.begin("me", "unknown"), 0, 0, [1], None)
+    database.close()  # as a kill leaves it: the tail is not closed
+    database, journal = calls(tmp_path)
+    found = journal.find("me", "one")
+    assert found is not None
+    assert found.progress == Progress([[5, 6, 7], [8]], [0, -1], [STOP, None])
+    assert not list(tmp_path.glob("tail-*"))
+    database.close()
+
+
+def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "HALF", 4096)
+    kept, expected, noted = Tail(tmp_path, "a"), list[int](), 0
+    number = kept.begin("me", "one")
+    for token in range(2000):
+        if token % 50 == 0 and kept.turn([(number, "me", "one")]):
+            noted = token
+            assert [id for each in left(tmp_path / "tail-a") for id in each.ids][-1:] == expected[-1:]
+            kept.settle()
+        kept.add(number, 0, token, [token], None)
+        expected.append(token)
+    found = [(each.place, *each.ids) for each in left(tmp_path / "tail-a")]
+    assert noted > 1500
+    assert found[-1] == (1999, 1999)
+    assert set(range(noted, 2000)) <= {place for place, _ in found}, "what is not noted is all there"
+    kept.close()
+    assert not (tmp_path / "tail-a").exists()
+
+
+def test_nothing_is_taken_of_another_boot_or_beyond_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "HALF", 256)
+    kept = Tail(tmp_path, "a")
+    number = kept.begin("me", "one")
+    for token in range(100):
+        kept.add(number, 0, token, [token], None)
+    found = [each.place for each in left(tmp_path / "tail-a")]
+    assert found == list(range(len(found)))
+    assert 5 < len(found) < 100
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(tail, "BOOT", tmp_path / "boot")
+    assert not list(left(tmp_path / "tail-a"))
+    (tmp_path / "tail-b").write_bytes(b"short")
+    assert not list(left(tmp_path / "tail-b"))
+
+
+def test_a_gap_ends_what_is_taken() -> None:
+    progress = Progress([[1]], [0], [None])
+    progress.take(0, 2, [3], STOP)
+    assert progress.ids == [[1]]
+    progress.take(0, 0, [1, 2], None)
+    progress.take(0, 1, [2, 3], STOP)
+    assert (progress.ids, progress.ends) == ([[1, 2, 3]], [STOP])
