@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
+from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
@@ -42,11 +42,9 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts = spec.parts(AttentionSpec)
-    kinds = {"ALiBi": any(each.alibi is not None for each in parts), "sinks": any(each.sinks for each in parts)}
-    for kind, has in kinds.items():
-        if has and device.type != "cpu":
-            why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
-            raise ConfigError(f"device: {why}", param="device")
+    if any(each.alibi is not None for each in parts) and device.type != "cpu":
+        why = f"ALiBi of attention ({model.model_type}) is served on CPUs alone so far: --device cpu"
+        raise ConfigError(f"device: {why}", param="device")
     states = {"gated delta nets": spec.parts(DeltaNetSpec), "state spaces": spec.parts(StateSpaceSpec)}
     for kind, found in states.items():
         if found and device.type != "cpu":
@@ -78,22 +76,19 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def for_card(config: EngineConfig) -> EngineConfig:
+    """The configuration with what its GPU decides, if it computes on one. Raises ConfigError as `choose_device`."""
+    if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
+        return config
+    return config.of_card(torch.cuda.get_device_properties(device).total_memory)
+
+
 def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
     """The device. Raises ConfigError for replicas on a GPU."""
     if device.type != "cpu" and config.data_parallel_size > 1:
         raise ConfigError(
             "data_parallel_size: replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
             param="data_parallel_size",
-        )
-    return device
-
-
-def check_device(device: torch.device, model: ModelConfig) -> torch.device:
-    """The device. Raises ConfigError for a model that is not served there."""
-    if device.type != "cpu" and model.model_type in WITH_EXPERTS and model.given is None:
-        raise ConfigError(
-            f"device: mixtures of experts ({model.model_type}) are served on CPUs alone so far: --device cpu",
-            param="device",
         )
     return device
 
@@ -185,7 +180,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
     backend that the configuration names, on a GPU like this."""
     check_adapted(config, model_config)
-    device = check_device(choose_device(config), model_config)
+    device = choose_device(config)
     dtype, changed = choose_dtype(config, model_config, device)
     spec = decoder_spec(replace(model_config, context=config.max_model_len))
     check_attention(device, model_config, spec)
@@ -217,6 +212,7 @@ def choose_backend(
         backend, why = select_backend(
             device,
             *wanted,
+            sinks=has_sinks(spec),
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
@@ -233,6 +229,11 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
+def has_sinks(spec: DecoderSpec) -> bool:
+    """Whether some attention has sinks (gpt-oss)."""
+    return any(each.sinks for each in spec.parts(AttentionSpec))
+
+
 def choose_trials(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
 ) -> list[Callable[[Backend], str | None]]:
@@ -242,14 +243,24 @@ def choose_trials(
         return []
     attention, windowed = widest(spec), any(each.window for each in spec.states)
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    eager = Probe(device, dtype, *heads, attention.softcap, kv_dtype=kv_dtype(config, dtype), windowed=windowed)
+    eager = Probe(
+        device,
+        dtype,
+        *heads,
+        attention.softcap,
+        None,
+        kv_dtype(config, dtype),
+        windowed=windowed,
+        sinks=has_sinks(spec),
+    )
     return [eager] if config.enforce_eager else [replace(eager, capture=CudaCapture(device)), eager]
 
 
-def choose_capture(config: EngineConfig, backend: Backend, device: torch.device) -> Capture | None:
+def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
     """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
-    which no graph can hold."""
-    able = device.type == "cuda" and backend.name != "reference"
+    which no graph can hold, and so do its experts, which are those of sdpa."""
+    waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) else ("reference",)
+    able = device.type == "cuda" and backend.name not in waits
     return CudaCapture(device) if able and not config.enforce_eager else None
 
 

@@ -14,6 +14,7 @@ from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
+from quire.kernels.gpu.mixed import Division
 from quire.kernels.recurrent.recurrence import Guesses
 
 
@@ -242,6 +243,8 @@ class Slots:
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
         guessed = self._guessed(slots, starts, contexts, drafts)
+        division = Division.of(counts, contexts, starting[1])
+        divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, owners, sampled, state_slots, *others = upload(
             [
                 starting[0],
@@ -251,12 +254,14 @@ class Slots:
                 owner,
                 picked,
                 slots,
+                *divided,
                 *guessed,
                 *(tables[:, :, group] for group in range(self.groups)),
                 *(stored[:, group] for group in range(self.groups)),
             ],
             self.device,
         )
+        begins, others = others[: len(divided)], others[len(divided) :]
         lens, paged = others[: len(guessed)], others[len(guessed) :]
         metadata = AttentionMetadata(
             query_start=query_start,
@@ -273,6 +278,8 @@ class Slots:
             guesses=Guesses(*lens) if lens else None,
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
+        if division is not None:
+            metadata = division.divide(metadata, *begins, self.block_size)
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
 
     def _guessed(

@@ -50,7 +50,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
-    monkeypatch.setattr(room, "choose_capture", lambda config, backend, device: capture)
+    monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
         "max_num_seqs": 12,
