@@ -93,7 +93,7 @@ class Engine:
         files = WeightFiles(config) if tensors is None else None
         start = start_encoder if encoder else start_worker
         worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
-        prepared = warm_up(worker.runner, config.warmup_seconds)
+        prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens)
         plan = worker.plan
         movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
         tiers, kept = choose_tiers(config, model, *movers)

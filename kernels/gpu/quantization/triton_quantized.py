@@ -90,7 +90,7 @@ def multiply_whole(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program computes BLOCK_N outputs of BLOCK_M rows."""
+    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program: BLOCK_N outputs of BLOCK_M rows."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
