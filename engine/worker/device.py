@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +36,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _LEAST_DRIVER = {"12": "525", "13": "580"}
 """By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
 _CACHE = "TRITON_CACHE_DIR"
+SHIPPED = Path(sys.prefix, "share", "quire-kernels")
+"""What the Dockerfile lets engine/worker/compiling/fill.py compile."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
 kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
@@ -269,6 +273,7 @@ def keep_kernels() -> str | None:
     temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
     wanted = Path(os.environ.get(_CACHE) or os.path.expanduser("~/.triton/cache"))
     if (reason := _cannot_write(wanted)) is None:
+        _bring_shipped(wanted)
         return None
     uid = os.getuid()
     own = Path(tempfile.gettempdir()) / f"quire-triton-{uid}"
@@ -276,7 +281,20 @@ def keep_kernels() -> str | None:
         whose = failed or "it is another user's"
         raise ConfigError(f"Triton's kernels cannot be kept: {wanted} ({reason}), nor {own} ({whose}); set {_CACHE}")
     os.environ[_CACHE] = str(own)
+    _bring_shipped(own)
     return f"Triton's kernels are kept in {own}, for uid {uid} cannot write to {wanted} ({reason})"
+
+
+def _bring_shipped(folder: Path) -> None:
+    """Put what the image has of compiled kernels where Triton looks; it cannot look in two places."""
+
+    def copy_new(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            shutil.copyfile(source, target)
+
+    with suppress(OSError, shutil.Error):  # without them all is compiled
+        if SHIPPED.is_dir():
+            shutil.copytree(SHIPPED, folder, copy_function=copy_new, dirs_exist_ok=True)
 
 
 def _cannot_write(folder: Path) -> str | None:

@@ -15,7 +15,7 @@ def main() -> int:
         aim(kind.target)
         try:
             kind.compile()
-        except Exception:  # noqa: S112 - its first launch will say why
+        except Exception:  # its first launch will say why
             continue
     return 0
 

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire.engine.checkpoint.families import FAMILIES, WITH_EXPERTS
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
-from quire.engine.errors import AdapterError, ConfigError, ModelError
+from quire.engine.errors import AdapterError, ModelError
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.loop import Engine
 from quire.engine.lora.files import read_adapter

@@ -141,3 +141,13 @@ def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
     assert any(each.suffix == ".cubin" for each in kept)
     kinds[0].compile()
     assert sorted(h100.rglob("*")) == kept, "nothing was compiled anew"
+
+
+@pytest.mark.slow
+def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> None:
+    from quire.engine.worker.compiling.fill import common_models, kinds_of
+
+    found = [{kind.name for kind in kinds_of(model, 256)} for model in common_models()]
+    attention = {"attend", "attend_splits", "reduce_even", "_rope_kernel", "_norm_kernel"}
+    assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
+    assert ["multiply_experts" in names for names in found] == [False, False, True]
