@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend import Backend
 from quire.kernels.gpu.libraries import flash, torch_varlen
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.paged import FlashPages, built_for

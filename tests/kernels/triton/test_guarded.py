@@ -24,7 +24,7 @@ from tests.kernels.triton.conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("guards are the interpreter's", allow_module_level=True)
 
-from tests.kernels.triton.guarded import guarded  # noqa: E402 - it needs the interpreter
+from tests.kernels.triton.guarded import guarded
 
 MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 5), (60, 33)]}
 
