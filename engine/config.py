@@ -14,6 +14,11 @@ DEMO_MODEL = str(PRESETS / "demo")
 DISK_GIB = 10
 """What --kv-offload-dir may take where nothing is said."""
 
+STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192
+"""Most in one step, where nothing is said; the latter on large cards:"""
+LARGE_CARD = 40 * 10**9
+"""Bytes."""
+
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
@@ -130,7 +135,9 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Context length in tokens; default: what the memory allows"
     )
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Most sequences in one step")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step; longer prompts are chunked")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Most tokens in one step; default: 2048, on a GPU of 40 GB or more 8192"
+    )
     long_prefill_token_threshold: int | None = Field(
         None, ge=1, description="Most tokens of one prompt in a step, so that others share it; default: all that fit"
     )
@@ -248,6 +255,17 @@ class EngineConfig(BaseModel):
     def divides_tokens(self) -> bool:
         """Whether the ranks divide sequences' tokens."""
         return self.decode_context_parallel_size > 1
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens in one step."""
+        return self.max_num_batched_tokens or STEP_TOKENS
+
+    def of_card(self, memory: int) -> EngineConfig:
+        """The same for a GPU of so many bytes: large ones compute long steps fastest, and have the memory for them."""
+        if self.max_num_batched_tokens is not None or memory < LARGE_CARD:
+            return self
+        return self.model_copy(update={"max_num_batched_tokens": LARGE_STEP_TOKENS})
 
     @property
     def ranks(self) -> int:

@@ -58,6 +58,7 @@ from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
 from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
@@ -83,6 +84,7 @@ class Engine:
         path = resolve_model(config.model, config.revision)
         model = without_windows(read_model_config(path, config.model_impl), config)
         config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
+        config = for_card(config)
         if config.weights is not None:
             check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()
@@ -91,7 +93,7 @@ class Engine:
         files = WeightFiles(config) if tensors is None else None
         start = start_encoder if encoder else start_worker
         worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
-        prepared = warm_up(worker.runner, config.warmup_seconds)
+        prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens)
         plan = worker.plan
         movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
         tiers, kept = choose_tiers(config, model, *movers)
@@ -102,7 +104,7 @@ class Engine:
             windows=plan.windows,
             max_model_len=plan.max_model_len,
             max_num_seqs=plan.sequences,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, plan.max_model_len * worker.whole_prompts),
+            max_num_batched_tokens=max(config.step_tokens, plan.max_model_len * worker.whole_prompts),
             long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
             eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=worker.caches_prefixes,
@@ -232,6 +234,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         context_pages=plan.context_pages,
         state_bytes=plan.state_bytes,
         no_images=worker.no_images,
+        step_tokens=config.step_tokens,
         adaptable=dict(worker.adaptable),
     )
 
@@ -255,7 +258,7 @@ def model_drafter(
     pages = DraftPages(size, min(size, PIECE), worker.plan.num_blocks, draft.spare, draft.max_model_len)
     if isinstance(draft.source, Heads):
         return HeadDrafter(draft.source, pages), draft.step_costs
-    return ModelDrafter(draft.source, pages, config.max_num_batched_tokens), draft.step_costs
+    return ModelDrafter(draft.source, pages, config.step_tokens), draft.step_costs
 
 
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:

@@ -375,6 +375,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Of what layers keep of sequences beside pages, in every slot."""
     no_images: str = TEXT_ALONE
     """Why requests may not bring images; "" where they may."""
+    step_tokens: int = 0
+    """Most tokens in one step."""
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of the linears that may have adapters, by name, where a class of transformers has them; {}: as
     engine/lora/modules.py says it."""

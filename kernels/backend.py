@@ -139,14 +139,14 @@ class AttentionMetadata:
     axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
     together: Together | None = None  # None: every token sees what is before it, and no more
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
+    parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slots, strict=True))
-        others = tuple(replace(self, block_table=table, slots=at) for table, at in pairs[1:])
-        return replace(self, others=others)
+        return replace(self, others=tuple(replace(self, block_table=table, slots=at) for table, at in pairs[1:]))
 
     @property
     def turned(self) -> Tensor:
@@ -323,6 +323,10 @@ class Backend(Operations):
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
 
     @abstractmethod
+    def cannot_sink(self) -> str | None:
+        """Why its attention takes no Softmax.sinks, likewise."""
+
+    @abstractmethod
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a row has the same bits in every batch, as far as tests show it."""
 
@@ -352,7 +356,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: see kernels/latents/blocks.py."""
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: kernels/latents/blocks.py."""
 
     @abstractmethod
     def pack_quantized(

@@ -35,14 +35,15 @@ class ReferenceMixture:
                 continue
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
             gate_up = experts.gate_up[place](x[rows], NO_ADAPTERS)
-            gated = self._between(gate_up)
+            gated = between(self._backend, experts, gate_up)
             total[rows] += experts.down[place](gated, NO_ADAPTERS) * shares[rows, rank, None]
         return total.to(x.dtype)
 
-    def _between(self, gate_up: Tensor) -> Tensor:
-        experts, backend = self._experts, self._backend
-        if experts.activation is not None:
-            return backend.activate(gate_up, experts.activation)
-        if experts.gelu:
-            return backend.gelu_mul(gate_up)
-        return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)
+
+def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
+    """What stands between an expert's two matrices, for what the first one gives."""
+    if experts.activation is not None:
+        return backend.activate(gate_up, experts.activation)
+    if experts.gelu:
+        return backend.gelu_mul(gate_up)
+    return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)

@@ -47,6 +47,8 @@ class Probe:
     """What pages hold; None: the model's type."""
     windowed: bool = False
     """Some layers see a window of the keys; a library may be built without."""
+    sinks: bool = False
+    """Heads have a score beside those of their keys."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
@@ -54,7 +56,8 @@ class Probe:
         the reference says."""
         try:
             windows = (None, _WINDOW) if self.windowed else (None,)
-            rules = [Softmax(self.head_dim**-0.5, window, self.softcap) for window in windows]
+            sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.sinks else None
+            rules = [Softmax(self.head_dim**-0.5, window, self.softcap, sinks=sinks) for window in windows]
             return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
         except Exception as error:  # whatever a library raises, it is a reason not to choose it
             return fault(error)
@@ -100,6 +103,8 @@ class Probe:
     def _expected(self, qkv: Tensor, lengths: tuple[int, ...], softmax: Softmax) -> Tensor:
         """[T, H, D] float32 on the CPU, by the reference."""
         judge = Reference()
+        if softmax.sinks is not None:
+            softmax = replace(softmax, sinks=softmax.sinks.cpu())
         blocks = -(-max(lengths) // 3)  # three pages hold the longest
         held = torch.float32 if self.kv_dtype not in KV_CODES else self.kv_dtype
         head = self.head_dim + scale_elements(held)

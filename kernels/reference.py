@@ -67,6 +67,9 @@ class Reference(Backend):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return None
 
+    def cannot_sink(self) -> str | None:
+        return None
+
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.deterministic if device.type == "cuda" else _onednn_packs(device, dtype)
 

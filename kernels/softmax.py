@@ -27,8 +27,8 @@ class Softmax:
     kv_scales: KVScales = UNSCALED
     """Of pages that hold 8-bit floats."""
     sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
-    CPU backends take them."""
+    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025); of
+    backends that can (`Backend.cannot_sink`)."""
     values: int | None = None
     """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
 

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.flight.experts import experts
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.flight.machine import select_reason
 from benchmarks.gpu import times
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
+from quire.kernels.gpu.mixed import Division
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.select import BACKENDS, select_backend
 from quire.kernels.softmax import Softmax
@@ -85,11 +87,17 @@ def _metadata(
         max_query_len=max(counts),
         max_context_len=max(contexts),
     )
-    return metadata, first
+    starts = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).numpy()
+    division = Division.of(queries.numpy(), lens.numpy(), starts)
+    if division is None:
+        return metadata, first
+    begins = [torch.tensor(each, device=device) for each in (division.query_start, division.key_start)]
+    return division.divide(metadata, *begins, block), first
 
 
 def products(device: torch.device, say: Say) -> None:
-    """Quantized linears beside bfloat16's: what they compute, and the time of each."""
+    """Quantized linears beside bfloat16's, and mixtures of experts: what they compute, and the time of each."""
+    experts(device, say)
     small = device.type == "cpu"
     outs, inner = (256, 256) if small else (14336, 4096)
     backend, why = select_backend(device, torch.bfloat16, 128)

@@ -38,7 +38,7 @@ class EngineOptions(TypedDict, total=False):
     warmup_seconds: float
     max_model_len: int | str | None
     max_num_seqs: int
-    max_num_batched_tokens: int | str
+    max_num_batched_tokens: int | str | None
     long_prefill_token_threshold: int | None
     gpu_memory_utilization: float
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]

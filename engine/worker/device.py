@@ -6,15 +6,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.config import EngineConfig
@@ -38,6 +39,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _LEAST_DRIVER = {"12": "525", "13": "580"}
 """By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
 _CACHE = "TRITON_CACHE_DIR"
+SHIPPED = Path(sys.prefix, "share", "quire-kernels")
+"""What the Dockerfile lets engine/worker/compiling/fill.py compile."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
 kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
@@ -46,7 +49,7 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts = spec.parts(AttentionSpec)
-    kinds = {"ALiBi": any(each.alibi is not None for each in parts), "sinks": any(each.sinks for each in parts)}
+    kinds = {"ALiBi": any(each.alibi is not None for each in parts)}
     kinds |= {"norms of values": any(each.v_norm for each in parts)}
     for kind, has in kinds.items():
         if has and device.type != "cpu":
@@ -84,22 +87,19 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def for_card(config: EngineConfig) -> EngineConfig:
+    """The configuration with what its GPU decides, if it computes on one. Raises ConfigError as `choose_device`."""
+    if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
+        return config
+    return config.of_card(torch.cuda.get_device_properties(device).total_memory)
+
+
 def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
     """The device. Raises ConfigError for replicas on a GPU."""
     if device.type != "cpu" and config.data_parallel_size > 1:
         raise ConfigError(
             "data_parallel_size: replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
             param="data_parallel_size",
-        )
-    return device
-
-
-def check_device(device: torch.device, model: ModelConfig) -> torch.device:
-    """The device. Raises ConfigError for a model that is not served there."""
-    if device.type != "cpu" and model.model_type in WITH_EXPERTS and model.given is None:
-        raise ConfigError(
-            f"device: mixtures of experts ({model.model_type}) are served on CPUs alone so far: --device cpu",
-            param="device",
         )
     return device
 
@@ -191,7 +191,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
     backend that the configuration names, on a GPU like this."""
     check_adapted(config, model_config)
-    device = check_device(choose_device(config), model_config)
+    device = choose_device(config)
     dtype, changed = choose_dtype(config, model_config, device)
     spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
@@ -261,6 +261,7 @@ def choose_backend(
         backend, why = select_backend(
             device,
             *wanted,
+            sinks=has_sinks(spec),
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
@@ -277,6 +278,11 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
+def has_sinks(spec: DecoderSpec) -> bool:
+    """Whether some attention has sinks (gpt-oss)."""
+    return any(each.sinks for each in spec.parts(AttentionSpec))
+
+
 def choose_trials(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
 ) -> list[Callable[[Backend], str | None]]:
@@ -286,14 +292,24 @@ def choose_trials(
         return []
     attention, windowed = widest(spec), any(each.window for each in spec.states)
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    eager = Probe(device, dtype, *heads, attention.softcap, kv_dtype=kv_dtype(config, dtype), windowed=windowed)
+    eager = Probe(
+        device,
+        dtype,
+        *heads,
+        attention.softcap,
+        None,
+        kv_dtype(config, dtype),
+        windowed=windowed,
+        sinks=has_sinks(spec),
+    )
     return [eager] if config.enforce_eager else [replace(eager, capture=CudaCapture(device)), eager]
 
 
-def choose_capture(config: EngineConfig, backend: Backend, device: torch.device) -> Capture | None:
+def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
     """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
-    which no graph can hold."""
-    able = device.type == "cuda" and backend.name != "reference"
+    which no graph can hold, and so do its experts, which are those of sdpa."""
+    waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) else ("reference",)
+    able = device.type == "cuda" and backend.name not in waits
     return CudaCapture(device) if able and not config.enforce_eager else None
 
 
@@ -302,6 +318,7 @@ def keep_kernels() -> str | None:
     temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
     wanted = Path(os.environ.get(_CACHE) or os.path.expanduser("~/.triton/cache"))
     if (reason := _cannot_write(wanted)) is None:
+        _bring_shipped(wanted)
         return None
     uid = os.getuid()
     own = Path(tempfile.gettempdir()) / f"quire-triton-{uid}"
@@ -309,7 +326,20 @@ def keep_kernels() -> str | None:
         whose = failed or "it is another user's"
         raise ConfigError(f"Triton's kernels cannot be kept: {wanted} ({reason}), nor {own} ({whose}); set {_CACHE}")
     os.environ[_CACHE] = str(own)
+    _bring_shipped(own)
     return f"Triton's kernels are kept in {own}, for uid {uid} cannot write to {wanted} ({reason})"
+
+
+def _bring_shipped(folder: Path) -> None:
+    """Put what the image has of compiled kernels where Triton looks; it cannot look in two places."""
+
+    def copy_new(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            shutil.copyfile(source, target)
+
+    with suppress(OSError, shutil.Error):  # without them all is compiled
+        if SHIPPED.is_dir():
+            shutil.copytree(SHIPPED, folder, copy_function=copy_new, dirs_exist_ok=True)
 
 
 def _cannot_write(folder: Path) -> str | None:

@@ -14,6 +14,7 @@ from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
+from quire.kernels.gpu.mixed import Division
 from quire.kernels.recurrent.recurrence import Guesses
 
 
@@ -183,26 +184,31 @@ class Slots:
 
     def scratch_prompt(self, length: int) -> ForwardInputs:
         """A prompt of that length, or of the longest there may be, all of it on the scratch page."""
-        assert self._tables is not None
         length = min(length, self.max_pages * self.block_size)
-        positions = torch.arange(length, device=self.device)
-        page = self._tables[0, self.scratch_slot, 0].long()
-        starts = torch.arange(2, dtype=torch.int32, device=self.device) * length
-        all_scratch = self._tables[0, self.scratch_slot :, : -(-length // self.block_size)]
+        return self.scratch_step(1, length, length)
+
+    def scratch_step(self, seqs: int, queries: int, context: int) -> ForwardInputs:
+        """The last tokens of so many contexts, each of which is the scratch page again and again."""
+        assert self._tables is not None
+        positions = torch.arange(context - queries, context, device=self.device).repeat(seqs)
+        pages = -(-context // self.block_size)
+        table = self._tables[0, self.scratch_slot, :1].expand(seqs, pages).contiguous()
+        starts = torch.arange(seqs + 1, dtype=torch.int32, device=self.device)
         metadata = AttentionMetadata(
-            query_start=starts,
-            context_lens=starts[1:],
-            key_start=starts,
-            block_table=all_scratch,
+            query_start=starts * queries,
+            context_lens=torch.full((seqs,), context, dtype=torch.int32, device=self.device),
+            key_start=starts * context,
+            block_table=table,
             positions=positions,
-            slots=page * self.block_size + positions % self.block_size,
-            max_query_len=length,
-            max_context_len=length,
-            state_slots=torch.full((1,), self.scratch_slot, device=self.device),
+            slots=table[0, 0].long() * self.block_size + positions % self.block_size,
+            max_query_len=queries,
+            max_context_len=context,
+            state_slots=torch.full((seqs,), self.scratch_slot, device=self.device),
         )
-        metadata = metadata.grouped([all_scratch] * self.groups, [metadata.slots] * self.groups)
+        metadata = metadata.grouped([table] * self.groups, [metadata.slots] * self.groups)
         owners = torch.full_like(positions, self.scratch_slot)
-        return ForwardInputs(torch.zeros_like(positions, dtype=torch.int32), metadata, positions[-1:], owners)
+        last = torch.arange(queries - 1, seqs * queries, queries, device=self.device)
+        return ForwardInputs(torch.zeros_like(positions, dtype=torch.int32), metadata, last, owners)
 
     def build(self, batch: Batch) -> ForwardInputs:
         """A batch's tensors; call `take_pages` first."""
@@ -242,6 +248,8 @@ class Slots:
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
         guessed = self._guessed(slots, starts, contexts, drafts)
+        division = Division.of(counts, contexts, starting[1])
+        divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, owners, sampled, state_slots, *others = upload(
             [
                 starting[0],
@@ -251,12 +259,14 @@ class Slots:
                 owner,
                 picked,
                 slots,
+                *divided,
                 *guessed,
                 *(tables[:, :, group] for group in range(self.groups)),
                 *(stored[:, group] for group in range(self.groups)),
             ],
             self.device,
         )
+        begins, others = others[: len(divided)], others[len(divided) :]
         lens, paged = others[: len(guessed)], others[len(guessed) :]
         metadata = AttentionMetadata(
             query_start=query_start,
@@ -273,6 +283,8 @@ class Slots:
             guesses=Guesses(*lens) if lens else None,
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
+        if division is not None:
+            metadata = division.divide(metadata, *begins, self.block_size)
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
 
     def _stored(self, pages: np.ndarray, places: np.ndarray) -> np.ndarray:

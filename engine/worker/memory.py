@@ -96,7 +96,7 @@ def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, confi
         linears = adapted_linears(model_config) if model.spec.linears is None else model.spec.linears
         each = adapter_numbers(linears, config.max_lora_rank) * model.dtype.itemsize
         return each * kept_adapters(config.max_loras, config.max_cpu_loras)
-    tokens = config.max_num_batched_tokens
+    tokens = config.step_tokens
     with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
         return measure_step(model, backend, config)
 
@@ -104,8 +104,8 @@ def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, confi
 @torch.inference_mode()
 def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
-    device, length = model.device, min(config.max_num_batched_tokens, model.max_model_len)
-    seqs = -(-config.max_num_batched_tokens // length)
+    device, length = model.device, min(config.step_tokens, model.max_model_len)
+    seqs = -(-config.step_tokens // length)
     metadata = prompts(seqs, length, backend.block_size, device, model.groups.count)
     if model.adapters is not None:
         linear = LinearContext.of(torch.ones_like(metadata.positions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from quire.engine.core.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder, Features
 from quire.engine.types import PoolingParams, SamplingParams
+from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.compiling.steps import launch_every_kind
 from quire.engine.worker.graphs import Capture, DecodeGraphs
 from quire.engine.worker.heads import Heads, HiddenStates
 from quire.engine.worker.images.features import ImageFeatures
@@ -165,6 +168,17 @@ class Runner:
         for length in _WARM_PROMPTS:
             inputs = self._slots.scratch_prompt(length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
+
+    def compile_kernels(self, step_tokens: int) -> int:
+        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch.
+        Returns how many were not there yet."""
+        from quire.kernels.gpu.kinds import recorded
+
+        model = self._model
+        if model.shard.count > 1:  # other ranks would wait in what this one has not begun
+            return 0
+        kinds = recorded(partial(launch_every_kind, model, self._kv_cache, self._slots, step_tokens))
+        return compile_kinds(kinds, model.progress)
 
     def mover(self) -> PageMover:
         pages = self._pages if self._heads is None else [*self._pages, *self._heads.pages]

@@ -317,7 +317,7 @@ def plan_pages(
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
         windows=groups.windows,
-        at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
+        at_once=config.long_prefill_token_threshold or config.step_tokens,
         state_bytes=states,
     )
 

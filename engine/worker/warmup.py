@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from quire.engine.core.executor import Executor
 from quire.engine.worker.runner import Runner
+from quire.kernels.gpu.faults import fault
 
 
-def warm_up(runner: Executor, seconds: float, clock: Callable[[], float] = time.monotonic) -> list[str]:
-    """Run the sampler's kernels and those of short prompts, and capture decode graphs until all are there or the time
-    is over; what is left is done in idle moments. No capture is cut short. Returns notes on it; none where there are no
-    graphs.
+def warm_up(
+    runner: Executor, seconds: float, step_tokens: int, clock: Callable[[], float] = time.monotonic
+) -> list[str]:
+    """Compile every kind of kernel that a step of up to so many tokens may launch, however long that takes; run the
+    sampler's and those of short prompts; then capture decode graphs until all are there or the time is over; what is
+    left is done in idle moments. No capture is cut short. Returns notes on it; none where there are no graphs.
     """
     if not isinstance(runner, Runner) or runner.graphs is None:
         return []
+    notes = compile_ahead(runner, step_tokens, clock) if seconds > 0 and runner.model.device.type == "cuda" else []
     began = clock()
     if seconds > 0:
         runner.warm_sampler()
         runner.warm_prompts()
     while clock() - began < seconds and runner.warm_up():
         pass
-    notes = [f"{runner.graphs.progress} decode graphs captured in {clock() - began:.1f} s"]
+    notes.append(f"{runner.graphs.progress} decode graphs captured in {clock() - began:.1f} s")
     for reason in dict.fromkeys(runner.graphs.eager.values()):
         sizes = sorted({size for (size, _, _), why in runner.graphs.eager.items() if why == reason})
         notes.append(f"decodes of {', '.join(map(str, sizes))} rows run without graphs: {reason}")
     return notes
+
+
+def compile_ahead(runner: Runner, step_tokens: int, clock: Callable[[], float]) -> list[str]:
+    """Notes on the kernels that were compiled, if some were missing. What fails here may work, or be explained, when a
+    step needs it."""
+    if find_spec("triton") is None:
+        return []
+    began = clock()
+    try:
+        compiled = runner.compile_kernels(step_tokens)
+    except Exception as error:
+        return [f"kernels are compiled when steps first need them: {fault(error)}"]
+    return [f"{compiled} kinds of kernels compiled in {clock() - began:.1f} s"] if compiled else []

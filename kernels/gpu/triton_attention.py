@@ -50,6 +50,14 @@ def _merge(peak, total, acc, peak2, total2, acc2):
 
 
 @triton.jit
+def _with_sink(peak, total, sinks, head, SINKS: tl.constexpr):
+    """The sum of a softmax's weights, with that of the head's sink; no row's bits depend on where it is added."""
+    if SINKS:
+        total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
+    return total
+
+
+@triton.jit
 def _rows_of_pages(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
     """[BLOCK_N, D_PAD] keys or values. What is outside is 0: where nobody wrote, a page may hold anything."""
     at = cache + row[:, None] + d[None, :]
@@ -188,11 +196,11 @@ def _query_tile(
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend(
-    out, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
+    out, sinks, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
     table_stride, k_stride, v_stride, num_seqs, scale, value_scale, softcap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out [T, HEADS, D]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0: it has one part."""
     seq, queried, position, row, filled, begin, full, end = _query_tile(
@@ -205,7 +213,7 @@ def attend(
     cache = (k_cache + head, v_cache + head, k_scales + own, v_scales + own, table, k_stride, v_stride)
     rules = (scale, value_scale, softcap, window)
     if SPLIT == 0:
-        _, total, acc = _span(
+        peak, total, acc = _span(
             queried, position, begin, full, end, cache, rules,
             KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
         )  # fmt: skip
@@ -218,6 +226,7 @@ def attend(
                 KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
             )  # fmt: skip
             peak, total, acc = _merge(peak, total, acc, peak2, total2, acc2)
+    total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
     at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
     tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
 
@@ -266,7 +275,8 @@ def attend_splits(
 
 @triton.jit(do_not_specialize=["splits"])
 def reduce_even(
-    out, weighted, peaks, totals, splits, D: tl.constexpr, D_PAD: tl.constexpr, MOST_SPLITS: tl.constexpr
+    out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out [T * HEADS, D] from its parts, all at once. Grid: T * HEADS."""
     row = tl.program_id(0).to(tl.int64)
@@ -276,15 +286,17 @@ def reduce_even(
     total = tl.load(totals + row * splits + split, mask=inside, other=0.0)
     at = weighted + (row * splits + split)[:, None] * D + d[None, :]
     acc = tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
-    weight = tl.exp2(peak - tl.max(peak, 0))
-    result = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
+    top = tl.max(peak, 0)
+    weight = tl.exp2(peak - top)
+    whole = _with_sink(top, tl.sum(total * weight, 0), sinks, row % HEADS, SINKS)
+    result = tl.sum(acc * weight[:, None], 0) / whole
     tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["positions"])
 def reduce_fixed(
-    out, weighted, peaks, totals, positions, splits, window,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    out, sinks, weighted, peaks, totals, positions, splits, window, HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out [T * HEADS, D] from its parts in the order of their keys, as `attend` merges them. Grid: T * HEADS."""
     row = tl.program_id(0).to(tl.int64)
@@ -298,4 +310,5 @@ def reduce_fixed(
         at = row * splits + split
         part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)
         peak, total, acc = _merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
+    total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
     tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)

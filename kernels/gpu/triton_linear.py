@@ -9,6 +9,8 @@ fewer of the GPU's processors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -53,6 +55,20 @@ def _linear_kernel(
         total.to(out.dtype.element_ty),
         mask=m_inside[:, None] & n_inside[None, :],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """A linear that tells its weight, which mixtures of experts multiply by another kernel."""
+
+    weight: Tensor
+    """[outs, inner], contiguous."""
+    bias: Tensor | None
+    wide: bool
+    multiply: Linear
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        return self.multiply(x, context)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:

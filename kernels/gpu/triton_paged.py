@@ -17,11 +17,14 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Table
+from quire.kernels.backend import AttentionMetadata, Experts, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
+from quire.kernels.gpu.experts.mixture import grouped_mixture
+from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
+from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
@@ -71,7 +74,10 @@ class Triton(Reference):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        return paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=self.deterministic)
+        def attend(rows: Tensor, part: AttentionMetadata) -> Tensor:
+            return paged_attention(rows, k_cache, v_cache, part, softmax, fixed=self.deterministic)
+
+        return by_parts(attend, q, metadata)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_fused.rms_norm(x, weight, eps)
@@ -103,6 +109,13 @@ class Triton(Reference):
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)
 
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        weight = weight.contiguous()
+        return DenseLinear(weight, bias, wide, super().pack_linear(weight, bias, wide=wide))
+
+    def mixture(self, experts: Experts) -> Linear:
+        return grouped_mixture(self, experts, fixed=self.deterministic) or super().mixture(experts)
+
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
@@ -117,7 +130,7 @@ class Triton(Reference):
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool
 ) -> Tensor:
-    """As in kernels/backend.py; pages [P, page size, K, D] of any power-of-two size.
+    """As in kernels/backend.py, of a step that has no parts; pages [P, page size, K, D] of any power-of-two size.
 
     fixed: sums are split at fixed positions and all tiles have one size, so that a row's bits do not depend on the
     batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are.
@@ -149,18 +162,21 @@ def paged_attention(
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
     kinds = (window is not None, softmax.softcap is not None, split, held)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    has_sinks = softmax.sinks is not None
+    given = (out, softmax.sinks if has_sinks else q)
     if programs == 1:
-        attend[count, kv_heads](out, *inputs, *strides, *rules, *shapes, *kinds, **compiled)
+        attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
     weighted = torch.empty((tokens * heads, splits, dim), dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
     parts = (weighted, peaks, totals)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
-        kept = (heads, dim, padded, window is not None, split)
-        reduce_fixed[tokens * heads,](out, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
+        kept = (heads, dim, padded, window is not None, split, has_sinks)
+        reduce_fixed[tokens * heads,](*given, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
     else:
-        reduce_even[tokens * heads,](out, *parts, splits, dim, padded, _MOST_SPLITS, num_warps=4)
+        kept_even = (heads, dim, padded, _MOST_SPLITS, has_sinks)
+        reduce_even[tokens * heads,](*given, *parts, splits, *kept_even, num_warps=4)
     return out
 
 

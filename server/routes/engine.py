@@ -78,7 +78,7 @@ def facts(runtime: Runtime, model: ServedModel) -> dict[str, object]:
         "info": {name: value for name, value in msgspec.structs.asdict(runtime.info).items() if name != "model"},
         "limits": {
             "max_num_seqs": config.most_running,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_batched_tokens": runtime.info.step_tokens or config.step_tokens,
             "max_queued_requests": config.max_queued_requests,
             "enable_prefix_caching": config.enable_prefix_caching,
         },

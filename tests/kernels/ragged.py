@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.gpu.mixed import Division
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.softmax import Softmax
 
@@ -80,7 +81,17 @@ def page(
         max_context_len=max(contexts),
         whole=lengths == contexts,
     )
+    counts = (torch.tensor(lengths).numpy(), torch.tensor(contexts).numpy(), metadata.key_start.numpy())
+    if (division := Division.of(*counts)) is not None:
+        begins = [torch.from_numpy(each.copy()) for each in (division.query_start, division.key_start)]
+        metadata = division.divide(metadata, *begins, size)
     return k_cache, v_cache, metadata
+
+
+def to_device(metadata: AttentionMetadata, device: str | torch.device) -> AttentionMetadata:
+    fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
+    there = {name: each.to(device) for name, each in fields.items() if isinstance(each, Tensor)}
+    return replace(metadata, **there, parts=tuple(to_device(part, device) for part in metadata.parts))
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

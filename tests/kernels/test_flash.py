@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend import Backend
 from quire.kernels.gpu.libraries import flash, torch_varlen
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.paged import FlashPages, built_for
@@ -21,11 +21,13 @@ from quire.kernels.rotation import Rope
 from quire.kernels.select import select_backend
 from quire.kernels.softmax import Softmax
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
-from tests.kernels.ragged import Part, error, page, random_part
+from tests.kernels.ragged import Part, error, page, random_part, to_device
 from tests.tree import ROOT
 
 WHOLE = ((5, 5), (600, 600), (1, 1), (257, 257))
 DECODES = ((1, 1), (5, 1), (256, 1), (257, 1), (600, 1))
+BOTH = ((600, 1), (1, 1), (300, 1), (5, 5), (300, 44), (40, 1))
+"""Decodes, and behind them prompts, as the scheduler orders them."""
 MIXED = ((5, 5), (600, 1), (300, 44), (513, 257), (256, 256), (40, 1))
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
@@ -72,11 +74,6 @@ def attend(
     return out
 
 
-def to_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
-    fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
-    return AttentionMetadata(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
-
-
 CASES = [
     *({"window": window, "softcap": cap} for window in (None, 1, 37, 256, 300, 4096) for cap in (None, 5.0)),
     {"heads": 8, "kv_heads": 1},
@@ -92,7 +89,7 @@ CASES = [
 
 
 @pytest.mark.few(16)
-@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
 def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict, mix: tuple) -> None:
@@ -105,7 +102,7 @@ def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
 def test_on_a_gpu(made_by: type[FlashPages], case: dict, mix: tuple) -> None:
@@ -155,6 +152,15 @@ def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeF
     k_cache, v_cache, metadata = page(backend, parts)
     backend.paged_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
     assert library.calls[-1] == ("kvcache", {"num_splits": 1} | everything)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, deterministic: bool) -> None:
+    check(Flash(deterministic=deterministic), "cpu", BOTH[:4])
+    assert library.calls == [
+        ("kvcache", {"num_splits": int(deterministic), "window_size": (-1, -1)}),
+        ("varlen", {"max_seqlen_q": 5, "max_seqlen_k": 5, "paged": deterministic}),
+    ]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -288,7 +294,7 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     asked: dict[str, object] = {}
     backend = TorchVarlen(deterministic=True)
-    backend._attend = lambda *args, **named: asked.update(args=args, named=named) or args[0]
+    backend._library = lambda *args, **named: asked.update(args=args, named=named) or args[0]
     check_asks(backend)
     args, named = asked["args"], asked["named"]
     assert isinstance(args, tuple)

@@ -27,7 +27,7 @@ from quire.kernels.select import select_backend
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4
-from tests.kernels.test_flash import CASES, DECODES, MIXED, WHOLE, Spy, check, gpu
+from tests.kernels.test_flash import BOTH, CASES, DECODES, MIXED, WHOLE, Spy, check, gpu
 from tests.tree import ROOT
 
 Made = tuple[Backend, FakeFlash3 | FakeFlash4]
@@ -48,7 +48,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
 
 
 @pytest.mark.few(28)
-@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments(make: Callable[[str], Made], kind: str, case: dict, mix: tuple) -> None:

@@ -59,8 +59,8 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
         return "stages (--pipeline-parallel-size) read no images yet"
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
-    for name in ("long_prefill_token_threshold", "max_num_batched_tokens"):
-        most = getattr(config, name)
+    bounds = {"long_prefill_token_threshold": config.long_prefill_token_threshold}
+    for name, most in (bounds | {"max_num_batched_tokens": config.step_tokens}).items():
         if vision.whole and most and most < vision.longest:
             return f"{name} is {most}, and an image's {vision.longest} tokens are computed in one step"
     return None

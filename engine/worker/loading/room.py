@@ -33,7 +33,7 @@ def make_room(
     device, backend, groups = chosen.device, chosen.backend, len(loaded.groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.made_by
-    capture = choose_capture(config, backend, device) if graphs else None
+    capture = choose_capture(config, backend, device, chosen.spec) if graphs else None
     scratch = None if capture is None else pages
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size, shard = backend.block_size, loaded.model.shard

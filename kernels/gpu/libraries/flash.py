@@ -42,7 +42,7 @@ class Flash(FlashPages):
     ) -> str | None:
         return super().cannot_serve(device, dtype, head_dim, softcap) or self._missing
 
-    def paged_attention(
+    def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one: with pages, or

@@ -40,7 +40,7 @@ class Flash3(FlashPages):
         reason = super().cannot_serve(device, dtype, head_dim, softcap) or architecture_fault(device, _HOPPER)
         return reason or self._missing or (_BATCH if self.deterministic else None)
 
-    def paged_attention(
+    def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It

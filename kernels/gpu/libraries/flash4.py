@@ -32,14 +32,14 @@ class Flash4(FlashPages):
     name = "flash4"
     block_size = 128
     """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
-    _attend: Callable[..., tuple[Tensor, Tensor | None]]
+    _library: Callable[..., tuple[Tensor, Tensor | None]]
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         found = _load()
         self._missing = found if isinstance(found, str) else None
         if not isinstance(found, str):
-            self._attend = found
+            self._library = found
 
     def description(self) -> str:
         return f"flash-attn {_version()}"
@@ -55,7 +55,7 @@ class Flash4(FlashPages):
             return f"takes heads up to {_MOST_ON_BLACKWELL} on this GPU, not {head_dim}"
         return _BATCH if self.deterministic else None
 
-    def paged_attention(
+    def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """Steps of one query each are Triton's on Hopper, where flash-attn 4 does not split keys.
@@ -68,7 +68,7 @@ class Flash4(FlashPages):
             return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
         window = softmax.window_in(metadata.max_context_len)
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
-        out, _ = self._attend(
+        out, _ = self._library(
             q.unsqueeze(1) if one_each else q,
             k_cache,
             v_cache,

@@ -4,17 +4,20 @@ everything beside attention: Triton's fused kernels on a GPU, where Triton is in
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
+from quire.kernels.backend import AttentionMetadata, Backend, Experts, Linear, Table
+from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
@@ -46,8 +49,22 @@ class FlashPages(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
 
+    def cannot_sink(self) -> str | None:
+        return "has no sinks of attention"
+
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        return by_parts(lambda rows, part: self.attend(rows, k_cache, v_cache, part, softmax), q, metadata)
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """As `paged_attention`, of a step that has no parts."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._for(x).rms_norm(x, weight, eps)
@@ -73,6 +90,12 @@ class FlashPages(Reference):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return self._for(bcx).short_conv(bcx, conv, columns, metadata)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        return self._for(weight).pack_linear(weight, bias, wide=wide)
+
+    def mixture(self, experts: Experts) -> Linear:
+        return self._fused.mixture(experts)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False

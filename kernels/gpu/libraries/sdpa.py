@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
@@ -35,6 +36,9 @@ class Sdpa(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type" if kv_dtype in KV_CODES else None
 
+    def cannot_sink(self) -> str | None:
+        return "has no sinks of attention"
+
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False  # its sums follow the longest context of the batch
 
@@ -43,20 +47,19 @@ class Sdpa(Reference):
     ) -> Tensor:
         if softmax.softcap is not None or softmax.bias is not None or softmax.sinks is not None or softmax.ahead != 0:
             return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
-        if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
-            return _decoded(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
-        out, starts, contexts = torch.empty_like(q), metadata.query_start.tolist(), metadata.context_lens.tolist()
-        singles = [s for s in range(len(contexts)) if starts[s + 1] - starts[s] == 1]
-        if singles:
-            at, seqs = (torch.tensor(each, device=q.device) for each in ([starts[s] for s in singles], singles))
-            table, lens = metadata.block_table[seqs], metadata.context_lens[seqs]
-            out[at] = _decoded(q[at], k_cache, v_cache, table, lens, softmax)
-        for s in set(range(len(contexts))).difference(singles):
-            rows = slice(starts[s], starts[s + 1])
-            pages = metadata.block_table[s, : -(-contexts[s] // k_cache.shape[1])].long()
-            k, v = (cache[pages].flatten(0, 1)[: contexts[s]] for cache in (k_cache, v_cache))
-            out[rows] = _prompt(q[rows], k, v, softmax)
-        return out
+        return by_parts(lambda rows, part: _attended(rows, k_cache, v_cache, part, softmax), q, metadata)
+
+
+def _attended(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax) -> Tensor:
+    if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
+        return _decoded(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
+    out, starts, contexts = torch.empty_like(q), metadata.query_start.tolist(), metadata.context_lens.tolist()
+    for s, context in enumerate(contexts):
+        rows = slice(starts[s], starts[s + 1])
+        pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
+        k, v = (cache[pages].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
+        out[rows] = _prompt(q[rows], k, v, softmax)
+    return out
 
 
 def _decoded(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: Softmax) -> Tensor:

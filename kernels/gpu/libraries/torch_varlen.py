@@ -25,7 +25,7 @@ class TorchVarlen(FlashPages):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self._attend = _varlen_attn()
+        self._library = _varlen_attn()
 
     def description(self) -> str:
         return f"flash-attn as built into PyTorch {torch.__version__}"
@@ -33,7 +33,7 @@ class TorchVarlen(FlashPages):
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        if self._attend is None:
+        if self._library is None:
             return f"PyTorch {torch.__version__} has no paged attention, 2.13 has"
         if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
             return reason
@@ -42,7 +42,7 @@ class TorchVarlen(FlashPages):
             return f"this build of PyTorch has no kernels for compute capability {capability[0]}.{capability[1]}"
         return _NO_SOFTCAP if softcap else None
 
-    def paged_attention(
+    def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
@@ -57,10 +57,10 @@ class TorchVarlen(FlashPages):
         beside = self._for(q)
         if metadata.max_query_len == 1 and not self.deterministic and beside.name == "triton":
             return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
-        assert self._attend is not None
+        assert self._library is not None
         window = softmax.window if self.deterministic else softmax.window_in(metadata.max_context_len)
         plain = metadata.whole and not self.deterministic  # then a faster kernel takes copies of the keys in a row
-        return self._attend(
+        return self._library(
             q,
             fresh(k_cache, metadata) if plain else k_cache,
             fresh(v_cache, metadata) if plain else v_cache,

@@ -68,19 +68,19 @@ class QuantizedLinear:
     def __init__(self, parts: Sequence[Packed], bias: Tensor | None, *, wide: bool, fixed: bool) -> None:
         """fixed: a row has the same bits in every batch. wide: the result is float32."""
         self.parts = parts
-        self._bias = bias
-        self._wide = wide
+        self.bias = bias
+        self.wide = wide
         self._fixed = fixed
         self._outs = sum(len(each.codes) for each in parts)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
-        out = x.new_empty((len(x), self._outs), dtype=torch.float32 if self._wide else x.dtype)
+        out = x.new_empty((len(x), self._outs), dtype=torch.float32 if self.wide else x.dtype)
         first = 0
         for part in self.parts if len(x) else ():
             end = first + len(part.codes)
             ordered = x if part.order is None else x.index_select(1, part.order)
-            bias = None if self._bias is None else self._bias[first:end]
+            bias = None if self.bias is None else self.bias[first:end]
             (_multiply_codes if part.rounds else _multiply_whole)(part, ordered, bias, out[:, first:end], self._fixed)
             first = end
         return out

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from quire.kernels.gpu.triton_codes import from_float8, to_float8, to_integer
 
-INTEGERS, FLOATS, HALVES, TABLE = range(4)
+INTEGERS, FLOATS, HALVES, TABLE, NUMBERS = range(5)
 """What codes are: int8; the bits of 8-bit floats; two integers of 4 bits in a byte, where a code less 8 is its value;
-two with a table of values."""
+two with a table of values; numbers of the type of x."""
 
 
 @triton.jit
@@ -29,6 +29,8 @@ def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
         return codes.to(dtype)
     elif KIND == 1:
         return from_float8(codes).to(dtype)
+    elif KIND == 4:
+        return codes
     else:
         code = (codes >> (4 * half)) & 15
         if KIND == 2:
@@ -37,6 +39,38 @@ def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
             low = tl.full(code.shape, LOW, tl.int64)
             high = tl.full(code.shape, HIGH, tl.int64)
             return (tl.where(code < 8, low, high) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(dtype)
+
+
+@triton.jit
+def sum_whole(
+    x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, stride, group,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M].
+    Half bytes: the lower ones of BLOCK_K bytes are as many inputs, the upper ones the next."""
+    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 else 1
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for begin in range(0, stride, BLOCK_K):
+        inside = n_inside[:, None] & (begin + k < stride)[None, :]
+        packed = tl.load(lines + begin + k[None, :], mask=inside, other=0)
+        for half in tl.static_range(halves):
+            first = begin * halves + half * BLOCK_K
+            there = (first + k < inner)[:, None] & m_inside[None, :]
+            right = tl.load(x_rows + first + k[:, None], mask=there, other=0.0)
+            left = _values(packed, half, KIND, LOW, HIGH, x_rows.dtype.element_ty)
+            if SCALED:
+                at = (first // group) * outs + n
+                known = n_inside & (first < inner)
+                scale = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)
+                total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
+                if OFFSET:
+                    offset = tl.load(offsets + at, mask=known, other=0.0).to(tl.float32)
+                    total += offset[:, None] * tl.sum(right.to(tl.float32), 0)[None, :]
+            else:
+                total = tl.dot(left, right, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -56,35 +90,15 @@ def multiply_whole(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program computes BLOCK_N outputs of BLOCK_M rows.
-    Half bytes: the lower ones of BLOCK_K bytes are as many inputs, the upper ones the next."""
-    halves: tl.constexpr = 2 if KIND >= 2 else 1
+    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program: BLOCK_N outputs of BLOCK_M rows."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    m_inside, n_inside = m < rows, n < outs
-    x_rows = x + m.to(tl.int64)[None, :] * inner
-    lines = codes + n.to(tl.int64)[:, None] * stride
-    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for begin in range(0, stride, BLOCK_K):
-        inside = n_inside[:, None] & (begin + k < stride)[None, :]
-        packed = tl.load(lines + begin + k[None, :], mask=inside, other=0)
-        for half in tl.static_range(halves):
-            first = begin * halves + half * BLOCK_K
-            there = (first + k < inner)[:, None] & m_inside[None, :]
-            right = tl.load(x_rows + first + k[:, None], mask=there, other=0.0)
-            left = _values(packed, half, KIND, LOW, HIGH, x.dtype.element_ty)
-            if SCALED:
-                at = (first // group) * outs + n
-                known = n_inside & (first < inner)
-                scale = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)
-                total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
-                if OFFSET:
-                    offset = tl.load(offsets + at, mask=known, other=0.0).to(tl.float32)
-                    total += offset[:, None] * tl.sum(right.to(tl.float32), 0)[None, :]
-            else:
-                total = tl.dot(left, right, total, input_precision="ieee")
+    x_rows, lines = x + m.to(tl.int64)[None, :] * inner, codes + n.to(tl.int64)[:, None] * stride
+    total = sum_whole(
+        x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner, stride, group,
+        KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
 
 
@@ -143,7 +157,7 @@ def look_up(
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
     line = codes + row * stride
-    if KIND >= 2:
+    if KIND == 2 or KIND == 3:
         packed = tl.load(line + column // (2 * STEP) * STEP + column % STEP, mask=inside, other=0)
         upper = _values(packed, 1, KIND, LOW, HIGH, tl.float32)
         value = tl.where(column // STEP % 2 == 1, upper, _values(packed, 0, KIND, LOW, HIGH, tl.float32))

@@ -32,7 +32,6 @@ from quire.server.cli.plan.weights import weight_bytes
 
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
-STEP_TOKENS = _DEFAULTS.max_num_batched_tokens
 UTILIZATION = _DEFAULTS.gpu_memory_utilization
 _NO_EXPERTS = ExpertsPlan(0, 0, whole=False)
 
@@ -65,8 +64,10 @@ class Wishes:
     """That may have adapters."""
     draft: Draft | None = None
     """What guesses tokens with weights of its own."""
-    at_once: int = STEP_TOKENS
-    """Most tokens of a sequence in a step."""
+    at_once: int | None = None
+    """Most tokens of a sequence in a step; None: a whole step's."""
+    step_tokens: int | None = None
+    """Most tokens of a step; None: the server's own rule."""
     keeps_all: bool = False
     """Layers with a sliding window keep all tokens too."""
     drafts: int = most_drafts(_DEFAULTS)
@@ -185,13 +186,19 @@ class Estimate:
         return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits
 
 
-def step_bytes(sizes: ModelSizes, width: int) -> int:
+def step_tokens(machine: Machine, wishes: Wishes) -> int:
+    """Most tokens of a step there."""
+    asked = EngineConfig(max_num_batched_tokens=wishes.step_tokens)
+    return (asked.of_card(machine.memory) if machine.gpu else asked).step_tokens
+
+
+def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     """A rough estimate of the bytes that the largest step takes on a GPU; the engine measures it.
 
     It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
     """
     hidden = sizes.head_parameters // sizes.vocab_size
-    return STEP_TOKENS * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
+    return tokens * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
 
 
 def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
@@ -232,7 +239,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         block_size = TILE * machine.count
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
-    step = step_bytes(sizes, width)
+    tokens = step_tokens(machine, wishes)
+    step = step_bytes(sizes, width, tokens)
     beside = 0 if machine.gpu else wishes.offload.host_bytes // (sharing * machine.replicas)
     budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
     if wishes.kv_cache_memory is not None:
@@ -254,7 +262,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         kv_cache_dtype=wishes.kv_cache_dtype,
         quantized=quantized,
         page_bytes=(whole * slots // len(sizes.layer_states) // split + own // sharing) * block_size or least,
-        needs=PageNeeds(groups.windows, block_size, wishes.at_once),
+        needs=PageNeeds(groups.windows, block_size, wishes.at_once or tokens),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,
         device_weight_bytes=on_device,

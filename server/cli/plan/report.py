@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
 from quire.engine.checkpoint.stages import stage_layers
 from quire.engine.config import DEMO_MODEL
@@ -240,8 +239,6 @@ def _saved(made: Estimate) -> str:
 def unserved(made: Estimate) -> list[str]:
     """Why Quire does not serve the model there; [] where it does."""
     found = list(made.sizes.unserved)
-    if made.machine.gpu and made.sizes.model_type in WITH_EXPERTS:
-        found.append("Quire serves mixtures of experts on CPUs alone so far")
     if made.machine.stages > 1 and made.machine.gpu:
         found.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
     if made.machine.count > 1 and made.tiers:

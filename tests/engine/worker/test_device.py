@@ -192,7 +192,7 @@ def test_a_kernel_that_does_not_fit_names_the_setting_that_does_without_it() -> 
     assert "--attention-backend" in raised.value.message
 
 
-@pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("granite_swa", "sinks"), ("olmo2", None)])
+@pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("gpt_oss", None), ("olmo2", None)])
 def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     config = read_model_config(tmp_path)
@@ -200,5 +200,5 @@ def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | 
     if kind is None:
         check_attention(torch.device("cuda"), config, decoder_spec(config))
     else:
-        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) are served on CPUs alone"):
+        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served on CPUs alone"):
             check_attention(torch.device("cuda"), config, decoder_spec(config))

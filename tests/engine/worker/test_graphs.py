@@ -50,7 +50,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
-    monkeypatch.setattr(room, "choose_capture", lambda config, backend, device: capture)
+    monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
         "max_num_seqs": 12,
@@ -318,7 +318,7 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
         return rows
 
     runner.graphs._decode = decode  # hundreds of rows would take gigabytes to record
-    notes = warm_up(runner, 30.0, lambda: next(times))
+    notes = warm_up(runner, 30.0, 64, lambda: next(times))
     assert captured == [384, 256, 192]
     assert notes == ["3 of 13 decode graphs captured in 30.5 s"]
     assert engine.prepare(), "the rest follow in idle moments"
@@ -337,9 +337,9 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
         return pick(logits, rows, mask)
 
     engine.runner._sample = watched
-    warm_up(engine.runner, 0.0)
+    warm_up(engine.runner, 0.0, 64)
     assert seen == []
-    warm_up(engine.runner, 60.0)
+    warm_up(engine.runner, 60.0, 64)
     assert seen == [(True, 1.0), (False, 1.0), (False, 0.5)]
 
 

@@ -35,6 +35,7 @@ from quire.engine.worker.loading.drafts import model as draft_model
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
+from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import quantized
@@ -259,6 +260,20 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert VOCAB > 300
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *nightly(("qwen3-moe", "flash"))])
+def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
+    """Routed, sorted and multiplied without a look at the host, in graphs too, once their addresses are known."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    path = save_tiny_model(tmp_path, family)
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path))
+    with gpu.allows_waits():
+        engine.runner.warm_prompts()
+    kinds = {name: KINDS[name] for name in ("greedy", "all")}
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
 
 
 class Quiet:

@@ -3,8 +3,9 @@ made of each.
 
 The kernels are launched through the functions that serve them, with a driver that names the target and runs nothing: so
 arguments, specializations and options are those of a real launch. One JSON object per compiled kernel:
-    python -m tests.kernels.triton.compile_for_gpu FOLDER [CAPABILITY]
-The folder takes temporary files; the capability is a number such as 120.
+    python -m tests.kernels.triton.compile_for_gpu FOLDER [CAPABILITY [FUNCTION ...]]
+The folder takes temporary files; the capability is a number such as 120; the functions are some of those below that
+need no arguments: then all else is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, Experts, Linear, LinearContext
 from quire.kernels.gpu import (
     triton_fused,
     triton_linear,
@@ -33,11 +34,14 @@ from quire.kernels.gpu import (
     triton_sampling,
     triton_short_conv,
 )
+from quire.kernels.gpu.experts.mixture import GroupedMixture, Stack
 from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_codes import KV_CODES, scale_elements
-from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
+from quire.kernels.routing import Routing
 from quire.kernels.softmax import Softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -246,11 +250,60 @@ def convolutions(rows: int) -> None:
         triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
 
 
+def mixtures() -> None:
+    for rows in (3, 900, 9000):  # few, some and many of each expert
+        mixture(rows)
+
+
+def mixture(rows: int) -> None:
+    """gpt-oss-20b's and Qwen3-30B-A3B's experts, in the forms in which they are stored."""
+    for hidden, inner, count, chosen, forms in ((2880, 2880, 32, 4, "wm"), (2048, 768, 128, 8, "wif")):
+        for form in forms:
+            backend = triton_paged.Triton()
+            gate_up, down = (expert_linear(backend, *shape, form) for shape in ((2 * inner, hidden), (hidden, inner)))
+            for fixed in (False, True):
+                stacks = [Stack.of([each] * count, fixed=fixed) for each in (gate_up, down)]
+                experts = Experts(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))  # noqa: B023
+                assert stacks[0] is not None
+                assert stacks[1] is not None
+                GroupedMixture(backend, experts, stacks[0], stacks[1])(
+                    torch.empty((rows, hidden), dtype=torch.bfloat16)
+                )
+
+
+def expert_linear(backend: triton_paged.Triton, outs: int, inner: int, form: str) -> Linear:
+    bias, scales = torch.empty(outs).bfloat16(), torch.ones((outs, inner // 32))
+    if form == "w":
+        return DenseLinear(torch.empty((outs, inner), dtype=torch.bfloat16), bias, False, lambda x, _: x)
+    halves = torch.zeros((outs, inner // 2), dtype=torch.uint8)
+    weight: QuantizedWeight = GroupedWeight(halves, scales, values=tuple(range(16)))
+    if form == "i":
+        weight = GroupedWeight(halves, scales, scales)
+    if form == "f":
+        weight = Float8Weight(torch.zeros((outs, inner), dtype=torch.float8_e4m3fn), torch.ones((outs, 1)), (1, inner))
+    return backend.pack_quantized([weight], bias, dtype=torch.bfloat16)
+
+
+def sinks() -> None:
+    """gpt-oss'."""
+    for fixed in (False, True):
+        sinking = replace(PLAIN, sinks=torch.zeros(32))
+        attention([2000], 1, 64, sinking, fixed=fixed)
+        attention([600] * 40, 1, 64, replace(sinking, window=128), fixed=fixed)
+        attention([600], 300, 64, sinking, fixed=fixed)
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     jit.JITFunction.run = compile_only
+    if chosen := sys.argv[3:]:
+        for name in chosen:
+            globals()[name]()
+        return
     attentions()
+    sinks()
     elementwise()
+    mixtures()
     convolutions(3)
     sampling(3)
     linear(3)
@@ -270,6 +323,7 @@ def main() -> None:
         linear(rows)
         few_bits(rows, parts)
         adapters(rows)
+        mixture(rows)
     print(json.dumps({"compiled_anew": len(compiled) - before}))
 
 

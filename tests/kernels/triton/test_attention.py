@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu import triton_paged
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
-from tests.kernels.ragged import Part, attend, error, page, random_part
+from tests.kernels.ragged import Part, attend, error, page, random_part, to_device
 from tests.kernels.triton.conftest import INTERPRETED
 
 reference = Reference()
@@ -38,6 +39,8 @@ class Paged(Reference):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         there = [x.to(self._device) for x in (q, k_cache, v_cache)]
+        if softmax.sinks is not None:
+            softmax = replace(softmax, sinks=softmax.sinks.to(self._device))
         return self._triton.paged_attention(*there, to_device(metadata, self._device), softmax).cpu()
 
 
@@ -81,6 +84,16 @@ def test_windows_and_softcap(
 def test_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
     check(Paged(16, device), DECODE[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
     check(Paged(16, device), MIXED[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks(device: torch.device, window: int | None, fixed: bool) -> None:
+    """Below, among and far above the scores; whether splits are merged or reduced."""
+    sinks = torch.tensor([-3.0, 0.5, 90.0])
+    for mix in (DECODE, MIXED):
+        check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=window, sinks=sinks)
+    check(Paged(16, device, fixed=fixed), [(1100, 1), (3, 1)], torch.float32, sinks=sinks)
 
 
 def test_long_contexts_are_split(device: torch.device) -> None:
@@ -176,8 +189,3 @@ def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
     assert triton_paged.even_splits(1, 60000, one_token=False) == 1
     assert triton_paged.even_splits(33, 300, one_token=True) == 2
     assert triton_paged.even_splits(33, 60000, one_token=True) == 32
-
-
-def to_device(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
-    fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
-    return AttentionMetadata(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})

@@ -27,7 +27,7 @@ KINDS = [
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3", "lfm2")),
+        *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3", "lfm2", "gpt_oss", "qwen3-moe")),
         ("qwen2", {"quantization": "int4", "quantize_embedding": False, "dtype": "float32"}),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import check_attention, check_device, widest
+from quire.engine.worker.device import check_attention, has_sinks, widest
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
@@ -62,7 +62,6 @@ def load_draft_model(
     try:
         path = resolve_model(speculative.model)
         model = read_model_config(path)
-        check_device(like.device, model)
         if model.vocab_size != served.vocab_size:
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
         spec = decoder_spec(replace(model, context=like.max_model_len))
@@ -72,7 +71,13 @@ def load_draft_model(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
-        own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype, activation_bits=config.activation_bits)
+        own, _ = select_backend(
+            like.device,
+            *wanted,
+            sinks=has_sinks(spec),
+            kv_dtype=like.kv_dtype,
+            activation_bits=config.activation_bits,
+        )
         length = min(like.max_model_len, model.max_position)
         weights = open_weights(config, path, model, own, like.dtype)
         decoder = decoder_kind(model)(

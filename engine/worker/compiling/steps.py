@@ -1,0 +1,80 @@
+"""Steps that launch every kind of kernel that a model's steps may launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.worker.inputs import ForwardInputs, Slots
+from quire.kernels.backend import LinearContext
+
+_QUERIES = (1, 2, 16, 40, 128, 512)
+"""Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, up to 64, more; of attention the
+same, times heads of a group; of experts the same of each expert, which has a part of them."""
+_LONG = 4096
+"""Keys before a step's own: their sums are then split."""
+_LOGIT_ROWS = (1, 40, 256)
+
+
+def shapes(slots: Slots, step_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(sequences, queries of each, keys of each): alone and beside others, with short contexts and with long ones."""
+    longest = slots.max_pages * slots.block_size
+    most = len(slots.owners)
+    for queries in (*_QUERIES, step_tokens):
+        for context in {min(queries, longest), min(queries + _LONG, longest)}:
+            if queries <= context:
+                yield 1, queries, context
+    for seqs in sorted({min(each, most) for each in (40, most)}):
+        for context in {1, min(_LONG, longest)}:
+            yield seqs, 1, context
+
+
+@torch.inference_mode()
+def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_tokens: int) -> None:
+    """On the scratch page. What it computes is nothing, under `recorded`."""
+    hidden = None
+    for shape in shapes(slots, step_tokens):
+        inputs = slots.scratch_step(*shape)
+        for given in (inputs, *([_adapted(inputs)] if model.adapters is not None else [])):
+            hidden = model.forward(given.token_ids, given.metadata, kv_cache, given.sampled)
+    assert hidden is not None
+    if not model.has_head:
+        return
+    for rows in _LOGIT_ROWS:
+        several = hidden[:1].expand(rows, -1).contiguous()
+        logits = model.logits(several)
+        if model.adapters is not None:
+            model.logits(several, _context(several))
+    _launch_sampler(logits, slots)
+
+
+def _context(rows: torch.Tensor) -> LinearContext:
+    return LinearContext.of(torch.ones(len(rows), dtype=torch.int64, device=rows.device))
+
+
+def _adapted(inputs: ForwardInputs) -> ForwardInputs:
+    """The same of tokens that all have an adapter."""
+    metadata, linear = inputs.metadata, _context(inputs.token_ids)
+    others = tuple(replace(each, linear=linear) for each in metadata.others)
+    return replace(inputs, metadata=replace(metadata, linear=linear, others=others))
+
+
+def _launch_sampler(logits: torch.Tensor, slots: Slots) -> None:
+    """As engine/worker/sampling/device_sampler.py launches it: greedy, from all tokens, from the likeliest; penalties,
+    biases, and words that may not come."""
+    from quire.kernels.gpu import triton_logits, triton_sampling
+
+    rows, table = len(logits), slots.token_ids
+    if logits.shape[1] > triton_sampling.MOST_TOKENS:
+        return
+    real = torch.ones(rows, device=logits.device)
+    whole = torch.ones(rows, dtype=torch.int64, device=logits.device)
+    asked = (real, whole.int(), real.double(), real, whole, whole)
+    for drawn, filtered in ((False, False), (True, False), (True, True)):
+        triton_sampling.pick(logits, *asked, drawn=drawn, filtered=filtered)
+    triton_logits.penalize(logits, table, whole, whole, whole, whole, real, real, real, longest=table.shape[1] - 1)
+    triton_logits.add(logits, whole, whole, real)
+    triton_logits.ban(logits, table, whole, whole, whole, whole.int(), whole.int())

@@ -1,0 +1,110 @@
+"""The Triton kernels of a mixture: kernels/gpu/experts/mixture.py launches them. None of them needs a number on the
+host, so a CUDA graph holds them; none has atomics, so all sums have one order.
+
+A row is a token and one of the experts that it chose: row t * per_token + j is token t's j-th choice. Sorted, the rows
+of an expert are side by side, and starts [experts + 1] says where.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.gpu.quantization.triton_quantized import sum_whole
+
+CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
+"""Rows of a table of addresses: where each expert's tensors lie."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sort_rows(chosen, order, starts, rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sort the rows by chosen [rows] int64 their expert: order [rows] int32, stable. Grid: EXPERTS."""
+    expert, i = tl.program_id(0), tl.arange(0, BLOCK)
+    before = expert * 0
+    for begin in range(0, rows, BLOCK):
+        found = tl.load(chosen + begin + i, mask=begin + i < rows, other=EXPERTS)
+        before += tl.sum((found < expert).to(tl.int32), 0)
+    tl.store(starts + expert, before)
+    for begin in range(0, rows, BLOCK):
+        mine = (tl.load(chosen + begin + i, mask=begin + i < rows, other=EXPERTS) == expert).to(tl.int32)
+        tl.store(order + before + tl.cumsum(mine, 0) - 1, begin + i, mask=mine > 0)
+        before += tl.sum(mine, 0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, before)
+
+
+@triton.jit
+def _tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert whose tile this is, EXPERTS where there are fewer tiles; its first row, and where the expert's end."""
+    expert = tl.arange(0, EXPERTS_PAD)
+    real = expert < EXPERTS
+    first = tl.load(starts + expert, mask=real, other=0)
+    last = tl.load(starts + expert + 1, mask=real, other=0)
+    tiles = tl.cdiv(last - first, BLOCK_M)
+    ends = tl.cumsum(tiles, 0)
+    own = tl.sum((real & (ends <= tile)).to(tl.int32), 0)
+    here = expert == own
+    begin = tl.sum(tl.where(here, first + (tile - ends + tiles) * BLOCK_M, 0), 0)
+    return own, begin, tl.sum(tl.where(here, last, 0), 0)
+
+
+@triton.jit
+def _of_expert(table, kind: tl.constexpr, expert, like, EXPERTS: tl.constexpr):
+    """Where a tensor of the expert begins; of the type of `like`."""
+    return tl.multiple_of(tl.load(table + kind * EXPERTS + expert).to(like.dtype), 16)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def multiply_experts(
+    x, out, order, starts, table, codes, scales, factors, bias, rows, tiles, outs, inner, stride, group,
+    PER_TOKEN: tl.constexpr, OF_TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, outs]: each row multiplied by its expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] are the
+    tokens', and out has the sorted order; else x has that, and out the rows' own. Grid: tiles times tiles of outputs.
+    codes, scales, factors, bias: any expert's, for their types alone."""
+    tile = tl.program_id(0) % tiles
+    expert, begin, end = _tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    at = begin + tl.arange(0, BLOCK_M)
+    inside = at < end
+    row = tl.load(order + at, mask=inside, other=0)
+    if OF_TOKENS:
+        read, written = row // PER_TOKEN, at
+    else:
+        read, written = at, row
+    n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_inside = n < outs
+    x_rows = x + read.to(tl.int64)[None, :] * inner
+    lines = _of_expert(table, 0, expert, codes, EXPERTS) + n.to(tl.int64)[:, None] * stride
+    own_scales, own_offsets = scales, scales
+    if SCALED:
+        own_scales = _of_expert(table, 1, expert, scales, EXPERTS)
+        if OFFSET:
+            own_offsets = _of_expert(table, 2, expert, scales, EXPERTS)
+    total = sum_whole(
+        x_rows, inside, lines, n, n_inside, own_scales, own_offsets, outs, inner, stride, group,
+        KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if FACTORED:
+        total *= tl.load(_of_expert(table, 3, expert, factors, EXPERTS) + n, mask=n_inside, other=0.0)[:, None]
+    if BIASED:
+        own_bias = _of_expert(table, 4, expert, bias, EXPERTS) + n
+        total += tl.load(own_bias, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+    where = out + written.to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(where, total.to(out.dtype.element_ty), mask=inside[None, :] & n_inside[:, None])
+
+
+@triton.jit
+def weigh(out, given, shares, size, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    """out [tokens, size] of what the experts gave, [tokens * PER_TOKEN, size], and shares [tokens, PER_TOKEN] float32,
+    summed in the order of the choice. Grid: tokens, blocks."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(PER_TOKEN):
+        row = token * PER_TOKEN + choice
+        part = tl.load(given + row * size + i, mask=i < size, other=0.0).to(tl.float32)
+        total = tl.fma(part, tl.load(shares + row), total)
+    tl.store(out + token * size + i, total.to(out.dtype.element_ty), mask=i < size)

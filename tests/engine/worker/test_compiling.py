@@ -1,0 +1,153 @@
+"""Kinds of kernels that are compiled before ready: that they are those of steps, that another process can compile them,
+and that they are then found. Triton's compiler needs no GPU; nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.worker import inputs, runner
+from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.loading import room
+from quire.engine.worker.runner import Runner
+from quire.engine.worker.sampling import device_sampler, sampling_rules
+from quire.engine.worker.sampling.device_sampler import sample_on_device
+from tests.engine.harness import request, run
+from tests.engine.worker.test_never_waits import KINDS, capture
+from tests.tiny_models import save_tiny_model
+from tests.variants import nightly
+
+pytest.importorskip("triton.backends.nvidia", reason="there is no Triton for this platform")
+
+PICKED = 300
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The compiler's target, and where it keeps what it makes."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from quire.kernels.gpu import triton_paged
+    from quire.kernels.gpu.kinds import NoGpu
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(driver, "_active", NoGpu(GPUTarget("cuda", 90, 32)))
+    assert str(tmp_path) in knobs.cache.dir
+    return tmp_path / "kept"
+
+
+def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """As `upload` to a GPU lays them."""
+    return [torch.from_numpy(np.ascontiguousarray(array)).clone() for array in arrays]
+
+
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **options: Any) -> Engine:
+    """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do."""
+    monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
+    monkeypatch.setattr(runner, "choose_sampler", lambda *_: sample_on_device)
+    for each in (runner, inputs, device_sampler, sampling_rules):
+        monkeypatch.setattr(each, "upload", aligned)
+    options = {
+        "num_kv_blocks": 200,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 600,
+        "dtype": "bfloat16",
+    } | options
+    path = save_tiny_model(tmp_path, family, max_position_embeddings=1024)
+    config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
+    return Engine(config)
+
+
+@pytest.mark.slow
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt_oss", {}),
+        ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
+        *nightly(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
+        *nightly(("lfm2", {}), ("llama", {"enable_lora": True})),
+    ],
+)
+def test_steps_launch_nothing_else(
+    h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from quire.engine.worker.compiling.steps import launch_every_kind
+    from quire.kernels.gpu.kinds import Kind, recorded
+
+    found: dict[str, list[Kind]] = {}
+
+    def nothing() -> None:
+        engine = start(monkeypatch, tmp_path, family, **options)
+        worker = engine.runner
+        assert isinstance(worker, Runner)
+        every = recorded(lambda: launch_every_kind(worker.model, worker._kv_cache, worker._slots, 600))
+        found["every"] = every
+        launch = JITFunction.run
+
+        def picks(kernel: Any, *args: Any, **named: Any) -> Any:
+            launch(kernel, *args, **named)
+            if kernel.__name__ == "pick_tokens":
+                args[0].fill_(PICKED)
+
+        monkeypatch.setattr(JITFunction, "run", picks)
+        lengths = (3, 17, 90, 700)
+        asked = [
+            request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
+            for name, kind in KINDS.items()
+            for length in lengths
+        ]
+        found["steps"] = recorded(lambda: unused(run(engine, asked)))
+
+    recorded(nothing)
+    others = {(kind.name, kind.specialization) for kind in found["steps"]} - {
+        (kind.name, kind.specialization) for kind in found["every"]
+    }
+    same = [kind.specialization for kind in found["every"] if kind.name in {name for name, _ in others}]
+    assert not others, f"beside {same}"
+    assert len(found["steps"]) > 10
+
+
+def unused(_: object) -> None:
+    pass
+
+
+@pytest.mark.slow
+def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
+    from quire.kernels.gpu.kinds import recorded
+    from quire.kernels.gpu.triton_fused import _norm_kernel, silu_mul
+
+    x: Tensor = torch.zeros((3, 64), dtype=torch.bfloat16)
+    kinds = recorded(lambda: unused(silu_mul(x)))
+    assert [kind.name for kind in kinds] == ["_gate_kernel"]
+    assert _norm_kernel is not kinds[0].kernel
+    assert compile_kinds(kinds, lambda: None) == 1
+    assert kinds[0].mark.exists()
+    assert compile_kinds(kinds, lambda: None) == 0, "it is there"
+    kept = sorted(h100.rglob("*"))
+    assert any(each.suffix == ".cubin" for each in kept)
+    kinds[0].compile()
+    assert sorted(h100.rglob("*")) == kept, "nothing was compiled anew"
+
+
+@pytest.mark.slow
+def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> None:
+    from quire.engine.worker.compiling.fill import common_models, kinds_of
+
+    found = [{kind.name for kind in kinds_of(model, 256)} for model in common_models()]
+    attention = {"attend", "attend_splits", "reduce_even", "_rope_kernel", "_norm_kernel"}
+    assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
+    assert ["multiply_experts" in names for names in found] == [False, False, True]

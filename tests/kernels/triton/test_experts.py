@@ -1,0 +1,135 @@
+"""Mixtures of experts in Triton, against float64 and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.layers.quantize import int4, int8
+from quire.kernels.activation import Activation
+from quire.kernels.backend import Experts
+from quire.kernels.gpu.experts.mixture import GroupedMixture, sort_rows
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.reference import Reference
+from quire.kernels.routing import Routing
+from tests.kernels.ragged import error
+from tests.kernels.test_experts import CHOSEN, CLAMP, COUNT, HIDDEN, INNER, TOLERANCE, experts, wanted, weights
+
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""What MXFP4's codes stand for, doubled."""
+
+
+def moved(given: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def mxfp4(weight: Tensor) -> GroupedWeight:
+    """Some weight of that form, not this one."""
+    codes = (weight.float().view(torch.int32) >> 7).to(torch.uint8)[:, ::2].contiguous()
+    scales = torch.full((len(weight), weight.shape[1] // 32), 2.0**-6, device=weight.device)
+    return GroupedWeight(codes, scales, values=FP4)
+
+
+def fp8(weight: Tensor) -> Float8Weight:
+    scales = weight.float().abs().amax(1, keepdim=True) / 448
+    return Float8Weight((weight.float() / scales).to(torch.float8_e4m3fn), scales, (1, weight.shape[1]))
+
+
+FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int4": lambda weight: int4(weight, Reference()),
+    "int8": int8,
+    "mxfp4": mxfp4,
+    "fp8": fp8,
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("normalized", "clamp"), [(True, CLAMP), (False, None)])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_every_row_is_the_weighed_sum_of_its_experts(
+    device: torch.device, dtype: torch.dtype, normalized: bool, clamp: object, rows: int, generator: torch.Generator
+) -> None:
+    given, x = weights(dtype, generator), torch.randn((rows, HIDDEN), generator=generator).to(dtype)
+    judge = wanted(x, given, normalized=normalized, clamp=clamp)
+    backend = Triton()
+    mixture = backend.mixture(experts(backend, moved(given, device), normalized=normalized, clamp=clamp))
+    assert isinstance(mixture, GroupedMixture)
+    assert error(mixture(x.to(device)).cpu(), judge) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [3, 90])
+def test_experts_in_few_bits(device: torch.device, form: str, rows: int, generator: torch.Generator) -> None:
+    given, x = weights(torch.bfloat16, generator), torch.randn((rows, HIDDEN), generator=generator).bfloat16()
+    backend, judge = Triton(), dict(given)
+    for name in ("gate_up", "down"):
+        judge[name] = torch.stack([FORMS[form](each).dequantized() for each in given[name]])
+    mixture = backend.mixture(experts(backend, moved(given, device), form=FORMS[form]))
+    assert isinstance(mixture, GroupedMixture)
+    expected = wanted(x, judge, normalized=True, clamp=CLAMP)
+    assert error(mixture(x.to(device)).cpu(), expected) < TOLERANCE[torch.bfloat16]
+
+
+ROUTINGS = [
+    Routing(CHOSEN, "sigmoid", added=1e-9, scale=2.5),
+    Routing(2, groups=7, groups_kept=3),
+    Routing(2, "mixer", jitter=0.1),
+    Routing(CHOSEN, softcap=2.0, normalized=False),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_every_router(device: torch.device, routing: Routing, generator: torch.Generator) -> None:
+    given, x = weights(torch.float32, generator), torch.randn((20, HIDDEN), generator=generator)
+    correction = torch.randn(COUNT, generator=generator) if routing.weights != "mixer" else None
+
+    def mixed(backend: Reference, where: torch.device) -> Tensor:
+        of: Experts = experts(backend, moved(given, where))
+        there = None if correction is None else correction.to(where)
+        return backend.mixture(replace(of, routing=routing, correction=there))(x.to(where)).cpu()
+
+    assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+
+
+def test_experts_without_gates(device: torch.device, generator: torch.Generator) -> None:
+    given, x = weights(torch.float32, generator), torch.randn((9, HIDDEN), generator=generator)
+    given["gate_up"], given["gate_up_bias"] = given["gate_up"][:, :INNER].contiguous(), given["gate_up_bias"][:, :INNER]
+
+    def mixed(backend: Reference, where: torch.device) -> Tensor:
+        of = replace(experts(backend, moved(given, where)), activation=Activation("relu2"), clamp=None)
+        return backend.mixture(of)(x.to(where)).cpu()
+
+    assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+
+
+def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(device: torch.device, generator: torch.Generator) -> None:
+    given, x = weights(torch.bfloat16, generator), torch.randn((150, HIDDEN), generator=generator).bfloat16()
+    backend = Triton(deterministic=True)
+    mixture, x = backend.mixture(experts(backend, moved(given, device))), x.to(device)
+    whole = mixture(x)
+    for rows in ([0], [149], [17, 4], list(range(30, 61))):
+        assert torch.equal(mixture(x[rows]), whole[rows])
+
+
+def test_experts_that_nobody_chose_are_not_read(device: torch.device, generator: torch.Generator) -> None:
+    given, x = weights(torch.bfloat16, generator), torch.randn((4, HIDDEN), generator=generator).bfloat16()
+    given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
+    for expert in (1, 3, 5, 6):
+        given["gate_up"][expert] = given["down"][expert] = torch.nan
+    backend = Triton()
+    assert backend.mixture(experts(backend, moved(given, device)))(x.to(device)).isfinite().all()
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 4), (700, 8), (1300, 128)])
+def test_rows_are_sorted_and_those_of_an_expert_keep_their_order(
+    device: torch.device, tokens: int, count: int, generator: torch.Generator
+) -> None:
+    chosen = torch.randint(0, count, (tokens, 2), generator=generator)
+    order, starts = sort_rows(chosen.to(device), count)
+    assert torch.equal(order.cpu().long(), chosen.flatten().argsort(stable=True))
+    assert starts.tolist() == [int((chosen < expert).sum()) for expert in range(count + 1)]

@@ -1,0 +1,101 @@
+"""Kernels touch no byte outside of their tensors, and give the same bits in whichever order their programs run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.engine.layers.quantize import int4, int8
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.experts.mixture import GroupedMixture
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
+from tests.kernels.ragged import page, random_part
+from tests.kernels.test_experts import HIDDEN, experts, weights
+from tests.kernels.triton.conftest import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("guards are the interpreter's", allow_module_level=True)
+
+from tests.kernels.triton.guarded import guarded
+
+MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 5), (60, 33)]}
+
+
+def held(compute: Callable[[], Tensor], *others: Tensor) -> None:
+    """Guarded, in three orders."""
+    wanted = compute()
+    for seed in range(3):
+        with guarded(seed, others) as memory:
+            assert torch.equal(compute(), wanted)
+        assert memory.reads > 0
+        assert memory.writes > 0
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(7, 1, 80, 16), (6, 2, 64, 256), (2, 2, 96, 32)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_attention(
+    mix: str, heads: int, kv_heads: int, dim: int, size: int, fixed: bool, generator: torch.Generator
+) -> None:
+    backend = Triton(deterministic=fixed)
+    backend.block_size = size
+    parts = [random_part(c, q, heads, kv_heads, dim, torch.bfloat16, generator) for c, q in MIXES[mix]]
+    k_cache, v_cache, metadata = page(backend, parts, spare=1)
+    q, sinks = torch.cat([part.q for part in parts]), torch.zeros(heads)
+    for softmax in (Softmax(0.1), Softmax(0.1, window=20, sinks=sinks)):
+        held(lambda: backend.paged_attention(q, k_cache, v_cache, metadata, softmax))  # noqa: B023
+
+
+def test_norms_and_rotations(generator: torch.Generator) -> None:
+    backend, parts = Triton(), [random_part(20, 7, 3, 1, 96, torch.bfloat16, generator)]
+    x, weight = torch.randn((5, 96), generator=generator).bfloat16(), torch.ones(96)
+    held(lambda: backend.rms_norm(x, weight, 1e-6))
+    held(lambda: backend.silu_mul(x))
+    k_cache, v_cache, metadata = page(backend, parts)
+    qkv = torch.cat([parts[0].q.flatten(1), parts[0].k[-7:].flatten(1), parts[0].v[-7:].flatten(1)], dim=1)
+    rope = Rope(96, torch.randn((20, 96), generator=generator), weight, weight, 1e-6)
+    held(lambda: backend.rope_store(qkv, rope, k_cache, v_cache, metadata))
+
+
+@pytest.mark.parametrize("form", [int8, lambda weight: int4(weight, Reference())], ids=["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.Generator) -> None:
+    weight = torch.randn((72, 160), generator=generator)
+    linear = Triton().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
+    x = torch.randn((rows, 160), generator=generator).bfloat16()
+    held(lambda: linear(x, NO_ADAPTERS))
+
+
+def test_experts(generator: torch.Generator) -> None:
+    given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
+    backend = Triton()
+    mixture = backend.mixture(experts(backend, given))
+    assert isinstance(mixture, GroupedMixture)
+    mixture(x)
+    held(lambda: mixture(x), *given.values())
+
+
+def test_a_guard_that_can_tell() -> None:
+    @triton.jit
+    def beyond(out, x, size, by: tl.constexpr):
+        i = tl.arange(0, 16)
+        tl.store(out + i, tl.load(x + i + by, mask=i < size), mask=i < size)
+
+    x = torch.zeros(10)
+    for by, ends in ((0, False), (1, True), (-1, True)):
+        with guarded(0):
+            if ends:
+                with pytest.raises(Exception, match="a read outside of every tensor"):
+                    beyond[1,](torch.zeros(10), x, 10, by)
+            else:
+                beyond[1,](torch.zeros(10), x, 10, by)
+    with guarded(0), pytest.raises(Exception, match="a write outside of every tensor"):
+        beyond[1,](torch.zeros(9), x, 10, 0)
