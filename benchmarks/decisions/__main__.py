@@ -73,12 +73,12 @@ async def measured(url: str, model: str, args: argparse.Namespace, seed: int) ->
 async def run(args: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {server: [] for server in args.servers}
     worked: dict[str, list[float]] = {server: [] for server in args.servers}
-    count = args.requests * args.questions
+    count, seed = args.requests * args.questions, int(time.time())
     for turn in range(-1, args.rounds):
         for server in args.servers:
             url, model, *pid = server.split("=")
             before = processor_seconds(int(pid[0])) if pid else 0.0
-            rate = await measured(url, model, args, seed=turn)
+            rate = await measured(url, model, args, seed + turn)
             if turn >= 0:  # the first is to warm up
                 rates[server].append(rate)
                 worked[server].append((processor_seconds(int(pid[0])) - before) / count if pid else 0.0)
@@ -87,6 +87,8 @@ async def run(args: argparse.Namespace) -> None:
             f"{statistics.median(rates[server]):.2f} questions/s ({' '.join(f'{each:.2f}' for each in rates[server])})"
         )
         spent = " ".join(f"{each:.3f}" for each in worked[server])
+        pairs = [first / rate for first, rate in zip(rates[args.servers[0]], rates[server], strict=True)]
+        told += f", the first server is x {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
         print(f"{server}: {told}, {statistics.median(worked[server]):.3f} s of processors each ({spent})", flush=True)
 
 

@@ -1,12 +1,13 @@
 """One agent's conversation, turn by turn: how much of its prompts the prefix cache had, and why not the rest.
 
-`python -m benchmarks.prefixes.agent_load [--scale 4] [--url http://127.0.0.1:8000 --model NAME] [--fill TOKENS]`
+`python -m benchmarks.prefixes.agent_load [--scale 4] [--url http://127.0.0.1:8000=MODEL ...] [--fill TOKENS]`
 
 The shape is that of a recorded agent: 43 turns whose prompts have 142,000 tokens in sum, 96 % of which stood in the
 turn before. `--scale` divides the lengths. The tokens are random; a turn adds what a tool returned, and the answer.
 Then the same with what breaks prefixes: a date before all, tools in another order, thoughts that the template drops,
-and others who fill the cache between turns. Without --url it starts `quire serve` with the embedded model. Another
-server, which must take token ids in /v1/completions, tells no reasons.
+and others who fill the cache between turns. Without --url it starts `quire serve` with the embedded model. Several
+servers, which must take token ids in /v1/completions, are asked by turns, each with the whole conversation; the first
+one's turns are then compared with each other one's. Others tell no reasons.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import truediv
 
 import httpx
 
@@ -47,6 +49,8 @@ class Told:
     reasons: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
+    turn: list[float] = field(default_factory=list)
+    """Seconds to the first token, and to the answer's end."""
 
 
 def as_it_is(turn: int, system: list[int], tools: list[list[int]], rest: list[int]) -> list[int]:
@@ -98,11 +102,12 @@ class Client:
         told.reasons[details.get("miss_reason", "")] += details.get("missed_tokens", 0)
         told.seconds += details.get("missed_seconds", 0.0)
         told.first.append(first)
+        told.turn.append(time.perf_counter() - began)
         return ids
 
 
-def converse(client: Client, kind: str, scale: int, fill: int) -> Told:
-    chance, told, change = random.Random(kind), Told(), CHANGES[kind]
+def converse(client: Client, seed: str, kind: str, scale: int, fill: int) -> Told:
+    chance, told, change = random.Random(seed), Told(), CHANGES[kind]
 
     def some(count: int) -> list[int]:
         return chance.choices(IDS, k=max(count // scale, 2))
@@ -143,26 +148,41 @@ def served(pages: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=int, default=4)
-    parser.add_argument("--url")
-    parser.add_argument("--model", default="quire-demo")
+    parser.add_argument("--url", nargs="+", metavar="URL=MODEL", default=[])
     parser.add_argument("--fill", type=int, default=6000, help="tokens that others have computed every five turns")
+    parser.add_argument("--kinds", nargs="+", choices=list(CHANGES), default=list(CHANGES))
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    if args.url is not None:
-        return compare(args.url, args)
+    if args.url:
+        return compare([Client(*server.split("=")) for server in args.url], args)
     with served(args.fill // 16) as url:
-        compare(url, args)
+        compare([Client(url, "quire-demo")], args)
 
 
-def compare(url: str, args: argparse.Namespace) -> None:
-    client = Client(url, args.model)
-    print(f"{'':31}{'prompts':>9}{'possible':>10}{'hit':>7}{'first token, ms':>17}{'again, s':>10}  missed by reason")
-    for kind in CHANGES:
-        told = converse(client, kind, args.scale, args.fill)
-        reasons = ", ".join(f"{name} {count:,}" for name, count in told.reasons.most_common() if count) or "none"
-        slow = sorted(told.first)[len(told.first) * 9 // 10]
-        times = f"{statistics.median(told.first) * 1000:.0f}, p90 {slow * 1000:.0f}"
-        shares = f"{told.possible / told.prompt:>9.1%} {told.cached / told.prompt:>7.1%}"
-        print(f"{kind:31}{told.prompt:9,}{shares}{times:>17}{told.seconds:10.2f}  {reasons}", flush=True)
+def compare(clients: list[Client], args: argparse.Namespace) -> None:
+    times = f"{'first token, ms':>17}{'turn, ms':>9}"
+    print(f"{'':31}{'prompts':>9}{'possible':>10}{'hit':>7}{times}  missed by reason, seconds")
+    for kind in args.kinds:
+        for turn in range(args.rounds):
+            rounds = [converse(client, f"{turn} {kind}", kind, args.scale, args.fill) for client in clients]
+            for told in rounds:
+                show(kind, told)
+            for other in rounds[1:]:
+                first = statistics.median(map(truediv, other.first, rounds[0].first))
+                whole = sum(other.turn) / sum(rounds[0].turn)
+                print(
+                    f"{'':31}the first server's are earlier: first tokens x {first:.2f}, turns x {whole:.2f}",
+                    flush=True,
+                )
+
+
+def show(kind: str, told: Told) -> None:
+    reasons = ", ".join(f"{name} {count:,}" for name, count in told.reasons.most_common() if count) or "none"
+    slow = sorted(told.first)[len(told.first) * 9 // 10]
+    times = f"{statistics.median(told.first) * 1000:.0f}, p90 {slow * 1000:.0f}"
+    times = f"{times:>17}{statistics.median(told.turn) * 1000:9.0f}"
+    shares = f"{told.possible / told.prompt:>9.1%} {told.cached / told.prompt:>7.1%}"
+    print(f"{kind:31}{told.prompt:9,}{shares}{times}  {reasons}, {told.seconds:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Families of ours beside our Llama of the same shape, in one process: steps of 1 and of 8 sequences, and prompts.
+
+    python -m benchmarks.families [qwen2 phi3 ...] [--rounds 9] [--layers 12]
+
+Each row says how long a family takes, as a share of what the Llama takes in the same round, the median of the rounds;
+and how many parameters it reads for a token, as a share of the Llama's: what has more of them takes longer. A Llama
+stands twice among the rows, so that what two copies of one model differ by can be seen. Random weights in bfloat16,
+hidden 768, 12 heads, 4 of keys; families without grouped keys stand beside a Llama with 12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.claims.run import answer, request
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.loop import Engine
+from tests.tiny_models import FAMILIES, SHAPE
+
+VOCAB = 8000
+WIDE: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12},
+    **{"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, "torch_dtype": "bfloat16"},
+}
+SMALL = ("layer_types", "sliding_window", "num_kv_shared_layers", "rope_parameters", "layer_rope_theta")
+"""Fields that fit the tests' small shape alone."""
+MIDDLES = ("n_inner", "ffn_dim", "ffn_hidden_size")
+"""What families call intermediate_size."""
+LLAMA, ALL_KEYS = "llama", "llama of 12 key heads"
+WORKS = ("1 sequence", "8 sequences", "prompt of 512")
+
+
+def config_of(family: str, layers: int) -> dict[str, Any]:
+    told = {LLAMA: FAMILIES["llama"], ALL_KEYS: FAMILIES["llama"]}.get(family) or FAMILIES[
+        family.removesuffix(" again")
+    ]
+    made = {**SHAPE, **told, **WIDE, "num_hidden_layers": layers}
+    grouped = told.get("num_key_value_heads", 2) == 2 and family != ALL_KEYS
+    if not grouped:
+        made["num_key_value_heads"] = 12
+    made |= {key: WIDE["intermediate_size"] for key in MIDDLES if key in told}
+    return {key: value for key, value in made.items() if key not in SMALL}
+
+
+def engine_of(config: dict[str, Any]) -> Engine:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, "num_kv_blocks": 400, "dtype": "bfloat16"}
+        return Engine(EngineConfig(model=folder, enable_prefix_caching=False, **options))  # type: ignore[arg-type]
+
+
+def random_prompt(length: int, seed: str) -> list[int]:
+    return random.Random(seed).choices(range(10, VOCAB), k=length)
+
+
+def work(engine: Engine, name: str) -> tuple[float, float, float]:
+    """Seconds of a step of 1, of a step of 8, and of a prompt."""
+    one = answer(engine, [(0.0, request(name, random_prompt(32, name), 33))])[name]
+    many = answer(engine, [(0.0, request(f"{name}-{i}", random_prompt(32, f"{name}-{i}"), 25)) for i in range(8)])
+    long = answer(engine, [(0.0, request(f"{name} long", random_prompt(512, name), 1))])[f"{name} long"]
+    return median(one.gaps), median(gap for each in many.values() for gap in each.gaps if gap), long.latency
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=12)
+    args = parser.parse_args()
+    engines: dict[str, Engine] = {}
+    sizes: dict[str, int] = {}
+    keyed: dict[str, int] = {}
+    for family in (LLAMA, ALL_KEYS, "llama again", *args.families):
+        config = config_of(family, args.layers)
+        try:
+            engines[family] = engine_of(config)
+        except EngineError as error:
+            print(f"{family}: not made: {error}", flush=True)
+            continue
+        sizes[family], keyed[family] = read_sizes(config).active_parameters, config["num_key_value_heads"]
+    times: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for turn in range(args.rounds + 1):
+        for family, engine in engines.items():
+            took = work(engine, f"{family} {turn}")
+            if turn:  # the first is to warm up
+                times[family].append(took)
+    print(f"{'':26}{'parameters':>11}" + "".join(f"{name:>16}" for name in WORKS))
+    for family in engines:
+        llama = LLAMA if keyed[family] == WIDE["num_key_value_heads"] else ALL_KEYS
+        pairs = list(zip(times[family], times[llama], strict=True))
+        shares = [median(ours[k] / theirs[k] for ours, theirs in pairs) for k in range(len(WORKS))]
+        print(f"{family:26}{sizes[family] / sizes[llama]:11.3f}" + "".join(f"{share:16.3f}" for share in shares))
+
+
+if __name__ == "__main__":
+    main()
