@@ -199,8 +199,9 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
 def _stored_in_gguf(path: Path, counts: Callable[[str], bool], *, experts: bool) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
-    for name, tensor in read_gguf(path).tensors.items():
-        if not counts(name) or (not experts and _ROUTED.search(name)):
+    tensors = {name: tensor for name, tensor in read_gguf(path).tensors.items() if counts(name)}
+    for name, tensor in tensors.items():
+        if not experts and _ROUTED.search(name):
             continue
         if tensor.type.name in FLOATS:
             floats += tensor.numbers

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, Experts, Linear, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import between
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.quantized import Packed, QuantizedLinear, Tiles, choose_tiles
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.routing import route
+from quire.kernels.routing import Experts, route
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -91,13 +91,15 @@ class GroupedMixture:
     def __init__(self, backend: Backend, experts: Experts, gate_up: Stack, down: Stack) -> None:
         self._backend, self._experts, self._gate_up, self._down = backend, experts, gate_up, down
 
-    def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        experts, x = self._experts, x.contiguous()
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """routed: what the router reads; None: x."""
+        experts, routed, x = self._experts, x if routed is None else routed, x.contiguous()
         out = torch.empty_like(x)
         if not len(x):
             return out
-        scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
+        scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
         chosen, shares = route(scores, experts.routing, experts.correction)
+        shares = shares if experts.factors is None else shares * experts.factors[chosen]
         order, starts = sort_rows(chosen.contiguous(), len(self._gate_up.parts))
         each = experts.routing.per_token
         gate_up = self._gate_up.multiply(x, order, starts, each, of_tokens=True)
