@@ -65,7 +65,9 @@ async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path
     server = Server(tmp_path / "log", *model, "--speculative-config", "ngram")
 
     def kill() -> None:
-        os.kill(server.engine_pid() or 0, signal.SIGKILL)
+        engine = server.engine_pid()
+        assert engine, "0 would be this process and all that it started"
+        os.kill(engine, signal.SIGKILL)
 
     rng = random.Random(5)
     history, answered, drafts = [rng.randrange(3, VOCAB) for _ in range(70)], 0, 0.0
@@ -83,7 +85,9 @@ async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path
             assert every == len(prompt)
             if number not in KILLS and number:
                 new = len(prompt) - answered
-                assert computed <= new + EVERY, f"turn {number}: {computed} tokens, {new} are new"
+                # An engine that had ended its answer before it was killed computes none again, and has nothing cached.
+                had_ended = number - 1 in KILLS and computed == len(prompt)
+                assert computed <= new + EVERY or had_ended, f"turn {number}: {computed} tokens, {new} are new"
             history, answered = prompt + got, len(prompt) + len(got)
             drafts = max(drafts, server.metric("vllm:spec_decode_num_draft_tokens_total"))
         await asyncio.to_thread(server.wait)
