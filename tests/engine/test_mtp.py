@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.train_head import story_requests, train_head
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import Request, SamplingParams
@@ -243,3 +244,18 @@ def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"speculative_config: mtp: .*lack model\.layers\.0\.eh_proj"):
         started(broken)
     assert started(path, load_format="dummy").info.weight_bytes > started(path, None).info.weight_bytes
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
+    """In a model made deeper, so that guesses pay: trained on some stories, it is right about others."""
+    path = train_head(tmp_path / "model", "mtp", stories=48, rounds=5, layers=24)
+    options: dict[str, Any] = {"max_model_len": 512, "dtype": "bfloat16"}
+    requests = story_requests(4, seed=7, tokens=120)
+    wanted = known(run(started(Path(DEMO_MODEL), None, **options), requests))
+    made = started(path, **options)
+    drafter_of(made)
+    assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 200
+    assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 8
