@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native
-from quire.kernels.on_disk import ExpertCounts, ExpertsOnDisk
+from quire.kernels.experts import ExpertCounts, ExpertsOnDisk
 
 _CHUNK = 64 << 20
 """Bytes that are mapped at a time, and at most wait to be written while weights are loaded."""
@@ -130,7 +130,7 @@ class MappedExperts(ExpertsOnDisk):
         self._arena, self._memory = arena, memory
         self._steps = self._read_before = 0
 
-    def settle(self) -> str:
+    def settle(self) -> None:
         self._arena.settle()
         mixtures = self._arena.mixtures
         if not mixtures:
@@ -143,7 +143,6 @@ class MappedExperts(ExpertsOnDisk):
         self._scores = torch.zeros(len(self._experts))
         self._keep_first()
         self._read_before = _read_bytes()
-        return self._said()
 
     def _keep_first(self) -> None:
         """Before anything is known of their use: as many of each layer."""
@@ -161,7 +160,8 @@ class MappedExperts(ExpertsOnDisk):
         """Bytes of all experts."""
         return sum(len(held.weights) for expert in self._experts for held in expert)
 
-    def _said(self) -> str:
+    @property
+    def said(self) -> str:
         kept = (
             f"{len(self._slot_of):,} of {len(self._experts):,} are kept in memory ({len(self._slots) / 2**30:.2f} GiB)"
         )
