@@ -176,7 +176,7 @@ def _start(
         checkpoint=loaded.checkpoint.bare(),
         no_images=tower.why_not,
         everywhere=ranks.everywhere(model),
-        experts=model.on_disk and model.on_disk.counts,
+        experts=None if model.on_disk is None else model.on_disk.counts,
     )
 
 

@@ -215,7 +215,8 @@ class MappedExperts(ExpertsOnDisk):
         return self._slot_of.pop(expert)
 
     def counts(self) -> ExpertCounts:
-        return ExpertCounts(*self._noted.counts.tolist(), _read_bytes() - self._read_before)
+        read, kept, guessed, right = self._noted.counts.tolist()
+        return ExpertCounts(read, kept, guessed, right, _read_bytes() - self._read_before)
 
 
 def _note(arena: MappedArena) -> _Noted:
@@ -226,12 +227,14 @@ def _note(arena: MappedArena) -> _Noted:
     structs, lists, all_starts, first = list[native.MappedExperts](), list[object](), list[Tensor](), 0
     for mixture, experts in mixtures:
         pieces = [arena.piece(each.weights) for expert in experts for each in expert]
-        listed = (native.MappedPiece * len(pieces))(*((each.begin, each.size) for each in pieces))
+        listed = (native.MappedPiece * len(pieces))(*(native.MappedPiece(each.begin, each.size) for each in pieces))
         starts = torch.tensor([0, *(len(expert) for expert in experts)]).cumsum(0)
         numbers = [each[first:].data_ptr() for each in (kept, guessed, uses)]
         made = native.MappedExperts(listed, starts.data_ptr(), *numbers, counts.data_ptr())
         mixture.mapped = ctypes.pointer(made)
-        structs.append(made), lists.append(listed), all_starts.append(starts)
+        structs.append(made)
+        lists.append(listed)
+        all_starts.append(starts)
         first += len(experts)
     return _Noted(structs, lists, all_starts, kept, guessed, uses, counts)
 
