@@ -1,8 +1,10 @@
-"""A mixture of experts in plain PyTorch: the judge of kernels/cpu/decoder/experts.cpp."""
+"""A mixture of experts in plain PyTorch: the judge of kernels/cpu/decoder/experts.cpp. And what keeps the weights of
+experts on a disk, of which a step reads those that its tokens choose."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,3 +49,40 @@ def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
     if experts.gelu:
         return backend.gelu_mul(gate_up)
     return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)
+
+
+class ExpertCounts(NamedTuple):
+    """Since the weights were loaded; of this process."""
+
+    read: int = 0
+    """Experts that steps have read, each once a step,"""
+    kept: int = 0
+    """of them those that were kept in memory."""
+    guessed: int = 0
+    """Experts that were asked for before their layer's router had chosen,"""
+    guessed_right: int = 0
+    """of them those that it then chose."""
+    disk_bytes: int = 0
+    """What the process has read from disks; 0 where the system does not say."""
+
+
+class ExpertsOnDisk(ABC):
+    backend: Backend
+    """Packs the experts' linears into a file, and mixes them."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """All weights are there, and what mixes them is made. Raises ValueError where nothing could be put into the
+        file, or what is to be kept in memory has no room for one expert."""
+
+    @property
+    @abstractmethod
+    def said(self) -> str:
+        """What is where, for people to read."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """A step begins: no expert is being read."""
+
+    @abstractmethod
+    def counts(self) -> ExpertCounts: ...

@@ -12,13 +12,13 @@ from quire.kernels.backend import Backend
 from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.mapped import MappedArena, MappedExperts
+from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.flash3 import Flash3
 from quire.kernels.gpu.libraries.flash4 import Flash4
 from quire.kernels.gpu.libraries.sdpa import Sdpa
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.kv_codes import KV_CODES
-from quire.kernels.on_disk import ExpertsOnDisk
 from quire.kernels.reference import Reference
 
 _ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")

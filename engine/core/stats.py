@@ -76,7 +76,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cache_tokens: int = 0
     """Tokens for which there are pages. It does not change."""
     experts_read: int = 0
-    """Where experts are on a disk, as kernels/on_disk.py counts them, of the first rank."""
+    """Where experts are on a disk, as kernels/experts.py counts them, of the first rank."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0

@@ -27,8 +27,8 @@ from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.layers.stream.layer_inputs import LayerInputs
 from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
+from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.kv_codes import KVScales
-from quire.kernels.on_disk import ExpertsOnDisk
 
 KVCache = list[Pages]
 """By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
@@ -95,8 +95,8 @@ class Decoder:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
         `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by
-        default each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
-        with the embedding, the last ones with the last norm and the head."""
+        default each page is of all layers. `layers`: which of the model's it has, where others have the rest: the
+        first ones with the embedding, the last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
         self.adapters, self.shard = adapters, shard

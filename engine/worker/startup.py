@@ -46,7 +46,7 @@ from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
-from quire.kernels.on_disk import ExpertCounts
+from quire.kernels.experts import ExpertCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +146,7 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = (
-        *adapted,
-        loaded.experts,
-        chosen.changed,
-        kept,
-        ranks.note,
-        kept_windows(config, chosen.spec),
-        fewer(config, plan),
-    )
+    notes = [*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)]
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
@@ -186,6 +178,12 @@ def _start(
         everywhere=ranks.everywhere(model),
         experts=None if model.on_disk is None else model.on_disk.counts,
     )
+
+
+def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | None]:
+    """What was chosen otherwise than one might expect."""
+    on_disk = None if model.on_disk is None else model.on_disk.said
+    return [on_disk, chosen.changed, kept_windows(config, chosen.spec), fewer(config, plan)]
 
 
 def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:

@@ -191,7 +191,7 @@ def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
 
     made = engine(path, experts_on_disk=str(tmp_path / "disk"))
     answers(made)
-    assert files() == 1
+    assert files() > 0
     del made
     let_go()
     assert files() == 0

@@ -39,7 +39,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
-from quire.engine.worker.loading.on_disk import settle, start_on_disk, written
+from quire.engine.worker.loading.on_disk import completed, start_on_disk
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.kv_codes import KVScales
@@ -63,8 +63,6 @@ class LoadedModel:
     """Of all weights, as they were read."""
     groups: PageGroups
     """Of all layers of the model."""
-    experts: str | None = None
-    """Where these are, for people to read, if not in memory."""
 
 
 def load_model(
@@ -89,9 +87,7 @@ def load_model(
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, dtype)
-    on_disk, scheme = start_on_disk(config, chosen), weights.scheme
-    if on_disk is not None:
-        scheme = open_weights(config, stored, model_config, on_disk.backend, dtype, tensors).scheme
+    on_disk = start_on_disk(config, stored, model_config, chosen, tensors)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.layer_states, positions, backend.block_size, keep_all=kept)
@@ -110,19 +106,17 @@ def load_model(
         shard=shard,
         groups=groups_of_stage(groups, layers),
         layers=layers,
-        experts=None if on_disk is None else (on_disk.backend, scheme),
+        experts=None if on_disk is None else on_disk.packing,
     )
     if room is not None:
         room.elsewhere = model.elsewhere
-    model.on_disk = on_disk
+    model.on_disk = None if on_disk is None else on_disk.experts
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
-    with written(config):
+    with completed(model, config):
         read = fill(checkpoint, config, device, model.converted(weights.stream), files)
-    model.complete()
-    settled = None if on_disk is None else settle(on_disk)
-    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups, settled)
+    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
 
 
 def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:

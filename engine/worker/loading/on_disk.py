@@ -7,21 +7,44 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.layers.schemes import Scheme
+from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import Chosen
-from quire.kernels.on_disk import ExpertsOnDisk
+from quire.engine.worker.loading.checkpoint import open_weights
+from quire.engine.worker.loading.loader import Tensors
+from quire.kernels.backend import Backend
+from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.select import experts_on_disk
 
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-def start_on_disk(config: EngineConfig, chosen: Chosen) -> ExpertsOnDisk | None:
-    """What keeps the experts of a model, or of a rank's part, on a disk; None: nothing is to. Raises ConfigError."""
+class OnDisk(NamedTuple):
+    experts: ExpertsOnDisk
+    packing: tuple[Backend, Scheme]
+    """As Making has it."""
+
+
+def start_on_disk(
+    config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: Chosen, tensors: Tensors | None
+) -> OnDisk | None:
+    """What keeps the experts of a model, or of a rank's part, on a disk; None: nothing is to. `stored`, `tensors`: as
+    open_weights takes them. Raises ConfigError."""
+    if (made := _made(config, chosen)) is None:
+        return None
+    weights = open_weights(config, stored, model_config, made.backend, chosen.dtype, tensors)
+    return OnDisk(made, (made.backend, weights.scheme))
+
+
+def _made(config: EngineConfig, chosen: Chosen) -> ExpertsOnDisk | None:
     if config.experts_on_disk is None:
         if config.experts_in_memory is not None:
             wrong = "says how many GiB of experts are kept in memory that are on a disk (experts_on_disk)"
@@ -47,24 +70,23 @@ def start_on_disk(config: EngineConfig, chosen: Chosen) -> ExpertsOnDisk | None:
     return made
 
 
-def settle(on_disk: ExpertsOnDisk) -> str:
-    """All weights are there; says what is where. Raises ConfigError where they cannot be as they were asked for."""
-    try:
-        return on_disk.settle()
-    except ValueError as error:
-        raise _wrong(str(error)) from error
-
-
 @contextmanager
-def written(config: EngineConfig) -> Iterator[None]:
-    """Turns a disk that is full into a ConfigError."""
+def completed(model: Decoder, config: EngineConfig) -> Iterator[None]:
+    """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
+    where experts cannot be as they were asked for."""
     try:
         yield
     except OSError as error:
-        if config.experts_on_disk is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if model.on_disk is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         why = (error.strerror or str(error)).lower()
         raise _wrong(f"{config.experts_on_disk} has no room for the experts: {why}") from error
+    model.complete()
+    if model.on_disk is not None:
+        try:
+            model.on_disk.settle()
+        except ValueError as error:
+            raise _wrong(str(error)) from error
 
 
 def _wrong(why: str) -> ConfigError:

@@ -162,7 +162,7 @@ void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows,
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, const T* routed, T* out, long rows,           \
                                      int threads) {                                                                    \
-    static thread_local Workspace<T> work, ahead;                                                                       \
+    static thread_local Workspace<T> work, ahead;                                                                      \
     mix(*experts, x, routed, out, rows, work, ahead, threads);                                                         \
   }
 EXPORT(f32, float)

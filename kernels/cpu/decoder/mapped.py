@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native
-from quire.kernels.on_disk import ExpertCounts, ExpertsOnDisk
+from quire.kernels.experts import ExpertCounts, ExpertsOnDisk
 
 _CHUNK = 64 << 20
 """Bytes that are mapped at a time, and at most wait to be written while weights are loaded."""
@@ -130,7 +130,7 @@ class MappedExperts(ExpertsOnDisk):
         self._arena, self._memory = arena, memory
         self._steps = self._read_before = 0
 
-    def settle(self) -> str:
+    def settle(self) -> None:
         self._arena.settle()
         mixtures = self._arena.mixtures
         if not mixtures:
@@ -143,7 +143,6 @@ class MappedExperts(ExpertsOnDisk):
         self._scores = torch.zeros(len(self._experts))
         self._keep_first()
         self._read_before = _read_bytes()
-        return self._said()
 
     def _keep_first(self) -> None:
         """Before anything is known of their use: as many of each layer."""
@@ -161,7 +160,8 @@ class MappedExperts(ExpertsOnDisk):
         """Bytes of all experts."""
         return sum(len(held.weights) for expert in self._experts for held in expert)
 
-    def _said(self) -> str:
+    @property
+    def said(self) -> str:
         kept = (
             f"{len(self._slot_of):,} of {len(self._experts):,} are kept in memory ({len(self._slots) / 2**30:.2f} GiB)"
         )
@@ -215,7 +215,8 @@ class MappedExperts(ExpertsOnDisk):
         return self._slot_of.pop(expert)
 
     def counts(self) -> ExpertCounts:
-        return ExpertCounts(*self._noted.counts.tolist(), _read_bytes() - self._read_before)
+        read, kept, guessed, right = self._noted.counts.tolist()
+        return ExpertCounts(read, kept, guessed, right, _read_bytes() - self._read_before)
 
 
 def _note(arena: MappedArena) -> _Noted:
@@ -226,12 +227,14 @@ def _note(arena: MappedArena) -> _Noted:
     structs, lists, all_starts, first = list[native.MappedExperts](), list[object](), list[Tensor](), 0
     for mixture, experts in mixtures:
         pieces = [arena.piece(each.weights) for expert in experts for each in expert]
-        listed = (native.MappedPiece * len(pieces))(*((each.begin, each.size) for each in pieces))
+        listed = (native.MappedPiece * len(pieces))(*(native.MappedPiece(each.begin, each.size) for each in pieces))
         starts = torch.tensor([0, *(len(expert) for expert in experts)]).cumsum(0)
         numbers = [each[first:].data_ptr() for each in (kept, guessed, uses)]
         made = native.MappedExperts(listed, starts.data_ptr(), *numbers, counts.data_ptr())
         mixture.mapped = ctypes.pointer(made)
-        structs.append(made), lists.append(listed), all_starts.append(starts)
+        structs.append(made)
+        lists.append(listed)
+        all_starts.append(starts)
         first += len(experts)
     return _Noted(structs, lists, all_starts, kept, guessed, uses, counts)
 

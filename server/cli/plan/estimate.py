@@ -220,8 +220,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
     experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
-    on_device += more_than_even(wishes.experts, sizes, machine, on_device)
-    on_device -= experts.on_disk - experts.kept
+    on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
