@@ -177,9 +177,8 @@ class TensorRank(Rank):
             heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
         pooler = choose_pooler(config, self._path, part)
         eos = self._model_config.eos_token_ids
-        paged = (part.model, room.pages, room.slots)
-        beside = (room.capture, pooler, heads, self._tower.features)
-        return Runner(*paged, SlotGrammars(_no_grammars), eos, *beside)
+        grammars, features = SlotGrammars(_no_grammars), self._tower.features
+        return Runner(part.model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, features)
 
     def close(self) -> None:
         self._group.close()
