@@ -14,7 +14,7 @@ With `--deepspeed` (pip install deepspeed) the step is DeepSpeed's, ZeRO of stag
 
     torchrun --nproc-per-node 2 examples/rl/grpo.py --deepspeed
 
-where the first rank samples and each learns from its share of the answers.
+where the first rank samples and each learns from its share of the answers (not tried yet).
 """
 
 from __future__ import annotations

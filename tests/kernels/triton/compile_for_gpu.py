@@ -4,8 +4,7 @@ made of each.
 The kernels are launched through the functions that serve them, with a driver that names the target and runs nothing: so
 arguments, specializations and options are those of a real launch. One JSON object per compiled kernel:
     python -m tests.kernels.triton.compile_for_gpu FOLDER [CAPABILITY]
-The folder takes temporary files; the capability is a number such as 120, or an AMD GPU's name such as gfx942, of whose
-kernels the compiler's own assembly is counted.
+The folder takes temporary files; the capability is a number such as 120.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ from quire.kernels.softmax import Softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-ASKED = sys.argv[2] if len(sys.argv) > 2 else "90"
-WAVES = {"gfx942": 64, "gfx1100": 32}
-"""Threads that go together on AMD's GPUs: an MI300, and a Radeon RX 7900."""
-TARGET = GPUTarget("hip", ASKED, WAVES[ASKED]) if ASKED in WAVES else GPUTarget("cuda", int(ASKED), 32)
+CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
 
 PLAIN, CAPPED = Softmax(0.1), Softmax(0.1, window=500, softcap=30.0)
 
@@ -55,7 +51,7 @@ class NoGPU:
     """A driver of which the compiler asks the target alone."""
 
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -77,8 +73,6 @@ def compile_only(self: jit.JITFunction, *args: Any, grid: Any, warmup: bool, **o
 
 def report(kernel: Any) -> dict[str, Any]:
     """Name, registers a thread, bytes a thread spills, bytes of shared memory, and instructions that tell the path."""
-    if TARGET.backend == "hip":
-        return amd_report(kernel)
     path = Path(sys.argv[1], "kernel.cubin")
     path.write_bytes(kernel.asm["cubin"])
     usage, code = (
@@ -99,16 +93,6 @@ def report(kernel: Any) -> dict[str, Any]:
         "shared": meta.shared,
         "code": counts,
     }
-
-
-def amd_report(kernel: Any) -> dict[str, Any]:
-    """The same of an AMD GPU; what is spilled in vector registers."""
-    text, meta = kernel.asm["amdgcn"], kernel.metadata
-    registers, spilled = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count"))
-    counts = {name: len(re.findall(rf"\b{name}_", text)) for name in ("v_mfma", "v_wmma")}
-    dtype = "bf16" if "bf16" in kernel.asm["ttir"] else "fp32"
-    told = {"name": meta.name, "dtype": dtype, "registers": registers, "spilled": spilled}
-    return {**told, "shared": meta.shared, "code": counts}
 
 
 def attention(
@@ -205,7 +189,7 @@ def weights_of_few_bits() -> list[quantized.Packed | None]:
     def scales(group: int) -> torch.Tensor:
         return torch.ones((outs, inner // group))
 
-    native = TARGET.backend == "cuda" and int(ASKED) >= 89
+    native = CAPABILITY >= 89
     return [
         quantized.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
         quantized.pack_grouped(GroupedWeight(halves, scales(128))),
