@@ -275,6 +275,10 @@ class LLM:
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
         return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
 
+    def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[Pooled]:
+        """What a reward model, a classifier of one label, gives for each prompt: `[0].outputs.score`, any number."""
+        return self.classify(prompts, pooling_params=PoolingParams(activation=False), use_tqdm=use_tqdm)
+
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -8,7 +8,13 @@ learning needs of a sampler: many answers to a prompt, the log probability of ea
 before the next answer. The rule is on policy: the answers are those of the weights that are trained. So the trainer's
 log probabilities of the sampled tokens, computed anew, must be the sampler's: `mismatch` is how far they are apart.
 
-With `--deepspeed` (pip install deepspeed) the step is DeepSpeed's, ZeRO of stage 2, on CPUs too.
+With `--reward-model FOLDER` a sequence classifier of one label, served beside the policy, judges the answers instead.
+
+With `--deepspeed` (pip install deepspeed) the step is DeepSpeed's, ZeRO of stage 2, on CPUs too; over several ranks by
+
+    torchrun --nproc-per-node 2 examples/rl/grpo.py --deepspeed
+
+where the first rank samples and each learns from its share of the answers (not tried yet).
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import csv
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +36,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.engine.config import DEMO_MODEL
 
+Judge = Callable[[Sequence[str], Sequence[str]], list[float]]
+"""Starts of stories, and how they go on, to rewards."""
 STARTS = (
     *("Once upon a time", "There was once", "In a small house", "One day", "The old king", "A little girl"),
     *("The fox said", "In the forest", "By the river", "A poor man", "The queen had", "Two brothers"),
@@ -65,16 +73,32 @@ def reward_of(text: str, letter: str = "s") -> float:
     return sum(word.startswith(letter) for word in words) / max(1, len(words))
 
 
-def sampled(llm: LLM, starts: Sequence[str], params: SamplingParams) -> tuple[list[list[Sample]], str]:
+def by_letter(starts: Sequence[str], texts: Sequence[str]) -> list[float]:
+    """Rewards of answers, each behind the start of its story, which does not count."""
+    return [reward_of(text) for text in texts]
+
+
+def by_model(model: LLM) -> Judge:
+    """What a reward model says of the stories, their starts included."""
+
+    def judged(starts: Sequence[str], texts: Sequence[str]) -> list[float]:
+        stories = [start + text for start, text in zip(starts, texts, strict=True)]
+        return [each.outputs.score for each in model.reward(stories, use_tqdm=False)]
+
+    return judged
+
+
+def sampled(llm: LLM, starts: Sequence[str], params: SamplingParams, judge: Judge) -> tuple[list[list[Sample]], str]:
     """A group of answers to each start, and the version of the weights that gave them."""
     groups, versions = [], set()
-    for generation in llm.generate(starts, params, use_tqdm=False):
+    for start, generation in zip(starts, llm.generate(starts, params, use_tqdm=False), strict=True):
         versions.add(generation.weights_version)
         group = []
-        for output in generation.outputs:
+        rewards = judge([start] * len(generation.outputs), [output.text for output in generation.outputs])
+        for output, reward in zip(generation.outputs, rewards, strict=True):
             assert output.logprobs is not None
             found = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids, strict=True)]
-            group.append(Sample(generation.prompt_token_ids, output.token_ids, found, reward_of(output.text)))
+            group.append(Sample(generation.prompt_token_ids, output.token_ids, found, reward))
         groups.append(group)
     (version,) = versions
     return groups, version
@@ -124,8 +148,30 @@ class Trainer:
         return iter(self.policy.state_dict().items())
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together."""
+
+    rank: int
+    count: int
+
+    def shared(self, made: Any) -> Any:
+        """What the first rank has made, on all."""
+        box = [made]
+        if self.count > 1:
+            torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def largest(self, number: Tensor) -> float:
+        """Of all ranks' numbers."""
+        if self.count > 1:
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        return float(number)
+
+
 class DeepSpeedTrainer(Trainer):
-    """The same by DeepSpeed, in a group of this process alone."""
+    """The same by DeepSpeed, in a group of this process alone where torchrun has not made one of several. The gradient
+    is the mean of the ranks' own."""
 
     def __init__(self, policy: PreTrainedModel, learning_rate: float) -> None:
         import deepspeed
@@ -149,27 +195,31 @@ class DeepSpeedTrainer(Trainer):
         return iter(self.policy.module.state_dict().items())
 
 
-def trained(llm: LLM, trainer: Trainer, args: argparse.Namespace) -> Iterator[Step]:
-    """One update after another; the sampler has the new weights before the next."""
+def trained(llm: LLM | None, trainer: Trainer, judge: Judge, args: argparse.Namespace, ranks: Ranks) -> Iterator[Step]:
+    """One update after another; the sampler, which the first rank has, has the new weights before the next."""
     draw = random.Random(args.seed)
     for number in range(1, args.steps + 1):
         began = time.perf_counter()
         params = SamplingParams(
             n=args.answers, temperature=1.0, max_tokens=args.tokens, logprobs=0, seed=args.seed + number
         )
-        groups, version = sampled(llm, draw.sample(STARTS, args.prompts), params)
+        starts = draw.sample(STARTS, args.prompts)
+        groups, version = ranks.shared(None if llm is None else sampled(llm, starts, params, judge))
         samples = [each for group in groups for each in group]
-        logprobs, there = answer_logprobs(trainer.policy, samples)
+        own = samples[ranks.rank :: ranks.count]
+        logprobs, there = answer_logprobs(trainer.policy, own)
         with torch.no_grad():
             theirs = torch.zeros_like(logprobs)
-            for row, each in enumerate(samples):
+            for row, each in enumerate(own):
                 theirs[row, : len(each.logprobs)] = torch.tensor(each.logprobs)
-            mismatch = float((logprobs - theirs).abs().max())
+            mismatch = ranks.largest((logprobs - theirs).abs().max())
         # The policy that sampled is the one that is trained, so the ratio of the two is 1 and only its gradient counts.
         ratio = (logprobs - logprobs.detach()).exp()
-        loss = -(torch.tensor(advantages_of(groups))[:, None] * ratio * there).sum() / there.sum()
-        trainer.step(loss)
-        llm.load_weights(trainer.weights(), version=f"step-{number}")
+        advantages = torch.tensor(advantages_of(groups)[ranks.rank :: ranks.count])[:, None]
+        tokens = sum(len(each.answer) for each in samples) / ranks.count  # ranks' gradients are averaged
+        trainer.step(-(advantages * ratio * there).sum() / tokens)
+        if llm is not None:
+            llm.load_weights(trainer.weights(), version=f"step-{number}")
         reward = sum(each.reward for each in samples) / len(samples)
         yield Step(number, reward, mismatch, version, time.perf_counter() - began)
 
@@ -184,6 +234,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="of the sampler")
+    parser.add_argument("--reward-model", type=Path, help="a folder of a sequence classifier of one label")
     parser.add_argument("--deepspeed", action="store_true", help="train with it; pip install deepspeed")
     parser.add_argument("--log", type=Path, help="a CSV file to write")
     return parser.parse_args(argv)
@@ -193,21 +244,30 @@ def run(args: argparse.Namespace) -> list[Step]:
     torch.manual_seed(args.seed)
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     trainer = (DeepSpeedTrainer if args.deepspeed else Trainer)(policy, args.learning_rate)
-    llm = LLM(args.model, dtype="float32", kv_cache_memory=0.25, threads=args.threads)
+    ranks = (
+        Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))) if args.deepspeed else Ranks(0, 1)
+    )
+    served = {"dtype": "float32", "kv_cache_memory": 0.25, "threads": args.threads}
+    llm = LLM(args.model, **served) if ranks.rank == 0 else None
+    rewarding = LLM(args.reward_model, **served) if args.reward_model is not None and llm is not None else None
     steps = []
-    for step in trained(llm, trainer, args):
+    for step in trained(llm, trainer, by_letter if rewarding is None else by_model(rewarding), args, ranks):
         steps.append(step)
+        if llm is None:
+            continue
         print(
             f"step {step.step:3}  reward {step.reward:.3f}  mismatch {step.mismatch:.1e}  "
             f"weights {step.weights_version}  {step.seconds:.1f} s",
             flush=True,
         )
-    if args.log is not None:
+    if args.log is not None and llm is not None:
         with args.log.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(asdict(steps[0])), lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(each) for each in steps)
-    llm.close()
+    for each in (llm, rewarding):
+        if each is not None:
+            each.close()
     return steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,11 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from examples.rl.grpo import parsed, reward_of, run
+from examples.rl.grpo import by_model, parsed, reward_of, run
+from quire import LLM
 from quire.engine.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.tree import ROOT
+
+
+def import_path() -> str:
+    """What this process imports from, for others."""
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, sys.path)]))
 
 
 def test_the_reward_is_the_share_of_words() -> None:
@@ -33,6 +42,46 @@ def test_a_few_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
     assert [step.weights_version for step in steps] == ["1", "step-1", "step-2", "step-3"]
     assert max(step.mismatch for step in steps) < 1e-3, "old weights would be off by far more"
     assert len((tmp_path / "curve.csv").read_text().splitlines()) == 5
+
+
+@pytest.mark.slow
+def test_a_reward_model_judges_as_transformers_does(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(DEMO_MODEL, num_labels=1, num_hidden_layers=1, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).float().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    starts, texts = ["Once upon a time", "One day"], [", a fox", " the sun sang"]
+    judge = LLM(tmp_path, dtype="float32", kv_cache_memory=0.05, threads=1)
+    found = by_model(judge)(starts, texts)
+    judge.close()
+    with torch.inference_mode():
+        stories = [start + text for start, text in zip(starts, texts, strict=True)]
+        wanted = [model(torch.tensor([tokenizer.encode(story)])).logits.item() for story in stories]
+    assert found == pytest.approx(wanted, abs=1e-4)
+    assert not all(0 <= each <= 1 for each in found) or abs(found[0] - found[1]) > 1e-6
+    few = ["--steps=2", "--prompts=2", "--answers=2", "--tokens=4", "--threads=1", f"--reward-model={tmp_path}"]
+    assert max(step.mismatch for step in run(parsed(few))) < 1e-3
+
+
+@pytest.mark.nightly
+def test_two_ranks_of_deepspeed_train_together(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    few = ["--steps=3", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1"]
+    alone = run(parsed(few))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "examples/rl/grpo.py"), "--deepspeed", *few]
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    done = subprocess.run(
+        command, check=True, timeout=400, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    steps = re.findall(r"step +\d+  reward ([\d.]+)  mismatch (\S+)  weights (\S+)", done.stdout)
+    assert [version for *_, version in steps] == ["1", "step-1", "step-2"]
+    assert max(float(mismatch) for _, mismatch, _ in steps) < 1e-3, (
+        "weights of before, or of one rank, would be far off"
+    )
+    assert [float(reward) for reward, *_ in steps[:2]] == pytest.approx([step.reward for step in alone[:2]], abs=0.02)
 
 
 @pytest.mark.slow
