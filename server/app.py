@@ -169,7 +169,7 @@ def application(
             ending.push_async_callback((background := Background(peers)).close)
             parts, registry = None, CollectorRegistry()
             if data is not None:
-                shared = durable(data, app, tenants, config, partial(_queued, served), peers)
+                shared = durable(data, app, tenants, config, partial(_clients, served), peers)
                 parts = await ending.enter_async_context(shared)
                 registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
             app.state.server = Server(config, served, gateways, background, parts, registry)
@@ -194,9 +194,8 @@ def application(
     return app
 
 
-def _queued(models: Models) -> int:
-    """Prompt tokens, of anybody, that engines have not computed yet."""
-    return sum(each.client.queued_tokens for each in models.loaded)
+def _clients(models: Models) -> list[EngineClient]:
+    return [each.client for each in models.loaded]
 
 
 def _add_routes(app: FastAPI) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from starlette.types import ASGIApp
 
 from quire.engine.errors import QuireError
+from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.batches.calls import answer_to, client_for
 from quire.server.batches.runner import BatchRunner
@@ -74,10 +75,15 @@ class Durable:
 
 @asynccontextmanager
 async def durable(
-    data: Data, app: ASGIApp, tenants: Tenants, config: ServerConfig, queued: Callable[[], int], peers: Peers
+    data: Data,
+    app: ASGIApp,
+    tenants: Tenants,
+    config: ServerConfig,
+    clients: Callable[[], list[EngineClient]],
+    peers: Peers,
 ) -> AsyncIterator[Durable]:
-    """`queued`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
-    batches = BatchRunner(app, data, tenants, config, queued)
+    """`clients`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
+    batches = BatchRunner(app, data, tenants, config, clients)
     streams = Streams(data.calls, config.stream_grace, peers, _tail(data, peers.process))
     parts = Durable(data, batches, streams, peers)
     try:

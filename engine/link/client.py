@@ -126,6 +126,11 @@ class EngineClient:
         """The open requests of this book."""
         return self._open_by_tenant
 
+    @property
+    def open_everywhere(self) -> Mapping[str, int]:
+        """The same with those of other API processes."""
+        return self._open_by_tenant + self._elsewhere if self._elsewhere else self._open_by_tenant
+
     def num_open_of(self, tenant: str) -> int:
         """Number of a tenant's requests that have not ended."""
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]

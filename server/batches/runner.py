@@ -14,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from pathlib import Path
+from time import monotonic
 
 import httpx
 from msgspec.structs import replace as changed
 from starlette.types import ASGIApp
 
 from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
+from quire.engine.link.client import EngineClient
 from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.batches.calls import answer_to, client_for
@@ -44,7 +47,15 @@ _SHARE = 4
 """Lines are begun in at most one of so many places of the engine, and only while few prompts wait (_QUEUED tokens):
 someone else's request waits for the step that is under way, so steps are kept short."""
 _QUEUED = 256
+_BESIDE = 1
+"""Lines that are answered at the same time beside requests of others; as many as these are, where they are more."""
+_CALM_SECONDS = 1.0
+"""So long after such a request the next one is expected."""
+_AT_A_TIME = 2
+"""Lines that are begun between two looks: each takes the event loop some milliseconds, which others wait for."""
 _LOOK_SECONDS = 0.005
+_OWN = "/batches"
+"""The end of the names under which batches ask."""
 _AHEAD = 64
 """Lines that are read from the database at once."""
 _SWEEP_SECONDS = 600.0
@@ -55,9 +66,14 @@ class BatchRunner:
     event loop's; what they ask the disk is done in threads."""
 
     def __init__(
-        self, app: ASGIApp, data: Data, tenants: Tenants, config: ServerConfig, queued: Callable[[], int]
+        self,
+        app: ASGIApp,
+        data: Data,
+        tenants: Tenants,
+        config: ServerConfig,
+        clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app`: what answers the lines. `queued`: prompt tokens, of anybody, that the engine has not computed yet."""
+        """`app`: what answers the lines. `clients`: of all engines, which know what else there is to do."""
         self._app = app
         self.batches, self.files, self.contents = data.batches, data.files, data.contents
         """What is known of them; for other threads."""
@@ -65,7 +81,9 @@ class BatchRunner:
         """Of this process, by owner."""
         self._tenants = tenants
         self._config = config
-        self._queued = queued
+        self._clients = clients
+        self._others_at = -inf
+        """When requests of others were open last."""
         self._places = asyncio.Semaphore(max(1, config.most_running // _SHARE))
         self._reading = asyncio.Lock()  # a file at a time, for threads compete with the event loop
         self._left: dict[str, asyncio.Event] = {}
@@ -182,15 +200,17 @@ class BatchRunner:
 
     def _behind(self, tenant: Tenant) -> Tenant:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
-        return replace(tenant, name=f"{tenant.name}/batches", limits=tenant.limits.like_new())
+        return replace(tenant, name=f"{tenant.name}{_OWN}", limits=tenant.limits.like_new())
 
     async def _answer_lines(self, client: httpx.AsyncClient, batch: Batch, left: asyncio.Event) -> None:
         place, begun = -1, set[asyncio.Task[None]]()
         try:
             while lines := await self._patiently(partial(self.batches.left, batch.id, place, _AHEAD)):
-                for line in lines:
+                for number, line in enumerate(lines):
                     await self._places.acquire()
-                    while self._queued() > _QUEUED and not left.is_set():  # noqa: ASYNC110 - what changes it is far away
+                    if number % _AT_A_TIME == 0:
+                        await asyncio.sleep(_LOOK_SECONDS)
+                    while self._held_back(len(begun)) and not left.is_set():  # noqa: ASYNC110 - others change it
                         await asyncio.sleep(_LOOK_SECONDS)
                     if left.is_set():
                         self._places.release()
@@ -201,6 +221,16 @@ class BatchRunner:
                     place = line.place
         finally:
             await asyncio.gather(*begun)
+
+    def _held_back(self, begun: int) -> bool:
+        """Whether requests of others let no more lines begin now, beside those that are answered."""
+        clients, now = self._clients(), monotonic()
+        names = (item for each in clients for item in each.open_everywhere.items())
+        if others := sum(count for name, count in names if not name.endswith(_OWN)):
+            self._others_at = now
+        if begun >= max(_BESIDE, others) and now - self._others_at < _CALM_SECONDS:
+            return True
+        return sum(each.queued_tokens for each in clients) > _QUEUED
 
     async def _answer_line(self, client: httpx.AsyncClient, batch: Batch, line: Line, left: asyncio.Event) -> None:
         """Put its result, unless nobody wants it any more."""
