@@ -241,7 +241,6 @@ class Operations(ABC):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values].
-
         The query at position p sees keys max(0, p - window + 1) to p.
         What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
         H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
@@ -334,7 +333,6 @@ class Backend(Operations):
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold,
         the model's type or one of KV_CODES.
-
         The layout inside a page is the backend's own, but its element count is always block_size * K * D, or for codes
         block_size * K * (D + scale_elements), and pages of more than 16 tokens are [tokens, ...], so that a page's
         beginning can be copied. All methods below tell by the dtype of the caches what these hold.
@@ -407,7 +405,6 @@ class Backend(Operations):
     @abstractmethod
     def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """A token for each row of logits [R, vocab] float32: [R] int64.
-
         filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
         it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
         kept or dropped together. The result is the first kept token, in the vocabulary's order, at which the cumulative

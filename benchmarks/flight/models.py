@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_parameters": _PLAIN_ROPE,
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
 }

@@ -284,7 +284,7 @@ class Slots:
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         if division is not None:
-            metadata = division.divide(metadata, *begins, self.block_size)
+            metadata = division.divide(metadata, begins[0], begins[1], self.block_size)
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
 
     def _stored(self, pages: np.ndarray, places: np.ndarray) -> np.ndarray:
