@@ -23,8 +23,9 @@ from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts
-from quire.kernels.softmax import Softmax
+from quire.kernels.softmax import Softmax, Together
 
+CachePair = tuple[Tensor, Tensor]
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
 first axis is the sequence's slot."""
@@ -162,14 +163,6 @@ class AttentionMetadata:
         return self.others[group - 1] if group else self
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
-
-    rows: Tensor  # [P] int64, their places among the step's tokens
-    metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
-
-
 class Operations(ABC):
     """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
     backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
@@ -249,17 +242,11 @@ class Operations(ABC):
         """
 
     def divided_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        softmax: Softmax,
-        group: Collective,
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
     ) -> Tensor:
         """The same of ranks that divide every sequence's tokens (`Backend.divided`): q [T, H / ranks, D] of this rank's
-        heads, caches of all K heads for its tokens; slots below 0 are those of others' tokens. `softmax.bias` is of all
-        heads, `softmax.sinks` of this rank's. With the bits that one process has. Raises RankEnded."""
+        heads, caches of all K heads for its tokens; slots below 0 are others'. `softmax.bias` is of all heads,
+        `softmax.sinks` of this rank's. With the bits that one process has. Raises RankEnded."""
         raise NotImplementedError
 
     @abstractmethod

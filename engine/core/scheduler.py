@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import msgspec
-
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.core.blocks import GONE, BlockPool
@@ -106,7 +104,7 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
-            **msgspec.structs.asdict(self._counts),
+            **self._counts.fields(),
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,

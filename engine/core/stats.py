@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -117,6 +117,9 @@ class Counts(msgspec.Struct):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
+
+    def fields(self) -> dict[str, Any]:
+        return msgspec.structs.asdict(self)
 
     def count_drafts(self, drafts: int, accepted: int) -> None:
         """One row's drafts, and how many of them were accepted."""

@@ -182,7 +182,7 @@ def attend(
     """Operations.paged_attention of this rank's heads q [T, H, D], whoever keeps which keys and values."""
     if shard.divides_tokens:
         assert shard.group is not None
-        return run.divided_attention(q, *caches, metadata, rule, shard.group)
+        return run.divided_attention(q, caches, metadata, rule, shard.group)
     return run.paged_attention(q, *caches, metadata, rule)
 
 

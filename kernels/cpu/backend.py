@@ -19,6 +19,7 @@ from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
+    CachePair,
     Layer,
     Linear,
     Mixture,
@@ -132,17 +133,11 @@ class Cpu(Reference):
         return attended(self.library, q, (k_cache, v_cache), metadata, softmax)
 
     def divided_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        softmax: Softmax,
-        group: Collective,
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
     ) -> Tensor:
-        _check_cache(q, k_cache, v_cache)
+        _check_cache(q, *caches)
         assert isinstance(group, collective.SharedCollective)
-        return attended_over_ranks(self.library, q, (k_cache, v_cache), metadata, softmax, group)
+        return attended_over_ranks(self.library, q, caches, metadata, softmax, group)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         kernel = self.library.layer_norm.get(x.dtype)

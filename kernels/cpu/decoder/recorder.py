@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import Activation
-from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded
+from quire.kernels.backend import AttentionMetadata, CachePair, Layer, LinearContext, Operations, Recorded
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder import recurrence
@@ -185,18 +185,16 @@ class _Recorder(Operations):
         rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
-    def divided_attention(
-        self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax, group: Any
-    ) -> Any:
-        out, pages = self._buffer(q.shape[0], softmax.values or q.shape[1]), len(k_cache)
-        k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
-        caches = self._caches(k_cache, v_cache, softmax.kv_scales)
+    def divided_attention(self, q: Any, caches: CachePair, metadata: Any, softmax: Softmax, group: Any) -> Any:
+        out, pages = self._buffer(q.shape[0], softmax.values or q.shape[1]), len(caches[0])
+        k_cache, v_cache = native.in_pieces(caches[0]), native.in_pieces(caches[1])
+        held = self._caches(k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (pages, _SEQUENCES, q.shape[0] * group.count, k_cache.shape[1], q.shape[1])
         _, *columns = native.bias_arguments(softmax.bias)
         beside = (softmax.bias, *columns, softmax.sinks, softmax.values or 0)
         rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, *beside)
-        return self._call("ranks_attention", out, group.native, out, q, *caches, *where, *sizes, *rules, _THREADS)
+        return self._call("ranks_attention", out, group.native, out, q, *held, *where, *sizes, *rules, _THREADS)
 
     def latent_store(self, q: Any, kv: Any, latent: Latent, cache: Tensor, metadata: Any) -> Any:
         check_latent(latent)

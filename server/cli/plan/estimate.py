@@ -28,7 +28,7 @@ from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_b
 from quire.server.cli.plan.experts import NO_WISH, ExpertsPlan, ExpertsWish, more_than_even, plan_experts
 from quire.server.cli.plan.machine import PAGE, TILE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
-from quire.server.cli.plan.weights import weight_bytes
+from quire.server.cli.plan.weights import kv_bytes, weight_bytes
 
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
@@ -280,14 +280,6 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
     keep_all = wishes.keeps_all or wishes.draft is not None or wishes.offload != NO_OFFLOAD
     return page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
-
-
-def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
-    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
-    if kv_cache_dtype == "auto":
-        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
-    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 
 def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, QUANTIZED_BITS, TABLE_BITS
+from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QUANTIZED_BITS, TABLE_BITS
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
@@ -56,3 +56,11 @@ def _tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: floa
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
         return 0
     return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
+
+
+def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
+    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
+    if kv_cache_dtype == "auto":
+        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
