@@ -417,7 +417,7 @@ void mixes() {
                            2.5f,
                            draw(0, 1) * 9.0f,
                            0.1f};
-  const Experts experts = {&router, linears.get(), linears.get() + count, routing, count,
+  const Experts experts = {&router, linears.get(), linears.get() + count, routing, count,     0, count,
                            0,       1.702f,        draw(0, 1) * 7.0f,     kind,    draw(0, 1)};
   auto x = numbers<T>(rows * hidden), routed = numbers<T>(rows * hidden);
   Kernels<T>::mix_experts(&experts, x.get(), draw(0, 1) ? routed.get() : x.get(), x.get(), rows, threads);

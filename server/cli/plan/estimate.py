@@ -12,7 +12,6 @@ from quire.engine.checkpoint.kv_plan import (
     CUDA_CONTEXT_BYTES,
     DTYPE_BYTES,
     GIB,
-    KV_CODE_SCALE_BYTES,
     LEAST_PAGE_BYTES,
     StateShares,
     fit_pages,

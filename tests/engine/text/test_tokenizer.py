@@ -14,8 +14,6 @@ from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
 
 SAMPLES = ["Hello world, how are you?", "日本語 😀 émigré\n\tx", "<|im_start|>user\nhi<|im_end|>\n", ""]
 SAMPLES += [
-    "  two  spaces  ",
-    "a</s>b <s> c",
     "\r\n \n\n\n",
     "ﬁ\u200b x\u00a0y e\u0301",
     "1234567 def f(x):\n    return x\n",
