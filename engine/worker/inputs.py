@@ -237,13 +237,8 @@ class Slots:
         owner = slots.repeat(counts)
         positions = (contexts - ends).repeat(counts)
         positions += np.arange(len(positions))
-        page = positions // self.block_size
-        tables = self._blocks.reshape(len(self._blocks), -1, self.groups)
-        stored = tables[owner, page].astype(np.int64)
-        stored *= self.block_size
-        stored += (positions - page * self.block_size)[:, None]
-        longest = int(contexts.max())
-        tables = tables[slots, : -(-longest // self.block_size)]
+        longest, stored = int(contexts.max()), self._stored(owner, positions)
+        tables = self._by_group[slots, : -(-longest // self.block_size)]
         starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
@@ -286,6 +281,19 @@ class Slots:
         if division is not None:
             metadata = division.divide(metadata, begins[0], begins[1], self.block_size)
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
+
+    @property
+    def _by_group(self) -> np.ndarray:
+        """The page tables, [slots, pages, groups]."""
+        return self._blocks.reshape(len(self._blocks), -1, self.groups)
+
+    def _stored(self, owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the keys and values of tokens of these slots are stored, [T, groups] int64."""
+        page = positions // self.block_size
+        stored: np.ndarray = self._by_group[owner, page].astype(np.int64)
+        stored *= self.block_size
+        stored += (positions - page * self.block_size)[:, None]
+        return stored
 
     def _guessed(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
