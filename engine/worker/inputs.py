@@ -239,11 +239,8 @@ class Slots:
         owner = slots.repeat(counts)
         positions = (contexts - ends).repeat(counts)
         positions += np.arange(len(positions))
-        page = positions // self.block_size
-        tables = self._blocks.reshape(len(self._blocks), -1, self.groups)
-        stored = self._stored(tables[owner, page].astype(np.int64), positions - page * self.block_size)
-        longest = int(contexts.max())
-        tables = tables[slots, : -(-longest // self.block_size)]
+        longest, stored = int(contexts.max()), self._stored(owner, positions)
+        tables = self._by_group[slots, : -(-longest // self.block_size)]
         starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
@@ -287,14 +284,21 @@ class Slots:
             metadata = division.divide(metadata, begins[0], begins[1], self.block_size)
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
 
-    def _stored(self, pages: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """AttentionMetadata.slots, by group, of tokens at these places [T] of their pages [T, groups], which it
-        overwrites; -1: other ranks keep it."""
-        pages *= len(self.own)
-        pages += (places - self.own.start)[:, None]
+    @property
+    def _by_group(self) -> np.ndarray:
+        """The page tables, [slots, pages, groups]."""
+        return self._blocks.reshape(len(self._blocks), -1, self.groups)
+
+    def _stored(self, owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """AttentionMetadata.slots of tokens of these slots, [T, groups] int64; -1: other ranks keep it."""
+        page = positions // self.block_size
+        places = positions - page * self.block_size
+        stored: np.ndarray = self._by_group[owner, page].astype(np.int64)
+        stored *= len(self.own)
+        stored += (places - self.own.start)[:, None]
         if len(self.own) < self.block_size:
-            pages[(places < self.own.start) | (places >= self.own.stop)] = -1
-        return pages
+            stored[(places < self.own.start) | (places >= self.own.stop)] = -1
+        return stored
 
     def _guessed(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
