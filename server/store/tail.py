@@ -142,7 +142,7 @@ def _boot() -> bytes:
 
 
 def left(path: Path) -> Iterator[Tokens]:
-    """What is in a tail that a process has left, in order; nothing where it is not whole. Raises OSError."""
+    """What is in a tail that a process has left, in order, as far as it is whole. Raises OSError."""
     content = path.read_bytes()
     if len(content) != _HEAD + 2 * HALF or content[:_BOOT_BYTES] != _boot():
         return
@@ -150,11 +150,15 @@ def left(path: Path) -> Iterator[Tokens]:
     calls: dict[int, Begun] = {}
     for turn, used, half in halves:
         at = _HEAD + half * HALF
-        end = at + used if turn else at
+        end = at + min(used, HALF) if turn else at
         while at < end:
             (length,) = _LENGTH.unpack_from(content, at)
             at += _LENGTH.size + length
-            match _decode(content[at - length : at]):
+            try:
+                record = _decode(content[at - length : at])
+            except msgspec.DecodeError:
+                return
+            match record:
                 case Begun() as begun:
                     calls[begun.number] = begun
                 case Got(number, choice, place, ids, ended) if (known := calls.get(number)) is not None:
