@@ -26,6 +26,7 @@ from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.kernels.activation import GELU
+from quire.kernels.activation import Activation as Elementwise
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
@@ -310,14 +311,10 @@ class Encoder:
             case "gelu", True:
                 gate, up = wide.chunk(2, dim=-1)
                 wide = backend.activate(gate.contiguous(), GELU).mul_(up)
-            case "gelu", False:
-                wide = backend.activate(wide, GELU)
-            case "gelu_tanh", False:
-                wide = F.gelu(wide, approximate="tanh")
+            case ("gelu" | "gelu_tanh" | "relu") as kind, False:
+                wide = backend.activate(wide, Elementwise(kind))
             case "quick_gelu", False:
                 wide = wide.mul_(torch.sigmoid(1.702 * wide))
-            case "relu", False:
-                wide = wide.relu_()
             case unknown, _:
                 raise ModelError(f"model: hidden_act {unknown!r} is not supported here")
         return layer.down.packed(wide, NO_ADAPTERS)

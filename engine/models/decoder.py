@@ -21,7 +21,7 @@ from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, Step
+from quire.engine.layers.part import Making, PageTensor, Part, Step, times
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.layers.stream.layer_inputs import LayerInputs
@@ -336,5 +336,5 @@ class Decoder:
         self.progress()
         head, cap = self._embedding.head if self.spec.tie_embeddings else self._head.packed, self.spec.logit_softcap
         logits = self.shard.gather(head(hidden, context), self.spec.vocab_size)
-        logits = logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
+        logits = times(self._backend, logits, self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -165,11 +165,12 @@ def unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors near one."""
+    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors and
+    single numbers near one."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
-        if len(parameter.shape) == 1:
+        if len(parameter.shape) < 2:
             yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
         else:
             yield name, noise * parameter.shape[-1] ** -0.5
