@@ -109,6 +109,9 @@ class AdaptedDecoder(Decoder):
             else:
                 yield name, tensor
 
+    def complete(self) -> None:
+        """Nothing is made of tensors that came one by one."""
+
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         found: list[tuple[PageTensor, ...]] = []
         for place in range(self.groups.places):
