@@ -216,6 +216,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
     mlps = sum(each.mlp for each in parts) if kind in ALONE else layers - sparse
     mlps = mlps * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
+    head = kv if latents else head_size(text, hidden)
     return ModelSizes(
         model_type=kind,
         num_layers=layers,
@@ -233,9 +234,9 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         kv_formula=f"{formula} x {attending} layers",
         heads=given_size(text, "num_attention_heads"),
         kv_heads=1 if latents else key_heads(text),
-        head_dim=kv if latents else head_size(text, hidden),
+        head_dim=head,
         attention_width=width * attending,
-        layer_states=in_layers(text, states, [PagedState(cached, each) for each in windows], layers),
+        layer_states=in_layers(text, states, [PagedState(cached, each, head) for each in windows], layers),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
         tower=tower,

@@ -63,7 +63,7 @@ class LatentAttentionSpec(PartSpec):
 
     @property
     def state(self) -> PagedState:
-        return PagedState(self.head_dim, None)
+        return PagedState(self.head_dim, None, self.head_dim)
 
     def part(self, making: Making, layer: str) -> LatentAttention:
         return LatentAttention(self, making, layer)

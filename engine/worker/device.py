@@ -50,10 +50,10 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts = spec.parts(AttentionSpec)
     kinds = {"ALiBi": any(each.alibi is not None for each in parts)}
-    kinds |= {"norms of values": any(each.v_norm for each in parts)}
+    kinds |= {"the norm of values": any(each.v_norm for each in parts)}
     for kind, has in kinds.items():
         if has and device.type != "cpu":
-            why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
+            why = f"{kind} of attention ({model.model_type}) is served on CPUs alone so far: --device cpu"
             raise ConfigError(f"device: {why}", param="device")
     states = {"gated delta nets": spec.parts(DeltaNetSpec), "state spaces": spec.parts(StateSpaceSpec)}
     states |= {"selective scans": spec.parts(SelectiveScanSpec)}

@@ -46,12 +46,12 @@ def test_tiles_are_as_transformers_has_them(kind: type, longest: int, tile: int,
         assert (layout.rows, layout.columns) == (wanted["rows"][0][0], wanted["cols"][0][0])
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "CMYK", "I;16", "1"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "CMYK", "1"])
 def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
     image = picture(3, 60, 50)
     if mode in ("RGBA", "LA"):
         image.putalpha(picture(4, 60, 50).convert("L"))
-    image = Image.fromarray(np.arange(3000, dtype=np.uint16).reshape(50, 60)) if mode == "I;16" else image.convert(mode)
+    image = image.convert(mode)
     file = io.BytesIO()
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
     ours = vision(tmp_path)

@@ -104,7 +104,7 @@ def test_only_floating_point_tensors_are_cast() -> None:
         ({"model_type": "rwkv"}, "Quire does not serve rwkv models: transformers' class: it keeps a state"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method: 'aqlm' is not served"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "'proportional' is not supported"),
+        ({"rope_parameters": {"rope_type": "cubic", "factor": 2.0}}, "'cubic' is not supported"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
     ],
 )
