@@ -22,13 +22,12 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
-from quire.kernels.routing import Experts
-from quire.kernels.softmax import Softmax, Together
+from quire.kernels.routing import Experts, Mixture
+from quire.kernels.softmax import Softmax
 
 CachePair = tuple[Tensor, Tensor]
 Pages = tuple[Tensor, ...]
-"""What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
-first axis is the sequence's slot."""
+"""What a layer keeps of sequences, as its part asked for it: by page, then by the sequence's slot (the first axis)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class LinearContext:
     """What a linear must know of the rows that it multiplies."""
 
     adapters: Tensor | None = None  # [rows] int64: the slot of each row's adapter; None: no row has one
-    order: Tensor | None = None
-    """[rows] int64, on a GPU: the rows' numbers, those of an adapter side by side, sorted once for all linears."""
+    order: Tensor | None = None  # [rows] int64, on a GPU: the rows' numbers, those of an adapter side by side
 
     @classmethod
     def of(cls, adapters: Tensor) -> LinearContext:
@@ -52,8 +50,6 @@ class LinearContext:
 NO_ADAPTERS = LinearContext()
 Linear = Callable[[Tensor, LinearContext], Tensor]
 """[rows, in_features] to [rows, out_features]."""
-Mixture = Callable[[Tensor, Tensor], Tensor]
-"""What experts read [rows, hidden], and what their router reads, to what the chosen ones give together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +157,14 @@ class AttentionMetadata:
 
     def of(self, group: int) -> AttentionMetadata:
         return self.others[group - 1] if group else self
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
+
+    rows: Tensor  # [P] int64, their places among the step's tokens
+    metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
 
 
 class Operations(ABC):
@@ -289,8 +293,7 @@ class Backend(Operations):
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
 
     def divided(self, ranks: int) -> Backend | None:
-        """The same for so many ranks that divide every sequence's tokens: a page has as many for each of them. None
-        where the backend cannot."""
+        """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""
         return None
 
     @abstractmethod
@@ -322,8 +325,7 @@ class Backend(Operations):
         the model's type or one of KV_CODES.
         The layout inside a page is the backend's own, but its element count is always block_size * K * D, or for codes
         block_size * K * (D + scale_elements), and pages of more than 16 tokens are [tokens, ...], so that a page's
-        beginning can be copied. All methods below tell by the dtype of the caches what these hold.
-        """
+        beginning can be copied. All methods below tell by the dtype of the caches what these hold."""
 
     @abstractmethod
     def store_kv(
@@ -395,5 +397,4 @@ class Backend(Operations):
         filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
         it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
         kept or dropped together. The result is the first kept token, in the vocabulary's order, at which the cumulative
-        probability exceeds u times that of all kept tokens. u [R] float64 is from 0 to below 1.
-        """
+        probability exceeds u times that of all kept tokens. u [R] float64 is from 0 to below 1."""

@@ -23,7 +23,6 @@ from quire.kernels.backend import (
     Layer,
     Linear,
     LinearContext,
-    Mixture,
     Recorded,
     Table,
 )
@@ -37,7 +36,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, MatrixRows, Recurrence, recur
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
-from quire.kernels.routing import Experts
+from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 KEY_TILE = 128

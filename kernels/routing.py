@@ -57,6 +57,10 @@ class Routing:
         return None
 
 
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""What experts read [rows, hidden], and what their router reads, to what the chosen ones give together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""

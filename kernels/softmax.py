@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quire.kernels.kv_codes import UNSCALED, KVScales
-
-if TYPE_CHECKING:
-    from quire.kernels.backend import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +36,3 @@ class Softmax:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
         without. Not for deterministic backends: `longest` depends on the batch."""
         return None if self.window is None or self.window >= longest else self.window
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
-
-    rows: Tensor  # [P] int64, their places among the step's tokens
-    metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does

@@ -47,6 +47,7 @@ from quire.server.protocol.ollama import (
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     CohereEmbedRequest,
+    ConversationEmbeddingRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
@@ -220,7 +221,15 @@ def _add_routes(app: FastAPI) -> None:
     app.include_router(pull_router())
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest, SystemOneRequest)
-    with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
+    with_bodies(
+        app,
+        EmbeddingRequest,
+        ConversationEmbeddingRequest,
+        PoolingRequest,
+        ClassificationRequest,
+        ScoreRequest,
+        RerankRequest,
+    )
     with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
     with_bodies(app, WarmRequest, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)

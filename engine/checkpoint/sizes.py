@@ -100,6 +100,11 @@ class ModelSizes:
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
 
+    def within_windows(self) -> ModelSizes:
+        """The same for contexts that end where the narrowest sliding window does."""
+        windows = [each.window for each in self.states if each.window]
+        return replace(self, max_position=min([self.max_position, *windows]))
+
     @property
     def states(self) -> tuple[State, ...]:
         """Those of all layers."""

@@ -17,8 +17,8 @@ from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation, Clamp
-from quire.kernels.backend import Mixture, Operations
-from quire.kernels.routing import Experts, Routing
+from quire.kernels.backend import Operations
+from quire.kernels.routing import Experts, Mixture, Routing
 
 _SQUARED = Activation("relu2")
 

@@ -22,7 +22,6 @@ from quire.kernels.backend import (
     CachePair,
     Layer,
     Linear,
-    Mixture,
     Recorded,
     Table,
 )
@@ -30,10 +29,10 @@ from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.experts import compiled_mixture
+from quire.kernels.cpu.decoder.paged import attended, attended_over_ranks
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
 from quire.kernels.cpu.latents import latent as latents
-from quire.kernels.cpu.paged import attended, attended_over_ranks
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
@@ -44,7 +43,7 @@ from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
-from quire.kernels.routing import Experts
+from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Mixture, Table
+from quire.kernels.backend import AttentionMetadata, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.mixed import by_parts
@@ -31,7 +31,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.routing import Experts
+from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

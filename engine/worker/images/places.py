@@ -11,8 +11,7 @@ import torch
 from quire.engine.core.batch import Admission, Row
 from quire.engine.images.vision import Vision
 from quire.engine.worker.inputs import Owner
-from quire.kernels.backend import AttentionMetadata
-from quire.kernels.softmax import Together
+from quire.kernels.backend import AttentionMetadata, Together
 
 
 class ImagePlaces:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import KINDS
-from quire.kernels.backend import Mixture
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.mapped import Held, MappedArena
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.routing import WEIGHTS, Experts, Routing
+from quire.kernels.routing import WEIGHTS, Experts, Mixture, Routing
 
 
 def compiled_mixture(library: native.Native, experts: Experts) -> Mixture | None:

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Linear, Mixture, Table
+from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.routing import Experts
+from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float16, torch.bfloat16)

@@ -25,7 +25,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
 from quire.server.cli.plan.experts import NO_WISH, ExpertsPlan, ExpertsWish, more_than_even, plan_experts
-from quire.server.cli.plan.machine import PAGE, TILE, Machine
+from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 from quire.server.cli.plan.weights import kv_bytes, weight_bytes
 
@@ -212,9 +212,7 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
-    if wishes.within_windows:
-        windows = [each.window for each in sizes.states if each.window]
-        sizes = replace(sizes, max_position=min([sizes.max_position, *windows]))
+    sizes = sizes.within_windows() if wishes.within_windows else sizes
     width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
     quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
@@ -231,10 +229,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     split = machine.count if every else min(machine.count, sizes.kv_heads)
     token = whole // split + own // sharing
     kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
-    large = wishes.kv_cache_dtype == "auto"  # flash-attn, whose pages are larger, holds no 8 bits
-    block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend) if large else PAGE
-    if wishes.divides_tokens:
-        block_size = TILE * machine.count
+    pages = {"codes": wishes.kv_cache_dtype != "auto", "divided": wishes.divides_tokens}
+    block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend, **pages)
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, wishes)

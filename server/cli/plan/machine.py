@@ -67,11 +67,16 @@ class Machine:
         """How many devices of an engine share one memory: the parts of a CPU's machine."""
         return 1 if self.gpu else self.count // self.nodes
 
-    def page_tokens(self, dtype: str, head_dim: int, backend: str = "auto") -> int:
+    def page_tokens(
+        self, dtype: str, head_dim: int, backend: str = "auto", *, codes: bool = False, divided: bool = False
+    ) -> int:
         """Tokens of a page of the KV cache, which the attention backend decides.
 
-        "auto" is the backend that a GPU would have with everything installed: flash-attn, where it can serve.
+        "auto" is the backend that a GPU would have with everything installed: flash-attn, where it can serve. codes:
+        pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens.
         """
+        if divided or codes:
+            return TILE * self.count if divided else PAGE
         flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
         return FLASH_PAGE if backend == "auto" and flash else FLASH_PAGES.get(backend, PAGE)
 

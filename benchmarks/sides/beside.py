@@ -1,6 +1,6 @@
 """Servers by turns under the same load: output tokens a second with some streams, and prompts.
 
-    python -m benchmarks.beside http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --streams 1 8 32 --rounds 3
+    python -m benchmarks.sides.beside http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --streams 1 8 32
 
 Every round asks each server once, with prompts of random token ids that no round before had, so pairs are of the same
 minute and no prefix is cached. Printed are medians, and how many times as fast as each other server the first one was:

@@ -1,6 +1,6 @@
 """Images a second that servers read, by turns: chats of one picture that nobody sent before, with answers of a token.
 
-    python -m benchmarks.image_sides http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --side 512 --images 4
+    python -m benchmarks.sides.image_sides http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --side 512 --images 4
 
 Nearly all of the time is the tower's where that is large beside the language model. The first server is compared with
 each other one in every round.
