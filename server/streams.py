@@ -51,8 +51,8 @@ _CLAIM_SECONDS = 30.0
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
-_TAKE_OVER = "take over"
-"""What an API process asks another that answers a call."""
+_TAKE_OVER, _ANSWERS = "take over", "answers"
+"""What an API process asks another that answers a call: to stop, and whether it still does."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,6 +90,7 @@ class Streams:
         self._calls = calls
         self._peers = peers
         peers.answering(_TAKE_OVER, self._say_taken_over)
+        peers.answering(_ANSWERS, self._say_answers)
         self._grace = grace
         self._running: dict[tuple[str, str], Running] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
@@ -140,6 +141,13 @@ class Streams:
         running = self._running.get((owner, id))
         return None if running is None else msgspec.msgpack.encode(await _stopped(running))
 
+    async def _say_answers(self, body: bytes) -> bytes | None:
+        return b"yes" if self._answers(*msgspec.msgpack.decode(body, type=tuple[str, str])) else None
+
+    def _answers(self, owner: str, id: str) -> bool:
+        running = self._running.get((owner, id))
+        return running is not None and not running.ended.is_set()
+
     async def claimed(self, request: Request, owner: str, body: bytes, *, stream: bool) -> Resumed | None:
         """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
 
@@ -169,10 +177,12 @@ class Streams:
 
     async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
-        running = self._running.get((owner, id))
-        if running is not None and not running.ended.is_set():
+        if self._answers(owner, id):
             raise _busy()
-        if running is None and await self._peers.holder(owner, id) is not None:
+        if (owner, id) in self._running or (holder := await self._peers.holder(owner, id)) is None:
+            return
+        # It holds an answer until the end is noted, some time after the caller has it.
+        if await self._peers.ask(holder, _ANSWERS, msgspec.msgpack.encode((owner, id))) is not None:
             raise _busy()
 
     def release(self, claims: Iterable[Claim]) -> None:

@@ -41,7 +41,7 @@ MAX_NUMBERS = 2**24
 def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     asked = read_object(given)
-    if asked.get("messages") and "input" not in asked:
+    if asked.get("messages") is not None and asked.get("input") is None:
         return _of_conversation(validated(asked, ConversationEmbeddingRequest), asked, model, config)
     body = validated(asked, EmbeddingRequest)
     return embedding_spec(body, EmbeddingsAnswer(body.encoding_format, size=token_size(body, model)), model, config)

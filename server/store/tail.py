@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -27,7 +28,8 @@ _BOOT_BYTES = 36
 _PLACES = struct.Struct("<QQ")
 """Of each half: its turn, from 1, of which 0 means that it is settled; and how many of its bytes are written."""
 _HEAD = _BOOT_BYTES + 2 * _PLACES.size
-_LENGTH = struct.Struct("<I")
+_RECORD = struct.Struct("<II")
+"""Before each record: its length, and its check."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag="b", array_like=True):
@@ -117,12 +119,12 @@ class Tail:
 
     def _write(self, record: Begun | Got) -> None:
         content = _encode(record)
-        begin = self._used + _LENGTH.size
+        begin = self._used + _RECORD.size
         end = begin + len(content)
         if end > HALF or self._closed:
             return
         at = _HEAD + self._half * HALF
-        _LENGTH.pack_into(self._memory, at + self._used, len(content))
+        _RECORD.pack_into(self._memory, at + self._used, len(content), _check(content))
         self._memory[at + begin : at + end] = content
         self._used = end
         self._tell()
@@ -134,6 +136,11 @@ class Tail:
 
 def _place(half: int) -> int:
     return _BOOT_BYTES + half * _PLACES.size
+
+
+def _check(record: bytes) -> int:
+    """Of what is all zeros it is not zero."""
+    return crc32(record, 1)
 
 
 def _boot() -> bytes:
@@ -151,14 +158,14 @@ def left(path: Path) -> Iterator[Tokens]:
     for turn, used, half in halves:
         at = _HEAD + half * HALF
         end = at + min(used, HALF) if turn else at
-        while at < end:
-            (length,) = _LENGTH.unpack_from(content, at)
-            at += _LENGTH.size + length
-            try:
-                record = _decode(content[at - length : at])
-            except msgspec.DecodeError:
+        while at + _RECORD.size <= end:
+            length, check = _RECORD.unpack_from(content, at)
+            begin = at + _RECORD.size
+            at = begin + length
+            record = content[begin:at]
+            if _check(record) != check:
                 return
-            match record:
+            match _decode(record):
                 case Begun() as begun:
                     calls[begun.number] = begun
                 case Got(number, choice, place, ids, ended) if (known := calls.get(number)) is not None:

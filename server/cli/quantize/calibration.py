@@ -11,6 +11,8 @@ import msgspec
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.protocol.chat import ChatRequest
+from quire.server.resolve.parse import validated
 
 PIECE = 512
 """Tokens of a piece of text, at most."""
@@ -64,12 +66,19 @@ def _of_lines(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Itera
             raise _wrong(f"line {number}: {error}") from error
         text = read.prompt if read.text is None else read.text
         if read.messages is not None:
-            rendered = renderer.render(read.messages, add_generation_prompt=False)
-            yield tokenizer.encode(rendered, add_special_tokens=False)[:longest]
+            yield tokenizer.encode(_rendered(read.messages, renderer, number), add_special_tokens=False)[:longest]
         elif text is not None:
             yield tokenizer.encode(text[:_CHARACTERS])[:longest]
         else:
             raise _wrong(f"line {number}: has neither text, prompt nor messages")
+
+
+def _rendered(messages: list[dict[str, Any]], renderer: ChatRenderer, line: int) -> str:
+    try:
+        talk = validated({"messages": messages}, ChatRequest).messages
+        return renderer.render([message.as_dict() for message in talk], add_generation_prompt=False)
+    except InvalidRequest as error:
+        raise _wrong(f"line {line}: {error}") from error
 
 
 def _cut(ids: list[int], longest: int) -> Iterator[list[int]]:

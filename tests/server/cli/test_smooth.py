@@ -32,6 +32,8 @@ def test_lines_are_samples_and_a_text_is_cut(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "A"}\n{"text": 1}', "smooth: line 2: Expected `str | null`"),
         ("a.jsonl", "{}", "smooth: line 1: has neither text, prompt nor messages"),
+        ("a.jsonl", '{"messages": [{"a": 1}]}', r"smooth: line 1: messages\[0\].role: Field required"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": 5}]}', r"smooth: line 1: messages\[0\].content: "),
         ("a.txt", "", "a.txt: has no text"),
         ("missing", None, "No such file"),
     ],

@@ -90,3 +90,9 @@ async def test_what_is_no_image_names_its_field(api: Api) -> None:
     answer = await api.http.post("/v1/embeddings", json={"input": [{"image": "x"}]})
     assert answer.status_code == 400
     assert "they come in `messages`" in answer.json()["error"]["message"]
+
+
+async def test_a_conversation_is_read_where_no_input_is_given(api: Api) -> None:
+    assert (await asked(api, talk("a"), input=None))["data"] == (await asked(api, talk("a")))["data"]
+    answer = await api.http.post("/v1/embeddings", json={"messages": []})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")

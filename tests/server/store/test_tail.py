@@ -10,7 +10,7 @@ from quire.server.store import tail
 from quire.server.store.calls import Call, Calls, Note, Pins
 from quire.server.store.database import Database
 from quire.server.store.progress import End, Progress
-from quire.server.store.tail import Tail, left
+from quire.server.store.tail import Tail, Tokens, left
 
 PINS = Pins(id="one", name="", created=0, seed=1)
 STOP = End("stop", 3, with_token=True)
@@ -74,6 +74,25 @@ def test_nothing_is_taken_of_another_boot_or_beyond_the_room(tmp_path: Path, mon
     assert not list(left(tmp_path / "tail-a"))
     (tmp_path / "tail-b").write_bytes(b"short")
     assert not list(left(tmp_path / "tail-b"))
+
+
+def test_a_tail_that_is_damaged_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "HALF", 96)
+    kept, written = Tail(tmp_path, "a"), set[Tokens]()
+    number = kept.begin("me", "one")
+    for token in range(3):
+        kept.add(number, 0, token, (token,), None)
+        written.add(Tokens("me", "one", 0, token, (token,), None))
+
+    def found(content: bytes) -> set[Tokens]:
+        (tmp_path / "tail-b").write_bytes(content)
+        return {each._replace(ids=tuple(each.ids)) for each in left(tmp_path / "tail-b")}
+
+    whole = (tmp_path / "tail-a").read_bytes()
+    assert found(whole) == written
+    for at in range(len(whole)):
+        for bits in (1, 128, whole[at]):
+            assert found(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :]) <= written
 
 
 def test_a_gap_ends_what_is_taken() -> None:
