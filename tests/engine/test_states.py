@@ -325,6 +325,20 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
     assert divided.arithmetic == whole.arithmetic
 
 
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("family", ["qwen3_5", *nightly("mamba2", "jamba", "qwen3-next", "lfm2")])
+def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
+    options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
+    made = Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
+    asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
+    wanted = known(run(made, asked))
+    assert made.stats.prefix_hits == 0
+    assert known(run(made, asked)) == wanted
+    assert made.stats.prefix_hits >= 2 * 32
+
+
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
