@@ -56,7 +56,8 @@ def equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "bloom", "deepseek_v2-lite", "mixtral", "falcon-newer"]
 FAMILIES += ["gemma4-small", "gemma4"]
-"""Windows, sinks, ALiBi, latents, layers that read others' pages, heads of two sizes; more key-value heads than ranks, and fewer."""
+"""Windows, sinks, ALiBi, latents, layers that read others' pages, heads of two sizes; more key-value heads than
+ranks, and fewer."""
 
 
 @pytest.mark.few(1)
