@@ -29,6 +29,7 @@ from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import examples, nightly
 
 __all__ = ["one_thread", "thread_ranks"]
@@ -308,6 +309,26 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
     info = Engine(config).info
     assert info.state_bytes > 0
     assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("gemma4-small", {}),
+        ("gemma4", {"kv_cache_dtype": "int8"}),
+        ("gemma4-small", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+        ("mtp", {"tensor_parallel_size": 2, "speculative_config": "mtp"}),
+    ],
+)
+def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
+    """That read others' pages, have heads of two sizes, or guess tokens, which is a whole layer on every rank."""
+    path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
+    options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
+    config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
+    info = Engine(config).info
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

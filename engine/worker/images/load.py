@@ -58,9 +58,7 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
     if config.pipeline_parallel_size > 1:
         return "stages (--pipeline-parallel-size) read no images yet"
     if config.divides_tokens and vision.whole:
-        return (
-            "ranks that divide tokens (--decode-context-parallel-size) read no images whose tokens see each other"
-        )
+        return "ranks that divide tokens (--decode-context-parallel-size) read no images whose tokens see each other"
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
     bounds = {"long_prefill_token_threshold": config.long_prefill_token_threshold}
