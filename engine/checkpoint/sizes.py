@@ -46,6 +46,7 @@ from quire.engine.checkpoint.parts.states import (
     LayerStates,
     MatrixState,
     PagedState,
+    SharedState,
     State,
     in_layers,
     state_of,
@@ -109,6 +110,11 @@ class ModelSizes:
     def states(self) -> tuple[State, ...]:
         """Those of all layers."""
         return tuple(chain.from_iterable(self.layer_states))
+
+    @property
+    def layers_with_state(self) -> int:
+        """Number of layers that do not read what others keep."""
+        return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_states)
 
     @property
     def sliding(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
@@ -185,6 +185,8 @@ class Chosen:
     backend: Backend
     why: str
     """Why it is this backend."""
+    of_images: Backend
+    """The same for a tower of images, whose keys and values no ranks divide."""
 
 
 def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = False) -> Chosen:
@@ -196,9 +198,8 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, dtype, spec, tried=tried)
-    if config.divides_tokens:
-        backend = dividing_tokens(config, device, spec, backend)
-    return Chosen(spec, device, dtype, changed, backend, why)
+    of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
+    return Chosen(spec, device, dtype, changed, of_text, why, backend)
 
 
 def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:
@@ -209,7 +210,7 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
         wrong = f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})"
     elif isinstance(spec, AdaptedSpec):
         wrong = "a model by transformers' classes keeps its own keys and values; see --model-impl"
-    elif not all(isinstance(each, PagedState) for each in spec.states):
+    elif not all(isinstance(each, PagedState | SharedState) for each in spec.states):
         wrong = "layers that keep a state of a whole sequence cannot divide its tokens"
     elif config.nnodes > 1:
         wrong = "ranks of one machine alone divide tokens so far (nnodes)"

@@ -112,20 +112,24 @@ class Runner:
 
     def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
+        self._slots.put_drafts(batch.rows)
+        self._slots.take_pages(batch.rows)
+        if self._headroom is not None:
+            self._headroom.use(page for row in batch.rows for page in row.new_blocks)
+
+    def _copy(self, batch: Batch) -> None:
+        """Make the copies that a batch asks for, which read what the steps before it have computed."""
         for copy in batch.copies:
             copy_page(self._pages, copy, self._slots.own)
             if self._heads is not None:
                 copy_page(self._heads.pages, copy, self._slots.own)
         for slots in batch.slot_copies:
             copy_slot(self._slots.states, slots)
-        self._slots.put_drafts(batch.rows)
-        self._slots.take_pages(batch.rows)
-        if self._headroom is not None:
-            self._headroom.use(page for row in batch.rows for page in row.new_blocks)
 
     def _finish(self, begun: Begun) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
         batch, picks, inputs = begun.batch, begun.picks, begun.inputs
+        self._copy(batch)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
         pooled = [] if self._pooler is None else self._pooled(batch.rows)

@@ -15,9 +15,11 @@ from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Request
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, request, run
+from tests.engine.images.test_families import about
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import one_thread
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.vision_families import save_family
 
 __all__ = ["one_thread", "thread_ranks"]
 MISSING = Cpu().missing
@@ -53,7 +55,9 @@ def equal(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "bloom", "deepseek_v2-lite", "mixtral", "falcon-newer"]
-"""Windows, sinks, ALiBi, latents; more key-value heads than ranks, and fewer."""
+FAMILIES += ["gemma4-small", "gemma4"]
+"""Windows, sinks, ALiBi, latents, layers that read others' pages, heads of two sizes; more key-value heads than
+ranks, and fewer."""
 
 
 @pytest.mark.few(1)
@@ -98,6 +102,23 @@ def test_a_grammar_behind_a_long_prompt(tmp_path: Path) -> None:
     wanted = [request("json", asked()[3].prompt_ids, seed=1, max_tokens=30, temperature=1.0, grammar=json_grammar({}))]
     expected = run(engine(path, 2, divides=False), wanted)
     equal(run(engine(path, 2, divides=True), wanted), expected)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma4 of 2 B", "gemma3"])
+def test_prompts_with_images(name: str, tmp_path: Path) -> None:
+    """Read by a tower whose keys nobody divides; a model whose image tokens see each other serves text alone."""
+    path = save_family(tmp_path, name)
+    options = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048, "num_kv_blocks": 160}
+    divided = engine(path, 2, divides=True, **options)
+    if name == "gemma3":
+        assert "--decode-context-parallel-size" in divided.info.no_images
+        equal(run(divided, [asked()[0]]), run(engine(path, 2, divides=False, **options), [asked()[0]]))
+        return
+    wanted = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 2)]
+    expected = run(engine(path, 2, divides=False, **options), wanted)
+    equal(run(divided, wanted), expected)
+    equal(run(divided, wanted), expected)
 
 
 def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:

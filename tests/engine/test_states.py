@@ -29,6 +29,7 @@ from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import examples, nightly
 
 __all__ = ["one_thread", "thread_ranks"]
@@ -312,6 +313,26 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("gemma4-small", {}),
+        ("gemma4", {"kv_cache_dtype": "int8"}),
+        ("gemma4-small", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+        ("mtp", {"tensor_parallel_size": 2, "speculative_config": "mtp"}),
+    ],
+)
+def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
+    """That read others' pages, have heads of two sizes, or guess tokens, which is a whole layer on every rank."""
+    path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
+    options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
+    config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
+    info = Engine(config).info
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: dict[str, int], folder: Path) -> None:
@@ -323,6 +344,20 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
     )
     assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)
     assert divided.arithmetic == whole.arithmetic
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("family", ["qwen3_5", *nightly("mamba2", "jamba", "qwen3-next", "lfm2")])
+def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
+    options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
+    made = Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
+    asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
+    wanted = known(run(made, asked))
+    assert made.stats.prefix_hits == 0
+    assert known(run(made, asked)) == wanted
+    assert made.stats.prefix_hits >= 2 * 32
 
 
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])

@@ -53,10 +53,10 @@ def complete(found: dict[str, Any]) -> None:
 
 def unequal_layers(text: Mapping[str, Any]) -> list[UnequalLayer]:
     """By layer, of a content that is complete. Raises ModelError."""
-    kinds, count = list(text.get("layer_types") or ()), int(text["num_hidden_layers"])
+    kinds, count = list(text.get("layer_types") or ()), _number(text, "num_hidden_layers")
     if len(kinds) != count:
         raise ModelError(f"model: config.json: layer_types: {len(kinds)} entries for {count} layers")
-    shared = int(text.get("num_kv_shared_layers") or 0)
+    shared = _number(text, "num_kv_shared_layers")
     if shared >= count:
         raise ModelError(
             f"model: config.json: num_kv_shared_layers: {shared} of {count} layers leave none to read from"
@@ -72,21 +72,29 @@ def unequal_layers(text: Mapping[str, Any]) -> list[UnequalLayer]:
         kv_heads, head_dim = _heads(text, layer, full=not sliding)
         found.append(
             UnequalLayer(
-                heads=int(text["num_attention_heads"]),
+                heads=_number(text, "num_attention_heads"),
                 kv_heads=kv_heads,
                 head_dim=head_dim,
-                window=int(text.get("sliding_window") or 0) or None if sliding else None,
+                window=_number(text, "sliding_window") or None if sliding else None,
                 source=source,
                 keys_are_values=bool(text.get("attention_k_eq_v")) and not sliding,
-                inner=int(text["intermediate_size"]) * (2 if wide and source is not None else 1),
+                inner=_number(text, "intermediate_size") * (2 if wide and source is not None else 1),
             )
         )
     return found
 
 
+def _number(text: Mapping[str, Any], name: str) -> int:
+    """A field's value, 0 where it has none. Raises ModelError for what a plan reads of other families, a list."""
+    value = text.get(name) or 0
+    if not isinstance(value, int) or value < 0:
+        raise ModelError(f"model: config.json: {name}: expected int >= 0, got {str(value)[:40]}")
+    return value
+
+
 def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int]:
     """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
-    kv_heads, head_dim = int(text["num_key_value_heads"]), int(text["head_dim"])
+    kv_heads, head_dim = _number(text, "num_key_value_heads"), _number(text, "head_dim")
     if (each := text.get("per_layer_config")) is not None:
         own = _of_layer(each, layer)
         kv_heads, head_dim = own.get("num_key_value_heads") or kv_heads, own.get("head_dim") or head_dim
@@ -97,7 +105,7 @@ def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int
         raise ModelError(
             f"model: config.json: head_dim: a head must have an even size, got {head_dim} in layer {layer}"
         )
-    if int(text["num_attention_heads"]) % kv_heads:
+    if _number(text, "num_attention_heads") % kv_heads:
         heads = text["num_attention_heads"]
         apart = f"{kv_heads} in layer {layer} do not divide the {heads} query heads"
         raise ModelError(f"model: config.json: num_key_value_heads: {apart}")
@@ -139,7 +147,7 @@ def unequal_sizes(text: Mapping[str, Any], hidden: int) -> UnequalSizes:
         biases = (queries + projected + hidden) * bool(text.get("attention_bias"))
         norms = 4 * hidden + each.head_dim * (1 if each.source is not None else 2)
         numbers += hidden * (2 * queries + projected) + biases + norms + 3 * hidden * each.inner + 1
-    if experts := int(text.get("num_experts") or 0):
+    if experts := _number(text, "num_experts"):
         # norms of both halves, the router, its scale and its factors
         numbers += len(layers) * (3 * hidden + experts * hidden + hidden + experts)
     size, table = int(text.get("hidden_size_per_layer_input") or 0), 0

@@ -38,8 +38,8 @@ def load_tower(
         return LoadedTower(None, TEXT_ALONE)
     if (why := cannot_see(config, chosen, vision, model_config)) is not None:
         return LoadedTower(None, why)
-    scheme = Unquantized(chosen.backend, chosen.dtype)
-    tower = tower_of(vision, TowerMaking(chosen.backend, scheme, chosen.dtype, model_config.hidden_size, progress))
+    scheme = Unquantized(chosen.of_images, chosen.dtype)
+    tower = tower_of(vision, TowerMaking(chosen.of_images, scheme, chosen.dtype, model_config.hidden_size, progress))
     table = tower.parameters()
     if config.load_format == "dummy":
         stream = dummy_stream(table, config.seed, chosen.device)
@@ -57,6 +57,8 @@ def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_confi
         return "images are read on CPUs alone so far (--device cpu)"
     if config.pipeline_parallel_size > 1:
         return "stages (--pipeline-parallel-size) read no images yet"
+    if config.divides_tokens and vision.whole:
+        return "ranks that divide tokens (--decode-context-parallel-size) read no images whose tokens see each other"
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
     bounds = {"long_prefill_token_threshold": config.long_prefill_token_threshold}

@@ -135,5 +135,6 @@ class StageRunner(Runner):
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
             self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
         self._take_in(batch)
+        self._copy(batch)
         inputs = self._slots.build(batch)
         pass_to(self._after, *self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache))

@@ -221,14 +221,15 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
-    on_device += adapters // sharing + drafts // sharing + sizes.tower * width * machine.reads_images
+    alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
+    on_device += adapters // sharing + drafts // alone + sizes.tower * width * machine.reads_images
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
     every = machine.stages > 1 or wishes.divides_tokens
     split = machine.count if every else min(machine.count, sizes.kv_heads)
-    token = whole // split + own // sharing
-    kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
+    token = whole // split + own // alone
+    kept = token - own // alone * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
     pages = {"codes": wishes.kv_cache_dtype != "auto", "divided": wishes.divides_tokens}
     block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend, **pages)
     groups = _groups(sizes, wishes, block_size)
@@ -243,7 +244,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     slot, cached = slot_bytes(sizes, drafting, wishes.drafts, width, split, sharing), wishes.prefix_caching
     shares = planned_shares(sizes, slot, budget, wishes.state_memory, seqs, cached=cached)
     states, least = slot * shares.slots, LEAST_PAGE_BYTES if sizes.needs_snapshots else 0
-    spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
+    spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // alone
     budget = max(budget - states - spare, 0)
     made = Estimate(
         sizes=sizes,
@@ -255,7 +256,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         block_size=block_size,
         kv_cache_dtype=wishes.kv_cache_dtype,
         quantized=quantized,
-        page_bytes=(whole * slots // len(sizes.layer_states) // split + own // sharing) * block_size or least,
+        page_bytes=(whole * slots // sizes.layers_with_state // split + own // alone) * block_size or least,
         needs=PageNeeds(groups.windows, block_size, wishes.at_once or tokens),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QUANTIZED_BITS, TABLE_BITS
+from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
@@ -63,4 +64,5 @@ def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
     columns = sizes.column_numbers * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
         return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
-    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
+    heads = sum(each.numbers // (each.head or sizes.head_dim) for each in sizes.states if isinstance(each, PagedState))
+    return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns

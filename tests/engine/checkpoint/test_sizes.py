@@ -130,3 +130,14 @@ def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str,
     if not inner:
         with pytest.raises(ModelError, match=f"Quire does not serve {says} models: "):
             read_sizes(config)
+
+
+@pytest.mark.parametrize(
+    "field", ["sliding_window", "num_key_value_heads", "num_attention_heads", "intermediate_size", "num_experts"]
+)
+@pytest.mark.parametrize("value", [[1, 2], -5, float("nan"), "x"])
+def test_what_a_plan_does_not_read_of_other_families_is_named(field: str, value: Any) -> None:
+    """Gemma 4's layers are counted one by one."""
+    raw = {**tiny_models.SHAPE, **tiny_models.FAMILIES["gemma4-moe"], field: value}
+    with pytest.raises(ModelError, match=field):
+        read_sizes(raw)
