@@ -54,6 +54,7 @@ NOT_RUN = {
     "quire serve model.gguf": "as above",
     "quire batch": "it wants a server with --data-dir; tests/server/cli/test_batch.py runs it with one",
     "curl -N localhost:8000/v1/streams/": "a stream that was cut; tests/server/routes/test_streams.py has some",
+    "curl --retry": "it wants a server that is killed; tests/e2e/test_curl.py kills one",
     "curl -s localhost:8000/v1/requests/": "an answer's id; tests/e2e/test_prefix_misses.py asks for some",
     "curl -X POST http://localhost:8000/v1/sessions/": "a session of before; tests/e2e/test_sessions.py has one",
     "quire pull": "it wants the hub; tests/server/cli/test_models.py has a stand-in",

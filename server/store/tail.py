@@ -25,9 +25,10 @@ HALF = 1 << 20
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What Linux says of the boot."""
 _BOOT_BYTES = 36
-_PLACES = struct.Struct("<QQ")
-"""Of each half: its turn, from 1, of which 0 means that it is settled; and how many of its bytes are written."""
-_HEAD = _BOOT_BYTES + 2 * _PLACES.size
+_USED_BITS = 32
+"""Of a half's place: how many of its bytes are written; above them its turn, from 1; all of it is 0 when the half is
+settled. A place is one number, which the processor stores at once: a kill finds the one before or this one."""
+_HEAD = _BOOT_BYTES + 2 * 8
 _RECORD = struct.Struct("<II")
 """Before each record: its length, and its check."""
 
@@ -80,6 +81,8 @@ class Tail:
         finally:
             os.close(file)
         self._memory[:_BOOT_BYTES] = boot
+        self._places = memoryview(self._memory)[_BOOT_BYTES:_HEAD].cast("Q")
+        """Of the halves."""
         self._half, self._used, self._turn = 0, 0, 1
         self._turning = self._closed = False
         self._numbers = 0
@@ -109,11 +112,12 @@ class Tail:
     def settle(self) -> None:
         """What was written before the turn is noted."""
         self._turning = False
-        _PLACES.pack_into(self._memory, _place(1 - self._half), 0, 0)
+        self._places[1 - self._half] = 0
 
     def close(self) -> None:
         """All is noted; what comes now is left out."""
         self._closed = True
+        self._places.release()
         self._memory.close()
         self._path.unlink(missing_ok=True)
 
@@ -131,11 +135,7 @@ class Tail:
 
     def _tell(self) -> None:
         """What is written counts from now on."""
-        _PLACES.pack_into(self._memory, _place(self._half), self._turn, self._used)
-
-
-def _place(half: int) -> int:
-    return _BOOT_BYTES + half * _PLACES.size
+        self._places[self._half] = self._turn << _USED_BITS | self._used
 
 
 def _check(record: bytes) -> int:
@@ -153,11 +153,11 @@ def left(path: Path) -> Iterator[Tokens]:
     content = path.read_bytes()
     if len(content) != _HEAD + 2 * HALF or content[:_BOOT_BYTES] != _boot():
         return
-    halves = sorted((*_PLACES.unpack_from(content, _place(half)), half) for half in (0, 1))
+    places = memoryview(content)[_BOOT_BYTES:_HEAD].cast("Q")
     calls: dict[int, Begun] = {}
-    for turn, used, half in halves:
+    for half in sorted((0, 1), key=lambda half: places[half]):
         at = _HEAD + half * HALF
-        end = at + min(used, HALF) if turn else at
+        end = at + min(places[half] % (1 << _USED_BITS), HALF)
         while at + _RECORD.size <= end:
             length, check = _RECORD.unpack_from(content, at)
             begin = at + _RECORD.size

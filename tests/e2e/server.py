@@ -30,7 +30,8 @@ def free_port() -> int:
 
 
 class Server:
-    """`quire serve ARGS` on a free port of the loopback interface; waits until it answers, unless told not to."""
+    """`quire serve ARGS` on the port, else a free one, of the loopback interface; waits until it answers, unless told
+    not to."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Server:
         quire: Path | None = None,
         wait: bool = True,
         env: Mapping[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         # One for all looks, for a client takes long to make; no connection of it stays open while the server drains.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,24 @@ def test_a_tail_that_is_damaged_ends_there(tmp_path: Path, monkeypatch: pytest.M
     for at in range(len(whole)):
         for bits in (1, 128, whole[at]):
             assert found(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :]) <= written
+
+
+def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "HALF", 512)
+    kept, rng, path = Tail(tmp_path, "a"), random.Random(1), tmp_path / "tail-a"
+    number = kept.begin("me", "one")
+    for token in range(60):
+        kept.add(number, 0, token, [token], None)
+        if token == 30:
+            assert kept.turn([(number, "me", "one")])
+    content = path.read_bytes()
+    assert len(list(left(path))) > 40
+    for _ in range(200):
+        torn = bytearray(content)
+        at = rng.randrange(36, len(torn))  # behind the boot's name
+        torn[at : at + 8] = rng.randbytes(8)
+        path.write_bytes(torn[: len(content)])
+        assert {each.id for each in left(path)} <= {"one"}
 
 
 def test_a_gap_ends_what_is_taken() -> None:

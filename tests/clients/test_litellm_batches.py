@@ -1,0 +1,71 @@
+"""litellm's files and batches, through the death of the server amid the batch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import litellm
+import pytest
+
+from tests.e2e.server import Server
+
+COUNT = 200
+
+
+class Killed:
+    """A server that can be killed, and begins again at the same port on the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.server = self._start(None)
+
+    def _start(self, port: int | None) -> Server:
+        flags = ["--data-dir", str(self._folder / "data"), "--threads", "1", "--max-num-seqs", "8"]
+        return Server(self._folder / "log", *flags, quire=Path(os.environ["QUIRE"]), port=port)
+
+    def again(self) -> None:
+        self.server.process.kill()
+        self.server.process.wait()
+        self.server = self._start(self.server.port)
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Killed]:
+    made = Killed(tmp_path)
+    yield made
+    made.server.stop()
+
+
+def line(number: int) -> dict[str, Any]:
+    body = {"seed": number, "max_tokens": 30, "messages": [{"role": "user", "content": f"Number {number}"}]}
+    body["model"] = "quire-demo"
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+def test_a_batch_outlives_its_server(killed: Killed, provider: str) -> None:
+    given: dict[str, Any] = {"custom_llm_provider": provider, "api_base": f"{killed.server.url}/v1", "api_key": "none"}
+    content = "\n".join(json.dumps(line(number)) for number in range(COUNT)).encode()
+    file = litellm.create_file(file=("in.jsonl", content), purpose="batch", **given)
+    asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h", "input_file_id": file.id}
+    batch = litellm.create_batch(**asked, metadata={"a": "b"}, **given)
+    deadline, deaths = monotonic() + 240, 0
+    while (now := litellm.retrieve_batch(batch_id=batch.id, **given)).status != "completed":
+        assert monotonic() < deadline, now
+        if deaths < 2 and now.request_counts.completed > 40 * deaths:
+            deaths += 1
+            killed.again()
+        sleep(0.1)
+    assert deaths == 2, "too fast for this test"
+    assert (now.request_counts.completed, now.metadata) == (COUNT, {"a": "b"})
+    results = litellm.file_content(file_id=now.output_file_id, **given).content.decode().splitlines()
+    assert [json.loads(each)["custom_id"] for each in results] == [f"r{number}" for number in range(COUNT)]
+    assert batch.id in [each.id for each in litellm.list_batches(**given).data]
+    second = litellm.create_batch(**asked, **given)
+    assert litellm.cancel_batch(batch_id=second.id, **given).status in ("cancelling", "cancelled")
+    assert litellm.file_delete(file_id=file.id, **given).deleted
