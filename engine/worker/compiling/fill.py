@@ -1,6 +1,7 @@
 """Fills Triton's folder with the kernels of common models for a GPU that need not be there, as the image ships them:
     TRITON_CACHE_DIR=FOLDER python -P -m quire.engine.worker.compiling.fill CAPABILITY [CONFIG.JSON ...]
-The capability is a number such as 90, or the name of an AMD GPU's architecture, such as gfx942. Weights are those of 16 bits; by default the models are those of common.toml.
+The capability is a number such as 90, or the name of an AMD GPU's architecture, such as gfx942.
+Weights are those of 16 bits; by default the models are those of common.toml.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gfx942", nightly("gfx1100")])
+@pytest.mark.parametrize("name", ["gfx942", *nightly("gfx1100")])
 def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import driver
 
