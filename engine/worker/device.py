@@ -32,6 +32,7 @@ from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.others import OTHERS, better_type, is_other, other_device
 from quire.kernels.probe import Capture, Probe
 from quire.kernels.select import select_backend
 
@@ -77,6 +78,11 @@ def set_up_cpu(config: EngineConfig) -> None:
 
 def choose_device(config: EngineConfig) -> torch.device:
     """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
+    if config.device in OTHERS:
+        try:
+            return check_replicas(config, other_device(config.device))
+        except ValueError as error:
+            raise ConfigError(f"device: {error}", param="device") from error
     if config.device == "cpu" or torch.cuda.is_available():
         return check_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
     driver = nvidia_driver()
@@ -102,6 +108,26 @@ def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
             param="data_parallel_size",
         )
     return device
+
+
+def check_other(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
+    if not is_other(device):
+        return
+    tiers = "pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
+    wrong: dict[str, str | None] = {
+        "deterministic": "PyTorch's products there may depend on the batch" if config.deterministic else None,
+        "kv_offload_memory": tiers if config.kv_offload_memory else None,
+        "kv_offload_dir": tiers if config.kv_offload_dir else None,
+        "kv_offload_tier": tiers if config.kv_offload_tier else None,
+    }
+    if device.type == "mps":  # it has no float8 at all
+        for name in ("quantization", "kv_cache_dtype"):
+            eight = str(getattr(config, name)).startswith("fp8")
+            wrong[name] = "Apple's GPUs have no 8-bit floats; int8 is served" if eight else None
+    for name, why in wrong.items():
+        if why is not None:
+            raise ConfigError(f"{name}: not on {device.type}: {why}", param=name)
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:
@@ -148,7 +174,8 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
 
     CPUs compute float16 poorly; GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast
-    attention takes nothing wider. GPUs before it have tensor cores for float16 alone.
+    attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
+    kernels/gpu/others.py says it.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -168,6 +195,8 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 def _better_type(name: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         return "bfloat16" if name == "float16" else None
+    if is_other(device):
+        return better_type(name, device)
     if torch.cuda.get_device_capability(device)[0] >= 8:
         return "bfloat16" if name == "float32" else None
     return "float16" if name == "bfloat16" else None
@@ -194,6 +223,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     backend that the configuration names, on a GPU like this."""
     check_adapted(config, model_config)
     device = choose_device(config)
+    check_other(config, device)
     dtype, changed = choose_dtype(config, model_config, device)
     spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
@@ -289,7 +319,7 @@ def choose_trials(
 ) -> list[Callable[[Backend], str | None]]:
     """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return []
     attention, windowed = widest(spec), any(each.window for each in spec.states)
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
@@ -303,7 +333,7 @@ def choose_trials(
         windowed=windowed,
         sinks=has_sinks(spec),
     )
-    return [eager] if config.enforce_eager else [replace(eager, capture=CudaCapture(device)), eager]
+    return [eager] if config.enforce_eager or is_other(device) else [replace(eager, capture=CudaCapture(device)), eager]
 
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:

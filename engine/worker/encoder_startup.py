@@ -18,7 +18,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
-from quire.engine.worker.device import choose_device, choose_dtype
+from quire.engine.worker.device import check_other, choose_device, choose_dtype
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.loader import Tensors, checkpoint_stream
 from quire.engine.worker.loading.model import check_files, fill
@@ -46,6 +46,7 @@ def start_encoder(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
+    check_other(config, device)
     dtype, changed = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
@@ -123,11 +124,11 @@ def choose_encoder_backend(
 ) -> tuple[Backend, str]:
     """The backend and why it is this one. On a GPU only plain PyTorch lets a token see what comes after it so far."""
     wanted = config.attention_backend
-    if device.type == "cuda":
+    if device.type != "cpu":
         if wanted not in ("auto", "reference"):
             wrong = f"attention_backend: {wanted} does not serve encoders; reference does"
             raise ConfigError(wrong, param="attention_backend")
-        return Reference(), "encoders on a GPU run on plain PyTorch"
+        return Reference(), f"encoders on {device.type} run on plain PyTorch"
     try:
         return select_backend(device, dtype, head_dim, wanted, activation_bits=config.activation_bits)
     except ValueError as error:

@@ -33,13 +33,14 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
 from quire.kernels.gpu.faults import compiler_fault, fault, of_triton
+from quire.kernels.gpu.others import MPS_IS_FULL, free_bytes, let_go
 
 _HEADROOM = 1 / 8
 """The share of a KV cache in the host's memory that is touched before it is needed."""
 _PIECE = 512 * 2**10
 """Bytes touched at a time, which takes about a millisecond."""
-_CPU_REFUSAL = "can't allocate memory"
-"""Part of the message of the RuntimeError that PyTorch raises where the host's memory runs out."""
+_REFUSALS = ("can't allocate memory", MPS_IS_FULL)
+"""Parts of the messages of the RuntimeErrors that PyTorch raises where the host's memory runs out, or Apple's GPU's."""
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
@@ -50,7 +51,8 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
-        free = available_host_bytes() - step_bytes - int((config.kv_offload_memory or 0) * GIB)
+        room = available_host_bytes() if (there := free_bytes(device)) is None else there
+        free = room - step_bytes - int((config.kv_offload_memory or 0) * GIB)
         return host_kv_budget(free) // config.data_parallel_size
     free, total = torch.cuda.mem_get_info(device)
     budget = device_kv_budget(free, total, config.gpu_memory_utilization) - step_bytes
@@ -278,6 +280,7 @@ def return_memory() -> None:
     """The same for the device's memory too."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    let_go()
     return_freed()
 
 
@@ -297,7 +300,7 @@ def explained(what: str, param: str, advice: str) -> Iterator[None]:
             wrong = f"a Triton kernel does not compile or fit on this GPU: {fault(error)}"
             advice = "--attention-backend torch_varlen or reference does without it"
             raise ConfigError(f"attention_backend: {wrong}; {advice}", param="attention_backend") from error
-        if not isinstance(error, torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(each in str(error) for each in _REFUSALS):
             raise
         room = ""
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():

@@ -47,6 +47,7 @@ from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
 from quire.kernels.experts import ExpertCounts
+from quire.kernels.gpu.others import is_other
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,15 @@ def _start(
 def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | None]:
     """What was chosen otherwise than one might expect."""
     on_disk = None if model.on_disk is None else model.on_disk.said
-    return [on_disk, chosen.changed, kept_windows(config, chosen.spec), fewer(config, plan)]
+    return [on_disk, chosen.changed, of_pytorch(chosen.device), kept_windows(config, chosen.spec), fewer(config, plan)]
+
+
+def of_pytorch(device: torch.device) -> str | None:
+    """A note on a device that nothing here was made for."""
+    if not is_other(device):
+        return None
+    slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
+    return f"PyTorch's own operations compute on {device.type}: {slow}"
 
 
 def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
@@ -223,6 +232,8 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:
     """What so many ranks lack on this device; None: nothing."""
+    if is_other(device):
+        return f"ranks compute on CPUs and on GPUs of CUDA's alone so far, not on {device.type}; see --device"
     if device.type != "cuda":
         return None
     if (there := torch.cuda.device_count()) < ranks:

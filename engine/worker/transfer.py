@@ -1,4 +1,4 @@
-"""Copies between host and device; neither waits for the other."""
+"""Copies between host and device; with CUDA neither waits for the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, in one copy from pinned memory, or none where all are empty; on the CPU they
-    share the arrays' memory.
+    """The arrays as tensors on the device, in one copy, or none where all are empty, from pinned memory where
+    it goes to a GPU of CUDA's; on the CPU they share the arrays' memory.
 
     PyTorch keeps the pinned memory until the copy is done, whatever becomes of the tensors.
     """
@@ -22,9 +22,10 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     size = _ends(arrays)[-1]
     if size == 0:
         return split(torch.empty(0, dtype=torch.uint8, device=device), arrays)
-    staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pinned = device.type == "cuda"
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     fill(staged, arrays)
-    return split(staged.to(device, non_blocking=True), arrays)
+    return split(staged.to(device, non_blocking=pinned), arrays)
 
 
 def fill(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
@@ -57,7 +58,8 @@ class Download:
     """A copy of tensors to the host, on a stream of its own: later computations do not wait for it."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """`stream` is None where the tensors are on the host already."""
+        """`stream` is None where the tensors are on the host already, and where the device has none of CUDA's; there
+        `wait` copies them."""
         self._tensors = list(tensors)
         self._arrived: torch.cuda.Event | None = None
         if stream is None:
@@ -73,4 +75,4 @@ class Download:
     def wait(self) -> list[Tensor]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._tensors
+        return [each.cpu() for each in self._tensors]

@@ -39,6 +39,8 @@ FIXED_SPLIT = 512
 """Keys in a split of deterministic attention."""
 _LEAST_EVEN_SPLIT, _MOST_EVEN_SPLIT = 256, 8192
 _MOST_SPLITS = 32
+_MOST_STAGES_OF_AMD = 2
+"""With more a tile of keys and values takes up to 96 KB of shared memory, of which its GPUs have 64."""
 _MOST_PARTS = 2**26
 """The most partial sums, 4 bytes each, that may be stored before they are reduced."""
 
@@ -162,7 +164,8 @@ def paged_attention(
     rules = (softmax.scale * scales.key, scales.value, softmax.softcap or 0.0, window or 0)
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
     kinds = (window is not None, softmax.softcap is not None, split, held)
-    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    stages = tiles.num_stages if torch.version.hip is None else min(tiles.num_stages, _MOST_STAGES_OF_AMD)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": stages}
     has_sinks = softmax.sinks is not None
     given = (out, softmax.sinks if has_sinks else q)
     if programs == 1:

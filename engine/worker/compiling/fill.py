@@ -1,6 +1,7 @@
 """Fills Triton's folder with the kernels of common models for a GPU that need not be there, as the image ships them:
     TRITON_CACHE_DIR=FOLDER python -P -m quire.engine.worker.compiling.fill CAPABILITY [CONFIG.JSON ...]
-The capability is a number such as 90. Weights are those of 16 bits; by default the models are those of common.toml.
+The capability is a number such as 90, or the name of an AMD GPU's architecture, such as gfx942.
+Weights are those of 16 bits; by default the models are those of common.toml.
 """
 
 from __future__ import annotations
@@ -39,19 +40,28 @@ _META = torch.device("meta")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fill", description=__doc__)
-    parser.add_argument("capability", type=int)
+    parser.add_argument("capability", type=target_of)
     parser.add_argument("configs", nargs="*", type=Path)
     parser.add_argument("--list", action="store_true", help="Only say how many kinds there are")
     given = parser.parse_args()
-    aim(GPUTarget("cuda", given.capability, 32))
+    aim(given.capability)
+    if given.capability.backend == "hip":  # as a PyTorch for it says, by which kernels are launched with other sizes
+        torch.version.hip = torch.version.hip or "none here"
     kinds: dict[Kind, None] = {}
     for model in [read_model_config(each.parent) for each in given.configs] or common_models():
         for page in _PAGES:
             kinds |= dict.fromkeys(kinds_of(model, page))
     compiled = 0 if given.list else compile_kinds(list(kinds), lambda: None)
     missing = sum(not kind.mark.exists() for kind in kinds)
-    print(f"{len(kinds)} kinds for {given.capability}, {compiled} compiled now, {missing} not there")
+    print(f"{len(kinds)} kinds for {given.capability.arch}, {compiled} compiled now, {missing} not there")
     return 0
+
+
+def target_of(text: str) -> GPUTarget:
+    """Raises ValueError for what is neither a number nor the name of an AMD GPU's architecture."""
+    if text.startswith("gfx"):
+        return GPUTarget("hip", text, 64 if text.startswith("gfx9") else 32)  # how many threads a wave has
+    return GPUTarget("cuda", int(text), 32)
 
 
 def common_models() -> list[ModelConfig]:

@@ -42,6 +42,7 @@ from quire.engine.worker.loading.loader import (
 from quire.engine.worker.loading.on_disk import completed, start_on_disk
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.others import is_other
 from quire.kernels.kv_codes import KVScales
 
 
@@ -155,6 +156,9 @@ def adapter_room(config: EngineConfig, backend: Backend, dtype: torch.dtype, dev
     """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
     if not config.enable_lora:
         return None
+    if is_other(device):
+        wrong = f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}"
+        raise ConfigError(f"enable_lora: {wrong}", param="enable_lora")
     if device.type == "cuda" and find_spec("triton") is None:
         raise ConfigError("enable_lora: on a GPU it needs Triton (pip install triton)", param="enable_lora")
     return Adapters(backend, config.max_loras, config.max_lora_rank, dtype, device)

@@ -19,6 +19,7 @@ from quire.engine.worker.sampling.sampler import sample
 from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
 from quire.engine.worker.transfer import upload
 from quire.kernels.collective import Collective
+from quire.kernels.gpu.others import is_other
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
 """As `sampler.sample`: logits, rows, the grammars' mask."""
@@ -33,7 +34,16 @@ def choose_sampler(
     """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
     sampler: Sampler = sample_on_device if triton else partial(sample, argmax=argmax, draw=draw)
+    if is_other(device):
+        sampler = sample_on_host
     return sampler if group is None else partial(_sample_once, sampler, group)
+
+
+def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:
+    """As `sample`, for devices that may have no float64, by which tokens are drawn: logits are copied to the host, and
+    the picks back."""
+    here = [row if row.rules.plain else row._replace(table=row.table[row.slot].cpu()[None], slot=0) for row in rows]
+    return sample(logits.cpu(), here, mask).to(logits.device)
 
 
 def _sample_once(

@@ -3,6 +3,7 @@ and that they are then found. Triton's compiler needs no GPU; nothing is launche
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,29 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
     attention = {"attend", "attend_splits", "reduce_even", "_rope_kernel", "_norm_kernel"}
     assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
     assert ["multiply_experts" in names for names in found] == [False, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gfx942", *nightly("gfx1100")])
+def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    from quire.engine.worker.compiling.fill import common_models, kinds_of, target_of
+    from quire.kernels.gpu.kinds import NoGpu
+
+    monkeypatch.setattr(driver, "_active", NoGpu(target_of(name)))
+    monkeypatch.setattr(torch.version, "hip", "of a PyTorch for it")
+    kinds = [kind for kind in kinds_of(common_models()[0], 16) if kind.name in ("attend", "attend_splits")]
+    assert len(kinds) == 8
+    for kind in kinds:
+        kind.compile()
+    found = [json.loads(each.read_text()) for each in h100.rglob("attend*.json") if not each.name.startswith("__")]
+    assert {each["target"]["arch"] for each in found} == {name}
+    assert max(each["shared"] for each in found) <= 65_536
+
+
+def test_architectures_by_name() -> None:
+    from quire.engine.worker.compiling.fill import target_of
+
+    found = [(each.backend, each.arch, each.warp_size) for each in map(target_of, ("90", "gfx942", "gfx1100"))]
+    assert found == [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]

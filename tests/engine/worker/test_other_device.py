@@ -1,0 +1,176 @@
+"""Devices of PyTorch's that are neither CPUs nor CUDA's: what is chosen for them by their names, and a model served on
+one that PyTorch computes on the host (tests/engine/worker/other_device.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.worker import device as devices
+from quire.engine.worker.device import choose_device, choose_dtype
+from quire.kernels.gpu import others
+from tests.engine.harness import Answer, request, run
+from tests.engine.worker.other_device import other_device, tensor_in_steps
+from tests.tiny_models import save_tiny_model
+
+registers = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this PyTorch takes no device that Python computes",
+)
+PROMPTS = {"short": [5, 6, 7], "long": list(range(3, 60)), "one": [9]}
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "other_device", lambda name: other_device())
+    monkeypatch.setattr(torch, "tensor", tensor_in_steps)
+
+
+def engine(path: Path, **options: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "float32"} | options))
+
+
+def close(one: dict[str, Answer], other: dict[str, Answer]) -> None:
+    for name, answer in one.items():
+        assert answer.ids == other[name].ids, name
+        pairs = zip(answer.logprobs, other[name].logprobs, strict=True)
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
+
+
+@registers
+def test_it_serves_what_a_cpu_serves(other: None, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    asked = [
+        request("greedy", PROMPTS["long"], max_tokens=3, logprobs=2),
+        request("drawn", PROMPTS["short"], max_tokens=3, temperature=0.9, top_p=0.8, seed=4),
+    ]
+    there = engine(path, device="mps")
+    assert there.info.device == "quire_other:0"
+    assert not there.info.deterministic
+    assert "sdpa" in there.info.backend
+    assert any("PyTorch's own operations compute on quire_other" in note for note in there.info.notes)
+    close(run(there, asked), run(engine(path, attention_backend="reference", device="cpu"), asked))
+
+
+@pytest.mark.slow
+@registers
+@pytest.mark.parametrize(("family", "backend"), [("llama", "auto"), ("llama", "reference"), ("gemma2", "auto")])
+def test_rules_chunks_and_prefixes(family: str, backend: str, other: None, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"logprobs": 2},
+        "drawn": {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "seed": 4},
+        "ruled": {"repetition_penalty": 1.2, "bad_words_ids": ((5, 6),), "logit_bias": {8: 1.0}, "min_tokens": 3},
+        "prompt": {"prompt_logprobs": 1},
+    }
+    asked = [
+        request(f"{kind} {name}", prompt, max_tokens=12, **params)
+        for kind, params in kinds.items()
+        for name, prompt in PROMPTS.items()
+    ]
+    wanted = run(engine(path, attention_backend="reference", device="cpu"), asked)
+    there = engine(path, attention_backend=backend, device="mps", max_num_batched_tokens=32)
+    close(run(there, asked), wanted)
+    again = run(there, asked)  # from cached prefixes
+    assert any(each.cached_tokens for each in again.values())
+    close(again, wanted)
+
+
+@pytest.mark.slow
+@registers
+def test_guesses_change_nothing(other: None, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    asked = [request(str(at), [5, 6, 7] * at, max_tokens=16, logprobs=0) for at in (2, 5)]
+    guessing = engine(path, device="xpu", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    close(run(guessing, asked), run(engine(path, device="cpu", attention_backend="reference"), asked))
+
+
+@pytest.mark.slow
+@registers
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"quantization": "int4"}, {"quantization": "int8"}])
+def test_few_bits_are_served_by_the_reference(options: dict[str, Any], other: None, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    asked = [request(name, prompt, max_tokens=8, logprobs=0) for name, prompt in PROMPTS.items()]
+    options = options | {"attention_backend": "reference"}
+    close(run(engine(path, device="mps", **options), asked), run(engine(path, device="cpu", **options), asked))
+
+
+@registers
+def test_what_is_not_served_there_is_refused_by_name(other: None, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    refused: dict[str, list[Any]] = {
+        "tensor_parallel_size": [2],
+        "pipeline_parallel_size": [2],
+        "data_parallel_size": [2],
+        "enable_lora": [True],
+        "kv_offload_memory": [1],
+        "kv_offload_dir": ["/nowhere"],
+        "deterministic": [True],
+        "attention_backend": ["triton", "cpu"],
+    }
+    for name, values in refused.items():
+        for value in values:
+            with pytest.raises(ConfigError) as raised:
+                engine(path, device="xpu", **{name: value})
+            assert raised.value.param == name
+
+
+@pytest.mark.parametrize(("name", "whose"), [("mps", "Apple's"), ("xpu", "Intel's")])
+def test_a_device_that_pytorch_lacks(name: Any, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match=rf"{name} was asked for, but PyTorch .* finds none of {whose} GPUs"
+    ) as raised:
+        choose_device(EngineConfig(device=name))
+    assert raised.value.param == "device"
+
+
+def test_xla_is_refused() -> None:
+    with pytest.raises(ValueError, match="xla compiles each shape of a step anew"):
+        EngineConfig(device="xla")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "bfloat16", "chosen"),
+    [
+        ("mps", "bfloat16", True, "float16"),
+        ("mps", "float32", True, "float16"),
+        ("mps", "float16", True, "float16"),
+        ("xpu", "bfloat16", True, "bfloat16"),
+        ("xpu", "float32", True, "bfloat16"),
+        ("xpu", "float16", True, "float16"),
+        ("xpu", "bfloat16", False, "float16"),
+    ],
+)
+def test_types_by_device(
+    name: str, stored: str, bfloat16: bool, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bfloat16)
+    model = read_model_config(save_tiny_model(tmp_path, "llama", dtype=getattr(torch, stored)))
+    dtype, note = choose_dtype(EngineConfig(), model, torch.device(name))
+    assert str(dtype) == f"torch.{chosen}"
+    assert (note is None) == (stored == chosen)
+
+
+def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (7, 9))
+    assert others.free_bytes(torch.device("mps")) == 6
+    assert others.free_bytes(torch.device("xpu")) == 7
+    assert others.free_bytes(torch.device("cpu")) is None
+
+
+def test_apples_gpus_have_no_8_bit_floats() -> None:
+    for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(ConfigError, match="no 8-bit floats"):
+            devices.check_other(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
+        devices.check_other(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]
