@@ -226,8 +226,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
-    every = machine.stages > 1 or wishes.divides_tokens
-    split = machine.count if every else min(machine.count, sizes.kv_heads)
+    split = machine.count if machine.stages > 1 or wishes.divides_tokens else min(machine.count, sizes.kv_heads)
     token = whole // split + own // alone
     kept = token - own // alone * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
     pages = {"codes": wishes.kv_cache_dtype != "auto", "divided": wishes.divides_tokens}
