@@ -97,6 +97,8 @@ class Streams:
         """By owner and key."""
         self.resumptions = 0
         """Calls that were made again."""
+        self._noting: asyncio.Future[None] | None = None
+        """What is written into the journal."""
         self._task = asyncio.create_task(self._note_always())
 
     @property
@@ -132,6 +134,8 @@ class Streams:
                 call = msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
             else:  # it has ended meanwhile, or its process has
                 call = await self.find(owner, call.pins.id) or call
+        else:  # its end may have been noted since the call was found
+            call = await self.find(owner, call.pins.id) or call
         self.resumptions += 1
         return Resumed(call, seen, 1 + secrets.randbits(31))
 
@@ -268,7 +272,9 @@ class Streams:
 
     async def _note(self) -> None:
         """Write down what has come since the last time, and forget those that have ended."""
-        now, notes = time.time(), list[Note]()
+        if self._noting is not None:  # of one that was cancelled: what it writes must not come behind this
+            await asyncio.wait({self._noting})
+        now, notes, over = time.time(), list[Note](), list[tuple[str, str, Running]]()
         turned = self._tail is not None and self._tail.turn(
             (running.number, *key) for key, running in self._running.items()
         )
@@ -283,9 +289,13 @@ class Streams:
                 notes.append(Note(owner, id, running.progress.copy(), ends, answered))
                 running.noted = count
             if ended:
-                del self._running[owner, id]
+                over.append((owner, id, running))
         if notes:
-            await asyncio.to_thread(self._calls.note, notes, self._peers.process)
+            self._noting = asyncio.ensure_future(asyncio.to_thread(self._calls.note, notes, self._peers.process))
+            await asyncio.shield(self._noting)
+        for owner, id, running in over:  # until now it is asked here what they have, for it is nowhere else
+            if self._running.get((owner, id)) is running:
+                del self._running[owner, id]
         if turned and self._tail is not None:
             self._tail.settle()
 

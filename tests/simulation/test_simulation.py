@@ -226,7 +226,11 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
         await world.end()
 
 
-@pytest.mark.parametrize("seed", range(200))
+FOUND = (240, 1022)
+"""Seeds above those of every day that found something."""
+
+
+@pytest.mark.parametrize("seed", [*range(200), *FOUND])
 def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, program)
 
