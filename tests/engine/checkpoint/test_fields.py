@@ -85,7 +85,7 @@ READERS = (
 """Families that read fields of their own."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", READERS)
 def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | tiny_models.FAMILIES[family]

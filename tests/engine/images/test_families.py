@@ -45,6 +45,7 @@ SIZES = [(64, 48), (31, 90), (40, 40), (300, 20), (3, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
@@ -73,6 +74,7 @@ def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_pa
     assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -107,6 +109,7 @@ def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) 
     return cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(1, *shape)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
@@ -139,6 +142,7 @@ def bits(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs) for name, each in answers.items()}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     """Alone, beside others, in chunks, from the cache, after a preemption, and begun again with what was emitted."""
