@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -58,8 +59,8 @@ Everywhere = Callable[[bytes], list[bytes]]
 
 
 def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """A call as it goes to other processes, which import the function by its name. Raises InvalidRequest where they
-    cannot, or for arguments that cannot be sent."""
+    """A call as it goes to other processes, which import the function by its name, from where this one can. Raises
+    InvalidRequest where they cannot, or for arguments that cannot be sent."""
     if isinstance(method, str) and method not in METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(METHODS)}", param="method")
     for field, given in (("args", args), ("kwargs", kwargs)):
@@ -68,7 +69,8 @@ def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     if not isinstance(method, str) and not callable(method):
         raise InvalidRequest(f"method: must be a name or a function, got {method!r}", param="method")
     try:
-        return pickle.dumps((method, tuple(args), dict(kwargs or {})))
+        path = [] if isinstance(method, str) else sys.path
+        return pickle.dumps((path, pickle.dumps((method, tuple(args), dict(kwargs or {})))))
     except Exception as error:  # whatever a user's object raises
         why = "a function must be one of a module's, and arguments such as can be pickled"
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +37,11 @@ class RankWorker:
 def called(worker: RankWorker, content: bytes) -> bytes:
     """What a call, as `engine.executor.call_of` writes it, gives on this rank, or why it failed."""
     try:
-        method, args, kwargs = pickle.loads(content)
-        call = getattr(RankWorker, method) if isinstance(method, str) else method
-        found = call(worker, *args, **kwargs)
+        path, call = pickle.loads(content)
+        sys.path += [each for each in path if each not in sys.path]  # for the function's module, and what it imports
+        method, args, kwargs = pickle.loads(call)
+        function = getattr(RankWorker, method) if isinstance(method, str) else method
+        found = function(worker, *args, **kwargs)
         return pickle.dumps((found, None))
     except Exception as error:  # whatever a user's function raises
         return pickle.dumps((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))
