@@ -130,7 +130,8 @@ class FakeEngine(EngineLink):
 
     async def call(self, content: bytes) -> list[bytes]:
         """On a rank that is its own argument."""
-        method, args, kwargs = pickle.loads(content)
+        _, call = pickle.loads(content)
+        method, args, kwargs = pickle.loads(call)
         return [pickle.dumps(([method, *args, kwargs], None))]
 
     async def snapshot(self) -> EngineSnapshot:
