@@ -31,6 +31,14 @@ from tests.tree import ROOT
 DOCS = sorted(["README.md", "deploy/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
+    **dict.fromkeys(
+        [
+            f"quire {what} MODEL {flags}"
+            for what in ("serve", "plan")
+            for flags in ("--tensor-parallel-size 2 --enable-expert-parallel", "--experts-on-disk")
+        ],
+        "it wants a model with experts; tests/engine/test_expert_parallel.py and test_experts_on_disk.py make some",
+    ),
     "quire serve Qwen/Qwen3.5-4B": "downloads 9 GB",
     "make": "it would install; tests/test_snippets.py holds that the targets are there",
     "docker": "tests/test_deploy.py reads what it would start",
