@@ -82,13 +82,13 @@ bench-gpu: $(GPU_SITE)
 bench-hostile: $(READY)
 	@$(BIN)/python -m benchmarks.hostile $(ARGS)
 
-# What is accepted outlives the server, in DATA. Several API processes cannot have a folder together.
-DATA = $(if $(findstring api-server-count,$(ARGS)),,.data/$(or $(PORT),8000))
+# What is accepted outlives the server, in DATA.
+DATA = .data/$(or $(PORT),8000)
 
 serve: $(SERVES)
 	@$(if $(filter smollm2,$(MODEL)),$(MAKE) --no-print-directory smollm2)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) \
-		$(if $(DATA),--data-dir $(DATA)) $(ARGS)
+		--data-dir $(DATA) $(ARGS)
 
 # The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
 # one process, because they share a server; with ARGS, which mostly name a few tests, all do. A test that crashes its process
