@@ -111,8 +111,10 @@ class EngineConfig(BaseModel):
     quantize_embedding: bool | None = Field(
         None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = Field(
-        "auto", description="Type of keys and values; auto: that of the model; int8, fp8: 8 bits, half the memory"
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"] = Field(
+        "auto",
+        description="Type of keys and values; auto: that of the model, beside float32 activations bfloat16; int8, fp8: "
+        "8 bits, half the memory",
     )
     activation_bits: Literal["auto", "8", "16"] = Field(
         "auto",

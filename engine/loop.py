@@ -233,6 +233,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         page_groups=len(plan.windows),
         context_pages=plan.context_pages,
         state_bytes=plan.state_bytes,
+        kv_cache_dtype=worker.kv_cache_dtype,
         no_images=worker.no_images,
         step_tokens=config.step_tokens,
         adaptable=dict(worker.adaptable),

@@ -373,6 +373,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
     state_bytes: int = 0
     """Of what layers keep of sequences beside pages, in every slot."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept in, by the setting's names; auto: `dtype`."""
     no_images: str = TEXT_ALONE
     """Why requests may not bring images; "" where they may."""
     step_tokens: int = 0

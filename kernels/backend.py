@@ -66,7 +66,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """How many adapters a linear has room for at once, and the linear's shape."""
+    """How many adapters a linear has room for at once, the linear's shape, and a Delta's largest rank."""
 
     count: int
     """Slots 1 to this; slot 0 is no adapter."""
@@ -74,7 +74,6 @@ class AdapterSlots:
     parts: tuple[int, ...]
     """Outputs of the linears that are joined in it, in their order; a Delta is of one of them."""
     max_rank: int
-    """Of a Delta."""
     dtype: torch.dtype
     """Of its inputs."""
     wide: bool
@@ -237,13 +236,11 @@ class Operations(ABC):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values].
-        The query at position p sees keys max(0, p - window + 1) to p.
-        What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
-        H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
-        A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
-        change a bit of it (except on a GPU where the backend was not made deterministic).
-        """
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values]. The query at
+        position p sees keys max(0, p - window + 1) to p. What is read is always what the pages hold: of codes the
+        rounded numbers, of the step's own tokens too. H is a multiple of K; query head h reads key-value head
+        h // (H / K). Scores and sums are float32. A row's result depends on its own query and keys alone: batch,
+        chunks and page ids change no bit of it (but on a GPU, where the backend was not made deterministic)."""
 
     def divided_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
@@ -272,6 +269,10 @@ class Operations(ABC):
     @abstractmethod
     def join(self, x: Tensor, y: Tensor) -> Tensor:
         """[T, A] and [T, B] side by side: [T, A + B]."""
+
+    @abstractmethod
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in this type."""
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -304,8 +305,8 @@ class Backend(Operations):
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Why it cannot serve such a model there, in one line that says what would help; None where it can. No other
-        method may be called where it cannot. softcap: the model caps its attention scores."""
+        """Why it cannot serve such a model there, in one line that says what would help; None where it can, and only
+        then other methods may be called. softcap: the model caps its attention scores."""
 
     @abstractmethod
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
@@ -321,11 +322,10 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold,
-        the model's type or one of KV_CODES.
-        The layout inside a page is the backend's own, but its element count is always block_size * K * D, or for codes
-        block_size * K * (D + scale_elements), and pages of more than 16 tokens are [tokens, ...], so that a page's
-        beginning can be copied. All methods below tell by the dtype of the caches what these hold."""
+        """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold:
+        that of q, k and v, or one of KV_CODES. The layout inside a page is the backend's own, of block_size * K * D
+        elements, or for codes block_size * K * (D + scale_elements). Pages of more than 16 tokens are [tokens, ...], so
+        that a page's beginning can be copied. All methods tell by the dtype of the caches what these hold."""
 
     @abstractmethod
     def store_kv(
@@ -393,8 +393,8 @@ class Backend(Operations):
 
     @abstractmethod
     def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-        """A token for each row of logits [R, vocab] float32: [R] int64.
-        filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
-        it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
-        kept or dropped together. The result is the first kept token, in the vocabulary's order, at which the cumulative
-        probability exceeds u times that of all kept tokens. u [R] float64 is from 0 to below 1."""
+        """A token for each row of logits [R, vocab] float32: [R] int64. filters [R, 4] float64: temperature (above 0),
+        top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what it left (Holtzman et al., 2020), and min-p keep
+        what is at or above a threshold value, so equal logits are kept or dropped together. The result is the first
+        kept token, in the vocabulary's order, at which the cumulative probability exceeds u times that of all kept
+        tokens. u [R] float64 is from 0 to below 1."""

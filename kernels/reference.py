@@ -186,6 +186,9 @@ class Reference(Backend):
     def join(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat((x, y), dim=1)
 
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * torch.sigmoid(gate)
 

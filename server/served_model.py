@@ -146,7 +146,7 @@ def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) ->
     asked = (
         config.at_load,
         config.quantize_embedding,
-        config.kv_cache_dtype,
+        info.kv_cache_dtype,
         config.activation_bits,
         config.tensor_parallel_size,
     )

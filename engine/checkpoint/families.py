@@ -206,6 +206,12 @@ _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3
 """By family: every so many layers one has no window, where config.json does not say which."""
 
 
+def wide_activations(text: Mapping[str, Any]) -> bool:
+    """Whether nearly all matrices have few bits, whose kernels take activations of any type: then a CPU computes in
+    float32 with keys and values of bfloat16, for the same time and memory. docs/quantization.md has what it gains."""
+    return (text.get("quantization_config") or {}).get("activations") == "float32"
+
+
 def stored_dtype(text: Mapping[str, Any]) -> str:
     """The type of a checkpoint's numbers. Where config.json names none it is float32, but of weights in few bits
     bfloat16, which gpt-oss leaves unsaid."""

@@ -24,6 +24,7 @@ from quire.engine.checkpoint.families import (
     layer_windows,
     stored_dtype,
     why_not_served,
+    wide_activations,
 )
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.parts import unequal
@@ -64,6 +65,8 @@ class ModelSizes:
     vocab_size: int
     max_position: int
     dtype: str
+    wide_activations: bool
+    """See engine/checkpoint/families.py."""
     """The checkpoint's type, as stored_dtype reads it."""
     quantization: str | None
     """The method's name; None when the weights are not quantized."""
@@ -234,6 +237,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         vocab_size=vocab,
         max_position=positions,
         dtype=stored_dtype(text),
+        wide_activations=wide_activations(text),
         quantization=method,
         bits=bits,
         parameters=embeddings + body + mlps,

@@ -187,6 +187,10 @@ def _vocabulary(header: Header) -> int:
     return embedding.shape[0]
 
 
+_MOST_FLOATS = 0.02
+"""Of the numbers of all matrices: routers and convolutions are floats in files of few bits too."""
+
+
 def _dtype(header: Header) -> str:
     """Of most matrices; bfloat16 where they have few bits, for that is what models are made in."""
     most = next(iter(weight_types(header)), "")
@@ -202,7 +206,11 @@ def _quantization(header: Header) -> dict[str, Any] | None:
     if not types or not linears:
         return None
     bits = 8 * sum(tensor.nbytes for tensor in linears) / sum(tensor.numbers for tensor in linears)
-    return {"quant_method": "gguf", "fmt": ", ".join(types), "bits": round(bits, 2), "group_size": -1}
+    said = {"quant_method": "gguf", "fmt": ", ".join(types), "bits": round(bits, 2), "group_size": -1}
+    matrices = [each for each in header.tensors.values() if len(each.shape) > 1]
+    floats = sum(each.numbers for each in matrices if each.type.name in FLOATS)
+    few = floats < _MOST_FLOATS * sum(each.numbers for each in matrices)
+    return said | ({"activations": "float32"} if few else {})
 
 
 def _ropes(header: Header, arch: str) -> dict[str, Any]:

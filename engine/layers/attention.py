@@ -169,12 +169,13 @@ class Attention(Part):
         rope, turned = self.rope, metadata
         if metadata.axes is not None and self._spec.axes is not None:
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
-        q = run.rope_store(run.apply(self._qkv.packed, x, context), rope, k_cache, v_cache, turned)
+        qkv = run.cast(run.apply(self._qkv.packed, x, context), self._making.attended_in)
+        q = run.rope_store(qkv, rope, k_cache, v_cache, turned)
         attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
         if (seen := metadata.together) is not None and self._spec.together:
             both_ways = replace(self._softmax, ahead=None)
             attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)
-        attended = attended.flatten(1)
+        attended = run.cast(attended.flatten(1), self._making.dtype)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
             gate = None if gate is None else gate[step.rows]

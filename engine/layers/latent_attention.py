@@ -143,8 +143,10 @@ class LatentAttention(Part):
             low = self._latent_norms.norm(run, self._low_norm, run.apply(self._q_low.packed, x, context))
         q = run.apply(self._absorb, run.apply(self._q.packed, low, context), context)
         kv = run.apply(self._kv.packed, x, context)
+        q, kv = (run.cast(each, self._making.attended_in) for each in (q, kv))
         q = run.latent_store(q, kv, self._latent, cache, metadata)
         attended = attend(run, self._making.shard, q, (cache, cache), metadata, self._softmax).flatten(1)
+        attended = run.cast(attended, self._making.dtype)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
         values = run.apply(self._expand, attended, context)

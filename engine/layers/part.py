@@ -20,7 +20,7 @@ from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
-from quire.kernels.kv_codes import KVScales
+from quire.kernels.kv_codes import KV_CODES, KVScales
 from quire.kernels.softmax import Softmax
 
 
@@ -59,6 +59,11 @@ class Making:
     """What packs routed experts, where it is not what packs all else."""
     tables: dict[str, Tensor] = field(default_factory=dict)
     """Those of positions, which layers share."""
+
+    @property
+    def attended_in(self) -> torch.dtype:
+        """In which attention computes: what pages hold, where these are no codes."""
+        return self.dtype if self.kv_dtype in KV_CODES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
         key = f"{head_dim} {rope}"

@@ -41,7 +41,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int | str | None
     long_prefill_token_threshold: int | None
     gpu_memory_utilization: float
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
     activation_bits: Literal["auto", "8", "16"]
     kv_cache_memory: float | None
     num_kv_blocks: int | None

@@ -64,7 +64,7 @@ class ModelHashes:
             dtype=info.dtype,
             quantization=config.quantization,
             quantize_embedding=config.quantize_embedding,
-            kv_cache_dtype=config.kv_cache_dtype,
+            kv_cache_dtype=info.kv_cache_dtype,
             activation_bits=config.activation_bits,
             tensor_parallel_size=config.tensor_parallel_size,
             deterministic=info.deterministic,

@@ -1,4 +1,4 @@
-"""What computes a model: device, type, backend, and how decodes become graphs; and where a GPU's kernels are kept."""
+"""What computes a model: device, types of numbers, backend, and how decodes become graphs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
@@ -32,16 +30,15 @@ from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.kernels.backend import Backend
+from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.others import OTHERS, better_type, is_other, other_device
 from quire.kernels.probe import Capture, Probe
 from quire.kernels.select import select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PAGES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 _LEAST_DRIVER = {"12": "525", "13": "580"}
 """By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
-_CACHE = "TRITON_CACHE_DIR"
-SHIPPED = Path(sys.prefix, "share", "quire-kernels")
-"""What the Dockerfile lets engine/worker/compiling/fill.py compile."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
 kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
@@ -170,6 +167,34 @@ def _unusable(driver: str, root: Path = Path("/")) -> str:
     return f"{but} ({said}){needs}"
 
 
+@dataclass(frozen=True, slots=True)
+class Types:
+    computed: torch.dtype
+    held: torch.dtype
+    """By pages of keys and values."""
+    changed: str | None
+    """Why it is not the checkpoint's type, where it is not."""
+
+
+def choose_types(config: EngineConfig, model: ModelConfig, device: torch.device) -> Types:
+    """Raises ConfigError."""
+    if _in_float32(config, model, device):
+        why = "float32, beside weights of few bits, with keys and values of {}; --dtype bfloat16 computes in that"
+        held = torch.bfloat16 if config.kv_cache_dtype == "auto" else _PAGES[config.kv_cache_dtype]
+        return Types(torch.float32, held, why.format(str(held).removeprefix("torch.")))
+    dtype, changed = choose_dtype(config, model, device)
+    held = dtype if config.kv_cache_dtype == "auto" else _PAGES[config.kv_cache_dtype]
+    wrong = None
+    if held == torch.bfloat16 != dtype:
+        if device.type != "cpu":
+            wrong = f"on {device.type} keys and values have the model's type, or 8 bits: --dtype bfloat16"
+        elif model.given is not None:
+            wrong = "with transformers' class (see --model-impl) they have the model's type: --dtype bfloat16"
+    if wrong is not None:
+        raise ConfigError(f"kv_cache_dtype: {wrong}", param="kv_cache_dtype")
+    return Types(dtype, held, changed)
+
+
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str | None]:
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
 
@@ -187,9 +212,11 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     return _DTYPES[name], note
 
 
-def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """What pages hold; `dtype`: the model's."""
-    return {"auto": dtype, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float8_e4m3fn)
+def _in_float32(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
+    float32 costs no time, while bfloat16 in the residual stream would be most of what rounding changes."""
+    ours = device.type == "cpu" and config.attention_backend in ("auto", "cpu") and Cpu().missing is None
+    return ours and config.dtype == "auto" and wide_activations(model.raw)
 
 
 def _better_type(name: str, device: torch.device) -> str | None:
@@ -209,6 +236,8 @@ class Chosen:
     spec: DecoderSpec
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """What pages hold."""
     changed: str | None
     """Why it is not the checkpoint's type, where it is not."""
     backend: Backend
@@ -218,18 +247,26 @@ class Chosen:
     """The same for a tower of images, whose keys and values no ranks divide."""
 
 
+def kept_in(config: EngineConfig, chosen: Chosen) -> str:
+    """What keys and values are kept in, by the setting's names; auto: the model's type."""
+    if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
+        return config.kv_cache_dtype
+    return str(chosen.kv_dtype).removeprefix("torch.")
+
+
 def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = False) -> Chosen:
     """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
     backend that the configuration names, on a GPU like this."""
     check_adapted(config, model_config)
     device = choose_device(config)
     check_other(config, device)
-    dtype, changed = choose_dtype(config, model_config, device)
+    types = choose_types(config, model_config, device)
+    dtype, held = types.computed, types.held
     spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
-    backend, why = choose_backend(config, device, dtype, spec, tried=tried)
+    backend, why = choose_backend(config, device, (dtype, held), spec, tried=tried)
     of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
-    return Chosen(spec, device, dtype, changed, of_text, why, backend)
+    return Chosen(spec, device, dtype, held, types.changed, of_text, why, backend)
 
 
 def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:
@@ -277,18 +314,23 @@ def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
 
 
 def choose_backend(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, *, tried: bool = False
+    config: EngineConfig,
+    device: torch.device,
+    types: tuple[torch.dtype, torch.dtype],
+    spec: DecoderSpec,
+    *,
+    tried: bool = False,
 ) -> tuple[Backend, str]:
-    """The backend and why it is this one; tried: see `choose`. Raises ConfigError for one that cannot serve, and for
-    --deterministic where that cannot be promised: on a GPU without Triton, and where a CPU has but plain PyTorch's
-    products."""
+    """The backend for a model and pages of these types, and why it is this one; tried: see `choose`. Raises ConfigError
+    for one that cannot serve, and for --deterministic where that cannot be promised: on a GPU without Triton, and where
+    a CPU has but plain PyTorch's products."""
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
+    dtype, held = types
     wanted = (dtype, widest(spec).head_dim, config.attention_backend, widest(spec).softcap is not None)
     try:
-        trials = [] if tried else choose_trials(config, device, dtype, spec)
-        held = kv_dtype(config, dtype)
+        trials = [] if tried else choose_trials(config, device, types, spec)
         backend, why = select_backend(
             device,
             *wanted,
@@ -315,7 +357,7 @@ def has_sinks(spec: DecoderSpec) -> bool:
 
 
 def choose_trials(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
+    config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
 ) -> list[Callable[[Backend], str | None]]:
     """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
@@ -325,11 +367,11 @@ def choose_trials(
     heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     eager = Probe(
         device,
-        dtype,
+        types[0],
         *heads,
         attention.softcap,
         None,
-        kv_dtype(config, dtype),
+        types[1],
         windowed=windowed,
         sinks=has_sinks(spec),
     )
@@ -342,42 +384,3 @@ def choose_capture(config: EngineConfig, backend: Backend, device: torch.device,
     waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) else ("reference",)
     able = device.type == "cuda" and backend.name not in waits
     return CudaCapture(device) if able and not config.enforce_eager else None
-
-
-def keep_kernels() -> str | None:
-    """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
-    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
-    wanted = Path(os.environ.get(_CACHE) or os.path.expanduser("~/.triton/cache"))
-    if (reason := _cannot_write(wanted)) is None:
-        _bring_shipped(wanted)
-        return None
-    uid = os.getuid()
-    own = Path(tempfile.gettempdir()) / f"quire-triton-{uid}"
-    if (failed := _cannot_write(own)) is not None or own.stat().st_uid != uid:
-        whose = failed or "it is another user's"
-        raise ConfigError(f"Triton's kernels cannot be kept: {wanted} ({reason}), nor {own} ({whose}); set {_CACHE}")
-    os.environ[_CACHE] = str(own)
-    _bring_shipped(own)
-    return f"Triton's kernels are kept in {own}, for uid {uid} cannot write to {wanted} ({reason})"
-
-
-def _bring_shipped(folder: Path) -> None:
-    """Put what the image has of compiled kernels where Triton looks; it cannot look in two places."""
-
-    def copy_new(source: str, target: str) -> None:
-        if not os.path.exists(target):
-            shutil.copyfile(source, target)
-
-    with suppress(OSError, shutil.Error):  # without them all is compiled
-        if SHIPPED.is_dir():
-            shutil.copytree(SHIPPED, folder, copy_function=copy_new, dirs_exist_ok=True)
-
-
-def _cannot_write(folder: Path) -> str | None:
-    """Why files cannot be made in the folder; it is made if it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return (error.strerror or str(error)).lower()

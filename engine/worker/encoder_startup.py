@@ -72,6 +72,7 @@ def start_encoder(
         plan=no_pages(length, config.max_num_seqs),
         device=str(device),
         dtype=dtype_name,
+        kv_cache_dtype="auto",
         backend=f"{backend.name} ({why})",
         deterministic=backend.keeps_rows_apart(device, dtype),
         weight_bytes=weight_bytes,

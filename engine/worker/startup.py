@@ -22,8 +22,9 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
+from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
-from quire.engine.worker.device import Chosen, choose, choose_device, keep_kernels, set_up_cpu
+from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
@@ -58,6 +59,8 @@ class Worker:
     plan: KVPlan
     device: str
     dtype: str
+    kv_cache_dtype: str
+    """As EngineInfo has it."""
     backend: str
     """Its name and why it was chosen."""
     deterministic: bool
@@ -156,6 +159,7 @@ def _start(
         plan=plan,
         device=str(device),
         dtype=str(chosen.dtype).removeprefix("torch."),
+        kv_cache_dtype=kept_in(config, chosen),
         backend=f"{backend.name} ({chosen.why}{by_class(model)})",
         deterministic=apart,
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),

@@ -206,6 +206,7 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
       const int32_t* contexts, const int32_t* seen, const int32_t* known, const int64_t* slots, long slot_count,       \
       int sequences, int groups, int heads, int key, int value, int drafts, float eps, int threads);                   \
   EXPORTED void join_##suffix(const T* x, const T* y, T* out, long rows, int first, int second, int threads);          \
+  EXPORTED void cast_##suffix(const T* x, void* out, long size, int threads);                                          \
   EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads);                                     \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
                                         const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
@@ -254,6 +255,7 @@ struct Kernels;
     static constexpr auto state_space = state_space_##suffix;                                                          \
     static constexpr auto selective_scan = selective_scan_##suffix;                                                    \
     static constexpr auto join = join_##suffix;                                                                        \
+    static constexpr auto cast = cast_##suffix;                                                                        \
     static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \

@@ -219,6 +219,7 @@ SIGNATURES = {
     "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
     "selective_scan": [*[_POINTER] * 16, _LONG, *[_INT] * 6, _FLOAT, _INT],
     "join": [*[_POINTER] * 3, _LONG, *[_INT] * 3],
+    "cast": [*[_POINTER] * 2, _LONG, _INT],
     "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],

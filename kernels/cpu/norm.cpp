@@ -139,6 +139,19 @@ void join(const T* x, const T* y, T* out, long rows, int first, int second, int 
   });
 }
 
+// The numbers in the other type.
+template <class T, class Other>
+void cast(const T* x, Other* out, long size, int threads) {
+  constexpr long kPiece = 256;
+  parallel_rows(threads, (size + kPiece - 1) / kPiece, size, [&](long begin, long end) {
+    const long last = end * kPiece < size ? end * kPiece : size;
+    for (long i = begin * kPiece; i < last; i += 16) {
+      const int count = last - i < 16 ? static_cast<int>(last - i) : 16;
+      vstore_first(out + i, vload_first(x + i, count), count);
+    }
+  });
+}
+
 // residual += sigmoid(gate) * x, with one gate for each row.
 template <class T>
 void add_gated(const T* x, const T* gate, T* residual, long rows, int size, int threads) {
@@ -222,6 +235,10 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
   }                                                                                                                    \
   EXPORTED void join_##suffix(const T* x, const T* y, T* out, long rows, int first, int second, int threads) {         \
     join(x, y, out, rows, first, second, threads);                                                                     \
+  }                                                                                                                    \
+  EXPORTED void cast_##suffix(const T* x, void* out, long size, int threads) {                                         \
+    using Other = std::conditional_t<std::is_same_v<T, float>, bf16, float>;                                           \
+    cast(x, static_cast<Other*>(out), size, threads);                                                                  \
   }                                                                                                                    \
   EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads) {                                    \
     sigmoid_mul(x, gate, size, threads);                                                                               \

@@ -205,7 +205,7 @@ class Metrics:
             "num_gpu_blocks": info.num_blocks,
             "kv_cache_size_tokens": info.num_blocks * info.block_size,
             "kv_cache_max_concurrency": round(info.num_blocks * info.page_groups / info.context_pages, 2),
-            "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            "cache_dtype": info.dtype if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }

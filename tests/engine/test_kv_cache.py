@@ -24,7 +24,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = Cpu().missing
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-held = pytest.mark.parametrize("kv", ["int8", "fp8"])
+held = pytest.mark.parametrize("kv", ["int8", "fp8", "bfloat16"])
 BACKENDS = ["reference", pytest.param("cpu", marks=compiled)]
 
 
@@ -81,7 +81,7 @@ def test_fused_layers_give_the_same_bits(kv: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("kv", "bound"), [("int8", 0.05), ("fp8", 0.3)])
+@pytest.mark.parametrize(("kv", "bound"), [("int8", 0.05), ("fp8", 0.3), ("bfloat16", 0.03)])
 def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen2")
     prompt = request("a", prompts()[4], max_tokens=1, prompt_logprobs=0)
@@ -96,7 +96,7 @@ def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_pa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("kv", "head"), [("auto", 64), ("int8", 34), ("fp8", 32), ("fp8_e4m3", 32)])
+@pytest.mark.parametrize(("kv", "head"), [("auto", 64), ("int8", 34), ("fp8", 32), ("fp8_e4m3", 32), ("bfloat16", 64)])
 def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, tmp_path: Path) -> None:
     """2 heads of 32 numbers, bfloat16; `head`: bytes of one."""
     path = save_tiny_model(tmp_path, "llama", head_dim=32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from quire.engine.config import EngineConfig
 from quire.engine.types import EngineInfo
 from quire.server.served_model import fingerprint
@@ -19,5 +21,6 @@ def test_each_setting_that_changes_bits_is_told() -> None:
         EngineConfig(kv_cache_dtype="int8"),
         EngineConfig(tensor_parallel_size=2),
     ]
-    assert len({fingerprint(INFO, "1", config) for config in tried}) == len(tried)
+    told = {fingerprint(replace(INFO, kv_cache_dtype=config.kv_cache_dtype), "1", config) for config in tried}
+    assert len(told) == len(tried)
     assert fingerprint(INFO, "1", EngineConfig()) == fingerprint(INFO, "1", EngineConfig(max_num_batched_tokens=64))

@@ -27,7 +27,7 @@ from quire.engine.layers.pooling import vector_head
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import Task
-from quire.engine.worker.device import Chosen, kv_dtype
+from quire.engine.worker.device import Chosen
 from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import open_weights
@@ -87,7 +87,7 @@ def load_model(
     pooling, tasks = read_tasks(path, model_config, config)
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
-    held = page_numbers(config, files, dtype)
+    held = page_numbers(config, files, chosen.kv_dtype)
     on_disk = start_on_disk(config, stored, model_config, chosen, tensors)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
@@ -128,7 +128,7 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
     ConfigError where the model has fewer positions than were asked for."""
     check_positions(model_config, config.max_model_len)
-    of_columns, of_pages = chosen.dtype.itemsize, kv_dtype(config, chosen.dtype).itemsize
+    of_columns, of_pages = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     token_bytes = sum(
         each.numbers * (of_columns if isinstance(each, ColumnState) else of_pages) for each in chosen.spec.states
     )
@@ -144,10 +144,9 @@ def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
 
 
 def page_numbers(
-    config: EngineConfig, path: Path | None, dtype: torch.dtype
+    config: EngineConfig, path: Path | None, held: torch.dtype
 ) -> tuple[torch.dtype, Mapping[str, KVScales]]:
     """What pages hold, and by layer the scales of 8-bit floats, where the checkpoint at `path` has some."""
-    held = kv_dtype(config, dtype)
     calibrated = held == torch.float8_e4m3fn and config.load_format == "auto"
     return held, calibrated_scales(path) if calibrated and path is not None else {}
 

@@ -154,6 +154,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(state_space_##suffix)                                                                                         \
   CALLED(selective_scan_##suffix)                                                                                      \
   CALLED(join_##suffix)                                                                                                \
+  CALLED(cast_##suffix)                                                                                                \
   CALLED(sigmoid_mul_##suffix)                                                                                         \
   CALLED(paged_attention_##suffix)                                                                                     \
   CALLED(ranks_attention_##suffix)                                                                                     \

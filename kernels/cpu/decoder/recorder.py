@@ -51,16 +51,17 @@ class _Given:
 
 @dataclass(slots=True, eq=False)
 class _Buffer(_Given):
-    """Stands for a tensor [T, *shape] of the model's type."""
+    """Stands for a tensor [T, *shape]."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def width(self) -> int:
         return prod(self.shape)
 
     def flatten(self, _: int) -> _Buffer:
-        return _Buffer(self.kind, self.value, (self.width,))
+        return _Buffer(self.kind, self.value, (self.width,), self.dtype)
 
 
 _TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
@@ -77,9 +78,9 @@ class _Recorder(Operations):
 
     def __init__(self, library: native.Native, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library, self._hidden, self._dtype = library, hidden, dtype
-        self._noted: list[
-            tuple[str, tuple[Any, ...]]
-        ] = []  # kernels, and what they are called with, which lives on here
+        # Kernels, and what they are called with, which lives on here.
+        self._noted: list[tuple[str, tuple[Any, ...]]] = []
+        self._attends_in = dtype
         self._ends = [0]  # calls before each layer, and before the end
         self._used = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
@@ -91,8 +92,8 @@ class _Recorder(Operations):
     def note(self, layer: Layer, *, starts: bool) -> None:
         """What a layer returns must be where it found it, so that any layers can be run."""
         self._used = 0
-        stream: Any = _Buffer(_OF_STEP, _RESIDUAL.value, (self._hidden,))
-        given: Any = stream if starts else _Buffer(_OF_STEP, _X.value, (self._hidden,))
+        stream: Any = _Buffer(_OF_STEP, _RESIDUAL.value, (self._hidden,), self._dtype)
+        given: Any = stream if starts else _Buffer(_OF_STEP, _X.value, (self._hidden,), self._dtype)
         x: Any
         x, residual = layer(self, given, None if starts else stream, self._metadata)
         assert residual is stream
@@ -168,16 +169,16 @@ class _Recorder(Operations):
         kv_heads, dim = k_cache.shape[1], rope.head_dim
         kinds = (NORMS.index(rope.norm), rope.projected)
         weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale, *kinds)
-        q = self._buffer(rope.heads(qkv.width, kv_heads), dim)
-        where = (metadata.positions, metadata.slots, q, *self._caches(k_cache, v_cache, rope.kv_scales))
+        q = self._buffer(rope.heads(qkv.width, kv_heads), dim, dtype=qkv.dtype)
+        where = (metadata.positions, metadata.slots, q, *self._caches(qkv, k_cache, v_cache, rope.kv_scales))
         sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), q.shape[0], kv_heads, dim, rope.eps)
         return self._call("rope_store", q, qkv, *weights, *where, *sizes, _THREADS)
 
     def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax) -> Any:
         if softmax.ahead != 0:
             raise _NotOurs
-        out = self._buffer(q.shape[0], softmax.values or q.shape[1])
-        caches = self._caches(k_cache, v_cache, softmax.kv_scales)
+        out = self._attended(q, softmax)
+        caches = self._caches(q, k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (len(k_cache), _SEQUENCES, q.shape[0], k_cache.shape[1], q.shape[1])
         _, *columns = native.bias_arguments(softmax.bias)
@@ -186,9 +187,9 @@ class _Recorder(Operations):
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
     def divided_attention(self, q: Any, caches: CachePair, metadata: Any, softmax: Softmax, group: Any) -> Any:
-        out, pages = self._buffer(q.shape[0], softmax.values or q.shape[1]), len(caches[0])
+        out, pages = self._attended(q, softmax), len(caches[0])
         k_cache, v_cache = native.in_pieces(caches[0]), native.in_pieces(caches[1])
-        held = self._caches(k_cache, v_cache, softmax.kv_scales)
+        held = self._caches(q, k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (pages, _SEQUENCES, q.shape[0] * group.count, k_cache.shape[1], q.shape[1])
         _, *columns = native.bias_arguments(softmax.bias)
@@ -199,12 +200,12 @@ class _Recorder(Operations):
     def latent_store(self, q: Any, kv: Any, latent: Latent, cache: Tensor, metadata: Any) -> Any:
         check_latent(latent)
         cache = native.in_pieces(cache)
-        _, where, held = self._caches(cache, cache, latent.kv_scales)
+        _, where, held = self._caches(q, cache, cache, latent.kv_scales)
         size, rotated = latent.sizes
         given = (q, kv, latent.norm, latent.cos_sin, latent.neighbours, metadata.positions, metadata.slots, where, held)
         heads = q.width // (size + rotated)
         sizes = (cache.stride(0), _TOKENS, len(cache), heads, size, rotated, latent.eps, _THREADS)
-        return self._call("latent_store", _Buffer(q.kind, q.value, (heads, size + rotated)), *given, *sizes)
+        return self._call("latent_store", _Buffer(q.kind, q.value, (heads, size + rotated), q.dtype), *given, *sizes)
 
     def short_conv(self, bcx: Any, conv: ShortConv, columns: Columns, metadata: Any) -> Any:
         check_columns(conv, columns, self._dtype)
@@ -226,17 +227,28 @@ class _Recorder(Operations):
         out = self._buffer(x.width + y.width)
         return self._call("join", out, x, y, out, _TOKENS, x.width, y.width, _THREADS)
 
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if x.dtype == dtype:
+            return x
+        out = self._buffer(*x.shape, dtype=dtype)
+        return self._call("cast", out, x, out, _Given(_PER_TOKEN, x.width), _THREADS)
+
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
         return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, x.width), _THREADS)
 
-    def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:
-        if k_cache.dtype != v_cache.dtype or (k_cache.dtype != self._dtype and k_cache.dtype not in KV_CODES):
-            raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {self._dtype}")
+    def _attended(self, q: Any, softmax: Softmax) -> Any:
+        self._attends_in = q.dtype
+        return self._buffer(q.shape[0], softmax.values or q.shape[1], dtype=q.dtype)
+
+    def _caches(self, x: Any, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:
+        if k_cache.dtype != v_cache.dtype or (k_cache.dtype != x.dtype and k_cache.dtype not in KV_CODES):
+            raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {x.dtype}")
         return k_cache, v_cache, native.kv_format(k_cache, scales)
 
-    def _buffer(self, *shape: int) -> _Buffer:
-        made = _Buffer(_BUFFER, self._used, shape)
-        self._used += -(-made.width * self._dtype.itemsize // _ALIGNED) * _ALIGNED
+    def _buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _Buffer:
+        """dtype: by default the model's."""
+        made = _Buffer(_BUFFER, self._used, shape, self._dtype if dtype is None else dtype)
+        self._used += -(-made.width * made.dtype.itemsize // _ALIGNED) * _ALIGNED
         self._token_bytes = max(self._token_bytes, self._used)
         return made
 
@@ -249,7 +261,8 @@ class _Recorder(Operations):
         self._calls = (native.Call * len(self._noted))()
         for call, (kernel, arguments) in zip(self._calls, self._noted, strict=True):
             given = [_argument(*each) for each in zip(arguments, native.SIGNATURES[kernel], strict=True)]
-            call.kernel, call.count = self._library.caller(kernel, self._dtype), len(given)
+            dtype = next(each.dtype for each in arguments if isinstance(each, _Buffer))
+            call.kernel, call.count = self._library.caller(kernel, dtype), len(given)
             call.arguments = (native.Argument * len(given))(*given)
 
     def run(
@@ -271,7 +284,7 @@ class _Recorder(Operations):
         begin, end = self._ends[layers.start], self._ends[layers.stop]
         first = ctypes.addressof(self._calls) + begin * ctypes.sizeof(native.Call)
         numbers, sizes = (ctypes.c_int64 * len(values))(*values), (len(x), len(table), self._token_bytes)
-        if failed := self._library.run_calls[self._dtype](first, end - begin, numbers, *sizes):
+        if failed := self._library.run_calls[self._attends_in](first, end - begin, numbers, *sizes):
             if self._noted[begin + failed - 1][0] in ("sum_ranks", "ranks_attention"):
                 raise RankEnded
             raise IndexError("a block table or a slot names a page outside of the cache")

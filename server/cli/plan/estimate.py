@@ -12,6 +12,7 @@ from quire.engine.checkpoint.kv_plan import (
     CUDA_CONTEXT_BYTES,
     DTYPE_BYTES,
     GIB,
+    KV_CODE_SCALE_BYTES,
     LEAST_PAGE_BYTES,
     StateShares,
     fit_pages,
@@ -27,7 +28,7 @@ from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_b
 from quire.server.cli.plan.experts import NO_WISH, ExpertsPlan, ExpertsWish, more_than_even, plan_experts
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
-from quire.server.cli.plan.weights import kv_bytes, weight_bytes
+from quire.server.cli.plan.weights import kv_bytes, serving_types, weight_bytes
 
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
@@ -200,20 +201,11 @@ def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     return tokens * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
 
 
-def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
-    """The type asked for; for "auto" the type that the server chooses for the checkpoint on this machine."""
-    if asked != "auto":
-        return asked
-    name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
-    if name == ("float32" if machine.gpu else "float16") and machine.bf16:
-        return "bfloat16"
-    return "float16" if name == "bfloat16" and not machine.bf16 else name
-
-
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     sizes = sizes.within_windows() if wishes.within_windows else sizes
-    width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
+    dtype, kv_type = serving_types(sizes, machine, wishes.dtype, wishes.kv_cache_dtype)
+    width = DTYPE_BYTES[dtype]
     quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
     experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
@@ -224,12 +216,12 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
     on_device += adapters // sharing + drafts // alone + sizes.tower * width * machine.reads_images
     drafting = None if wishes.draft is None else wishes.draft.sizes
-    own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
-    whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
+    own = 0 if drafting is None else kv_bytes(drafting, dtype, kv_type)
+    whole = kv_bytes(sizes, dtype, kv_type)
     split = machine.count if machine.stages > 1 or wishes.divides_tokens else min(machine.count, sizes.kv_heads)
     token = whole // split + own // alone
     kept = token - own // alone * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
-    pages = {"codes": wishes.kv_cache_dtype != "auto", "divided": wishes.divides_tokens}
+    pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": wishes.divides_tokens}
     block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend, **pages)
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
@@ -253,7 +245,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         weight_source="config.json" if stored is None or quantized else "the files' headers",
         kv_token_bytes=token,
         block_size=block_size,
-        kv_cache_dtype=wishes.kv_cache_dtype,
+        kv_cache_dtype=kv_type,
         quantized=quantized,
         page_bytes=(whole * slots // sizes.layers_with_state // split + own // alone) * block_size or least,
         needs=PageNeeds(groups.windows, block_size, wishes.at_once or tokens),

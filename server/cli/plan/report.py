@@ -112,6 +112,8 @@ def _kv_formula(made: Estimate) -> str:
     beside = f" + {columns} x {width} B" if columns else ""
     if made.kv_cache_dtype == "auto":
         return f"{formula} x {width} B{beside}"
+    if made.kv_cache_dtype in DTYPE_BYTES:
+        return f"{formula} x {DTYPE_BYTES[made.kv_cache_dtype]} B{beside}"
     scale = KV_CODE_SCALE_BYTES[made.kv_cache_dtype]
     return f"{formula} x 1 B" + (f", a scale of {scale} B for each head" if scale else "") + beside
 

