@@ -205,8 +205,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     sizes = sizes.within_windows() if wishes.within_windows else sizes
     dtype, kv_type = serving_types(sizes, machine, wishes.dtype, wishes.kv_cache_dtype)
-    width = DTYPE_BYTES[dtype]
-    quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
+    quantized, width = wishes.quantization, DTYPE_BYTES[dtype]
+    in_8_bits = int8_embedding(quantized, wishes.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
     experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
     on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept

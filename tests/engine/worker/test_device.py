@@ -16,6 +16,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
+from quire.engine.worker.compiling import kept
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
 from quire.engine.worker.memory import explained
@@ -151,7 +152,7 @@ def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch,
 def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")  # nobody may write there, root included
     own = tmp_path / f"quire-triton-{os.getuid()}"
     note = keep_kernels()
@@ -167,7 +168,7 @@ def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
 def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
