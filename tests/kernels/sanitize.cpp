@@ -285,6 +285,8 @@ void rowwise() {
   expect_finite(x, rows * size, "add_rms_norm");
   Kernels<T>::sigmoid_mul(x.get(), y.get(), rows * size, threads);
   expect_finite(x, rows * size, "sigmoid_mul");
+  std::vector<float> other(rows * size);  // has room for either type
+  Kernels<T>::cast(x.get(), other.data(), rows * size, threads);
   Kernels<T>::silu_mul(gate_up.get(), out.get(), rows, size, threads);
   expect_finite(out, rows * size, "silu_mul");
   Kernels<T>::gelu_mul(gate_up.get(), out.get(), rows, size, threads);
