@@ -345,6 +345,43 @@ def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, s
     page.until(lambda: page.all(LAST) and len(page.all(".attached-file")) == 2)
 
 
+def pdf(path: Path, *lines: str) -> Path:
+    """One page with these lines; without any, with none."""
+    shown = " T* ".join(f"({line}) Tj" for line in lines)
+    stream = f"BT /F1 12 Tf 14 TL 72 700 Td {shown} ET".encode()
+    parts = [b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"]
+    parts.append(
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>"
+    )
+    parts.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+    content, places = b"%PDF-1.4\n", []
+    for number, part in enumerate(parts, 1):
+        places.append(len(content))
+        content += b"%d 0 obj\n%s\nendobj\n" % (number, part)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    end = b"xref\n0 5\n0000000000 65535 f \n%strailer << /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"
+    path.write_bytes(content + end % (table, len(content)))
+    return path
+
+
+def test_a_pdfs_text_goes_with_a_message(page: Browser, server: Server, tmp_path: Path) -> None:
+    attach(page, pdf(tmp_path / "report.pdf", "Foxes live in dens.", "Owls live in trees."))
+    page.until(lambda: page.all("#attached li"))
+    page.fill("#max_tokens", "6")
+    page.fill("#draft", "Who lives there?" + Keys.ENTER)
+    settled(page)
+    asked = "```report.pdf\nFoxes live in dens.\nOwls live in trees.\n```\n\nWho lives there?"
+    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": asked}], max_tokens=6))
+    (broken := tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more")
+    attach(page, pdf(tmp_path / "scanned.pdf"), broken)
+    page.until(lambda: page.text("#problem").count("\n") == 1)
+    assert page.text("#problem").split("\n") == [
+        "scanned.pdf has no text in it: its pages are pictures.",
+        "broken.pdf is no PDF file that can be read.",
+    ]
+
+
 def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) -> None:
     large, binary, none, fine = (tmp_path / name for name in ("large.txt", "binary.dat", "none.txt", "fine.txt"))
     large.write_text("x" * 300_000)
@@ -356,7 +393,7 @@ def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) 
     page.until(lambda: page.text("#problem").count("\n") == 2)
     assert page.text("#problem").split("\n") == [
         "large.txt has 293 KiB; the files of a message may have 256 KiB together.",
-        "binary.dat is neither text in UTF-8 nor a picture; only such files can be attached.",
+        "binary.dat is neither text in UTF-8 nor a PDF or a picture; only such files can be attached.",
         "none.txt is empty.",
     ]
     assert [each.text for each in page.all("#attached li span:first-child")] == ["fine.txt"]

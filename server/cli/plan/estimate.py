@@ -81,6 +81,11 @@ class Wishes:
     """The context ends where the narrowest sliding window does."""
     experts: ExpertsWish = NO_WISH
 
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether embedding and head are made so."""
+        return int8_embedding(self.quantization, self.quantize_embedding)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -206,8 +211,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     sizes = sizes.within_windows() if wishes.within_windows else sizes
     dtype, kv_type = serving_types(sizes, machine, wishes.dtype, wishes.kv_cache_dtype)
     quantized, width = wishes.quantization, DTYPE_BYTES[dtype]
-    in_8_bits = int8_embedding(quantized, wishes.quantize_embedding)
-    weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
+    weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=wishes.in_8_bits)
     experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
     on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept
     adapters = adapter_bytes(machine, wishes, width)

@@ -1,7 +1,8 @@
 // What goes with the message that is being written: text files and pictures, chosen, dropped on the page or pasted.
 
 import { $, el, say } from "../dom.js";
-import { readText, size } from "./files.js";
+import { bytesOf, readText, size } from "./files.js";
+import { isPdf, readPdf } from "./pdf.js";
 import { isPicture, MOST_PICTURES, readPicture } from "./pictures.js";
 
 const MOST_FILES = 10;
@@ -99,6 +100,7 @@ export class Attachments {
     const texts = this.taken.filter(({ text }) => text !== undefined);
     const held = texts.reduce((sum, { bytes }) => sum + bytes, 0);
     if (texts.length >= MOST_FILES) throw new Error(`is one too many: a message may have ${MOST_FILES} files.`);
+    if (isPdf(file)) return readPdf(file, MOST_BYTES - held).then((read) => ({ ...read, bytes: bytesOf(read.text) }));
     if (held + file.size > MOST_BYTES) {
       const beside = held ? ` with ${size(held)} there already` : "";
       throw new Error(`has ${size(file.size)}${beside}; the files of a message may have ${size(MOST_BYTES)} together.`);

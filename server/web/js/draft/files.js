@@ -33,4 +33,4 @@ export async function readText(file) {
   return { name: file.name || "pasted.txt", text: text.replaceAll("\r\n", "\n") };
 }
 
-const NO_TEXT = "is neither text in UTF-8 nor a picture; only such files can be attached.";
+const NO_TEXT = "is neither text in UTF-8 nor a PDF or a picture; only such files can be attached.";
