@@ -288,6 +288,7 @@ def start_ranks(
     weights = None if config.weights is None else str(stored_at(config))
     told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
+    told["kv_cache_dtype"] = kept_in(config, chosen)
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, progress, on_end)

@@ -90,6 +90,15 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     assert (divided.info.weight_bytes, divided.info.quantization) == (one.info.weight_bytes, one.info.quantization)
 
 
+def test_stages_keep_pages_in_the_type_that_was_chosen(tmp_path: Path) -> None:
+    """A file of few bits is computed in float32 with keys and values of bfloat16, where nothing else is asked for."""
+    path = write_gguf(save_tiny_model(tmp_path / "m", "llama", **WIDE), tmp_path / "m.gguf", lambda _: "Q8_0")
+    settings: dict[str, Any] = {"dtype": "auto", "attention_backend": "auto", "num_kv_blocks": 64, "max_model_len": 256}
+    one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
+    assert said(run(divided, asked())) == said(run(one, asked()))
+    assert (divided.info.dtype, divided.info.kv_cache_dtype) == ("float32", "bfloat16")
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
