@@ -17,7 +17,7 @@ from quire.kernels.quantized import GroupedWeight, QuantizedWeight, same_order
 _MOST_IN_BLOCK = 96
 """Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
 
-_OUTLIERS = {"8": math.inf, "auto": 0.6, "16": 0.0}
+_OUTLIERS = {"8": math.inf, "auto": 0.4, "16": 0.0}
 """By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
 blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
 

@@ -39,7 +39,7 @@ def made(
     return GroupedWeight(codes, scales.half().float(), given.half().float() if offsets else None)
 
 
-OUTLIERS = {"8": torch.inf, "auto": 0.6, "16": 0.0}
+OUTLIERS = {"8": torch.inf, "auto": 0.4, "16": 0.0}
 
 
 def rounded(x: Tensor, block: int, bits: str = "auto") -> Tensor:
