@@ -86,6 +86,8 @@ class Cpu(Reference):
     def description(self) -> str:
         better = native.unbuilt()
         advice = f" ({native.ISAS[better]} would be faster: `make install` compiles it)" if better else ""
+        if native.refuses_tiles():
+            advice += " (this processor has AMX tiles, but the system refuses them: a container's rules may)"
         return f"compiled kernels, {self.isa}{advice}"
 
     def cannot_serve(

@@ -33,6 +33,7 @@ FLAGS = {
     "avx512": AVX512,
     "avx512_vnni": VNNI,
     "avx512_bf16": [*VNNI, "-mavx512bf16"],
+    "avx512_amx": [*VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "neon_dot": ["-march=armv8.2-a+dotprod"],
 }
 """Of each instruction set, in the order of isa.cpp's bits, the best last."""

@@ -13,6 +13,7 @@
 
 #include "compress12.h"
 #include "panels.h"
+#include "tiles/linear_tiles.h"
 
 namespace {
 
@@ -83,28 +84,46 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
   }
 }
 
+// Reads a compressed panel step by step.
+struct Decompressed {
+  const Compressed& from;
+  const Codebook book;
+  const long begin;  // the panel's first step
+  const uint8_t* step;
+  long kept, next;  // of the steps that are stored whole: the next one's number, and where it is in the panel
+
+  Decompressed(const Compressed& from, long panel, int steps)
+      : from(from),
+        book(*from.header),
+        begin(panel * steps),
+        step(from.steps + begin * kCompressedStep),
+        kept(from.first[panel]),
+        next(from.where[kept] - begin) {}
+
+  // The words of step s; steps are read in their order.
+  __attribute__((always_inline)) inline void read(int s, Words (&column)[kPanelColumns]) {
+    expand(book, step, column);
+    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kPrefetchSteps * kCompressedStep + 64 * i, 0, 2);
+    step += kCompressedStep;
+    if (s != next) return;
+    for (int c = 0; c < kPanelColumns; ++c) column[c] = wload(from.whole + kept * kPanel + c * 16);
+    next = from.where[++kept] - begin;
+  }
+};
+
 // Multiplies R rows with a compressed panel, which is decompressed on the way. If `words` is not null, the decompressed
 // words are also written there, for the next rows.
 template <class T, int R, class O>
 void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
   constexpr int C = kPanelColumns;
-  const Compressed& from = *l.compressed;
-  const Codebook book(*from.header);
   const uint32_t* rows[R];
   Vec acc[R][C];
   start_block<T, R, C>(l, row, panel * C, rows, acc);
   const int steps = l.steps();
-  const uint8_t* step = from.steps + panel * steps * kCompressedStep;
-  long kept = from.first[panel];
-  long next = from.where[kept] - panel * steps;
-  for (int s = 0; s < steps; ++s, step += kCompressedStep) {
+  Decompressed from(*l.compressed, panel, steps);
+  for (int s = 0; s < steps; ++s) {
     Words column[C];
-    expand(book, step, column);
-    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kPrefetchSteps * kCompressedStep + 64 * i, 0, 2);
-    if (s == next) {
-      for (int c = 0; c < C; ++c) column[c] = wload(from.whole + kept * kPanel + c * 16);
-      next = from.where[++kept] - panel * steps;
-    }
+    from.read(s, column);
     if (words)
       for (int c = 0; c < C; ++c) wstore(words + s * kPanel + c * 16, column[c]);
     for (int r = 0; r < R; ++r) {
@@ -115,9 +134,78 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   finish_block<T, R, C>(l, row, panel * C, acc);
 }
 
+// Multiplies rows [row, row + rows) with a panel by tiles. `words`: uncompressed, or null: then up to 16 rows read the
+// compressed panel; if `kept` is not null, its words are written there, for the next rows.
+template <class O>
+void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, const uint32_t* words, uint32_t* kept,
+                    const Prefetch& prefetch) {
+  alignas(64) float sums[4 * kMostTileRows * 16];
+  const auto* x = reinterpret_cast<const uint32_t*>(l.x + row * l.in);
+  const int steps = l.steps(), tile_rows_there = rows > kTileRows ? kMostTileRows : kTileRows;
+  const auto fetch = [&](int s) {
+    for (int i = 0; i < kTileWords; ++i) prefetch(s + i);
+  };
+  if (rows > kTileRows) {
+    tile_more_rows(x, rows, steps, sums, words, fetch);
+  } else if (words) {
+    constexpr long kAhead = 4L * kBlockWords;  // words; 16 KB, as far as it was measured
+    tile_rows(
+        x, rows, steps, sums, [&](int s) { return words + static_cast<long>(s) * kPanel; },
+        [&](int s) {
+          fetch(s);
+          const uint32_t* ahead = words + static_cast<long>(s) * kPanel + kAhead;
+          for (int line = 0; line < kBlockWords / 16; ++line) __builtin_prefetch(ahead + 16 * line, 0, 2);
+        });
+  } else {
+    alignas(64) uint32_t block[kBlockWords];
+    Decompressed from(*l.compressed, panel, steps);
+    const auto source = [&](int s) {
+      uint32_t* to = kept ? kept + static_cast<long>(s) * kPanel : block;
+      for (int i = 0; i < std::min(kTileWords, steps - s); ++i) {
+        Words column[kPanelColumns];
+        from.read(s + i, column);
+        for (int c = 0; c < kPanelColumns; ++c) wstore(to + i * kPanel + c * 16, column[c]);
+      }
+      return static_cast<const uint32_t*>(to);
+    };
+    tile_rows(x, rows, steps, sums, source, [](int) {});
+  }
+  for (int c = 0; c < kPanelColumns; ++c) {
+    const long at = panel * kPanel + c * 16;
+    const int left = static_cast<int>(l.outs - at < 16 ? l.outs - at : 16);
+    if (left <= 0) break;
+    const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
+    const float* from = sums + c * tile_rows_there * 16;
+    for (int r = 0; r < rows; ++r)
+      vstore_first(l.out + (row + r) * l.outs + at, vadd(vload(from + r * 16), bias), left);
+  }
+}
+
+// The same of rows [begin, begin + count), as multiply_rows.
+template <class O>
+void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, long panel, const char* next) {
+  const uint32_t* words = l.packed ? l.packed + panel * l.steps() * kPanel : nullptr;
+  uint32_t* kept = nullptr;
+  if (l.compressed && count > kTileRows) {  // the first 16 rows decompress it for the others
+    kept = reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
+    multiply_tiles(l, begin, kTileRows, panel, nullptr, kept, Prefetch());
+    words = kept, begin += kTileRows, count -= kTileRows;
+  }
+  const long groups = (count + kMostTileRows - 1) / kMostTileRows;
+  const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
+  for (long g = 0; g < groups; ++g) {
+    const long row = count * g / groups, line = lines * g / groups;
+    Prefetch prefetch;
+    if (next) prefetch = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
+    if (l.meanwhile && g > 0) prefetch.extra = l.meanwhile->take(l.steps());
+    multiply_tiles(l, begin + row, static_cast<int>(count * (g + 1) / groups - row), panel, words, nullptr, prefetch);
+  }
+}
+
 // Multiplies rows [begin, begin + count) with one panel. `next` is the panel to prefetch, or null.
 template <class T, class O>
 void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
+  if constexpr (kTiles && sizeof(T) == 2) return multiply_rows_by_tiles(l, begin, count, panel, next);
   const long groups = (count + kRows - 1) / kRows;  // of nearly equal size: 8 rows are 4 + 4
   const uint32_t* words = l.packed + panel * l.steps() * kPanel;
   if constexpr (kCanCompress && sizeof(T) == 2)

@@ -24,6 +24,7 @@ ISAS = {
     "avx512": "AVX-512",
     "avx512_vnni": "AVX-512 with VNNI",
     "avx512_bf16": "AVX-512 with bf16",
+    "avx512_amx": "AVX-512 with AMX tiles",
     "neon_dot": "NEON with dot product",
 }
 """The best last; in the order of isa.cpp's bits."""
@@ -321,6 +322,11 @@ def unbuilt() -> str | None:
     """This CPU's best instruction set, where its library is not there, as in a checkout that was built elsewhere."""
     best = _usable()[-1]
     return None if (HERE / f"{best}.so").exists() else best
+
+
+def refuses_tiles() -> bool:
+    """Whether this CPU has AMX tiles and the operating system does not let the process use them."""
+    return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 
 def _usable() -> list[str]:

@@ -4,6 +4,8 @@
 // threads that happen to run take the work items, and the caller waits only for items that another thread has begun.
 #include "kernels.h"
 
+#include "tiles/tiles.h"
+
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -96,6 +98,7 @@ class Pool {
       if (calls != seen) return calls;
       relax(spins);
     }
+    if constexpr (kTiles) release_tiles();
     std::unique_lock<std::mutex> lock(sleep_);
     sleepers_.fetch_add(1);
     wake_.wait(lock, [&] { return calls_.load() != seen; });

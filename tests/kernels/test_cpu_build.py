@@ -123,6 +123,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "avx512": ["-march=skylake-avx512"],
         "avx512_vnni": ["-march=cascadelake"],
         "avx512_bf16": ["-march=cooperlake"],
+        "avx512_amx": ["-march=sapphirerapids"],
     }[(native.runnable() or ["plain"])[-1]]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").rglob("*.cpp"))]

@@ -14,6 +14,9 @@ from tests.kernels.ragged import error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
 
+COMPRESS = ("avx512_bf16", "avx512_amx")
+"""Instruction sets that read compressed weights."""
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
@@ -112,7 +115,7 @@ def test_compressed_weights_give_the_same_bits(
     compressed = cpu.pack_linear(weight, bias, wide=wide)
     assert isinstance(compressed, PackedLinear)
     assert bool(compressed.native.compressed) == (
-        cpu.library.isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits")
+        cpu.library.isa in COMPRESS and kind not in ("tiny and huge", "any bits")
     )
     monkeypatch.setattr(cpu.library, "compressed_size", lambda *_: 0)
     plain = cpu.pack_linear(weight, bias, wide=wide)
@@ -128,7 +131,7 @@ def test_a_few_odd_exponents_are_kept_whole(cpu: Cpu, generator: torch.Generator
     weight[129, 639] = 2.0**100
     linear = cpu.pack_linear(weight, None)
     assert isinstance(linear, PackedLinear)
-    assert bool(linear.native.compressed) == (cpu.library.isa == "avx512_bf16")
+    assert bool(linear.native.compressed) == (cpu.library.isa in COMPRESS)
     assert error(linear(torch.eye(640).bfloat16(), NO_ADAPTERS), weight.double().T) == 0.0
 
 

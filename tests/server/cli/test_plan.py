@@ -322,7 +322,7 @@ def test_the_engine_gets_what_was_planned(
     monkeypatch.setattr("quire.engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
     config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
     cpu = Cpu()
-    compresses = cpu.missing is None and cpu.isa == ISAS["avx512_bf16"]
+    compresses = cpu.missing is None and cpu.isa in (ISAS["avx512_bf16"], ISAS["avx512_amx"])
     planned = predicted_tokens(
         config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses=compresses)
     )

@@ -1,0 +1,83 @@
+// A panel's 64 outputs of up to 32 rows of bfloat16, by tiles. Only linear.cpp includes it.
+//
+// The inner dimension is cut into blocks of 32 inputs from its beginning, always; what is left of it is filled up with
+// zeros. So a row's result has the same bits with any number of rows beside it.
+#pragma once
+
+#include <cstring>
+
+#include "../panels.h"
+#include "tiles.h"
+
+constexpr int kMostTileRows = 2 * kTileRows;
+constexpr int kBlockWords = kTileWords * kPanel;  // of a block of 32 inputs of a panel
+
+// The last block of x and of a panel's words, where it is not whole.
+struct Rest {
+  uint32_t x[kMostTileRows][kTileWords] = {};
+  uint32_t words[kBlockWords] = {};
+
+  Rest(const uint32_t* from, long row_words, int rows, int begin, int steps) {
+    for (int r = 0; r < rows; ++r) std::memcpy(x[r], from + r * row_words + begin, 4L * (steps - begin));
+  }
+};
+
+// Up to 16 rows: the weight is read once, block after block. source(s) gives the words of the block from step s on, of
+// which the last has `steps % 16` steps alone; sums [4][16][16].
+template <class Source, class Fetch>
+void tile_rows(const uint32_t* x, int rows, int steps, float* sums, const Source& source, const Fetch& fetch) {
+  shape_tiles(rows, 0);
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  const auto multiply = [](const uint32_t* x, long stride, const uint32_t* words) {
+    tile_load<4>(x, stride);
+    tile_load<5>(words, 4 * kPanel);
+    tile_dot<0, 4, 5>();
+    tile_load<6>(words + 16, 4 * kPanel);
+    tile_dot<1, 4, 6>();
+    tile_load<7>(words + 32, 4 * kPanel);
+    tile_dot<2, 4, 7>();
+    tile_load<5>(words + 48, 4 * kPanel);
+    tile_dot<3, 4, 5>();
+  };
+  int s = 0;
+  for (; s + kTileWords <= steps; s += kTileWords) {
+    multiply(x + s, 4L * steps, source(s));
+    fetch(s);
+  }
+  if (s < steps) {
+    Rest rest(x, steps, rows, s, steps);
+    std::memcpy(rest.words, source(s), 4L * kPanel * (steps - s));
+    multiply(rest.x[0], 4 * kTileWords, rest.words);
+  }
+  tile_store<0>(sums, 64), tile_store<1>(sums + 256, 64), tile_store<2>(sums + 512, 64), tile_store<3>(sums + 768, 64);
+}
+
+// 17 to 32 rows, with the words of a whole panel; sums [4][32][16].
+template <class Fetch>
+void tile_more_rows(const uint32_t* x, int rows, int steps, float* sums, const uint32_t* words, const Fetch& fetch) {
+  shape_tiles(kTileRows, rows - kTileRows);
+  const int whole = steps / kTileWords * kTileWords;
+  Rest rest(x, steps, rows, whole, steps);
+  std::memcpy(rest.words, words + static_cast<long>(whole) * kPanel, 4L * kPanel * (steps - whole));
+  for (int half = 0; half < 2; ++half) {
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    const auto multiply = [half](const uint32_t* x, long stride, const uint32_t* words) {
+      tile_load<4>(x, stride);
+      tile_load<5>(reinterpret_cast<const char*>(x) + kTileRows * stride, stride);
+      tile_load<6>(words + 32 * half, 4 * kPanel);
+      tile_dot<0, 4, 6>();
+      tile_dot<2, 5, 6>();
+      tile_load<7>(words + 32 * half + 16, 4 * kPanel);
+      tile_dot<1, 4, 7>();
+      tile_dot<3, 5, 7>();
+    };
+    for (int s = 0; s < whole; s += kTileWords) {
+      multiply(x + s, 4L * steps, words + static_cast<long>(s) * kPanel);
+      if (half) fetch(s);
+    }
+    if (whole < steps) multiply(rest.x[0], 4 * kTileWords, rest.words);
+    float* to = sums + 2 * half * kMostTileRows * 16;
+    tile_store<0>(to, 64), tile_store<2>(to + kTileRows * 16, 64);
+    tile_store<1>(to + kMostTileRows * 16, 64), tile_store<3>(to + (kMostTileRows + kTileRows) * 16, 64);
+  }
+}
