@@ -15,10 +15,10 @@ template <class T>
 void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* next) {
   const long rows = item.count * batch.group(), width = batch.width();
   const long copied = kTileBlocks * batch.copied();
-  char* memory = scratch(copied * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
+  char* memory = scratch(copied * sizeof(T) + (kMostTogether + rows) * width * sizeof(float) + rows * sizeof(Partial));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + copied);
-  float* sums = values + kRows * width;
+  float* sums = values + kMostTogether * width;
   auto* partials = reinterpret_cast<Partial*>(sums + rows * width);
   const long first = first_tile(batch, item), end = end_tile(item);
   const auto write = [&](long row, int count, const Partial* all, const float* from) {
@@ -44,7 +44,7 @@ template <class T>
 void run_tile(const Batch& batch, const WorkItem& item, TileResults& results) {
   const long width = batch.width();
   const long copied = kTileBlocks * batch.copied();
-  char* memory = scratch(copied * sizeof(T) + kRows * width * sizeof(float));
+  char* memory = scratch(copied * sizeof(T) + kMostTogether * width * sizeof(float));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + copied);
   const auto keep = [&](long row, int count, const Partial* next, const float* from) {

@@ -50,9 +50,10 @@ struct Batch {
     return static_cast<const char*>(pages) +
            (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
   }
-  // Elements of a block's copies: of keys, where these are codes, and behind them of values.
+  // Elements of a block's copies: of keys, where these are codes, and of values. A tile's values follow its keys.
   long copied_keys() const { return format.held == kPlain ? 0 : static_cast<long>(kBlock) * padded(dim); }
-  long copied() const { return copied_keys() + static_cast<long>(kBlock) * width(); }
+  long copied_values() const { return static_cast<long>(kBlock) * width(); }
+  long copied() const { return copied_keys() + copied_values(); }
 };
 
 struct WorkItem {
@@ -104,12 +105,13 @@ void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkIt
   }
 }
 
-// Makes the values of a block of the beginnings of its keys, and expands these to `copy` first where they are codes.
+// Makes the values of a block, in `values_copy`, of the beginnings of its keys, and expands these to `copy` first where
+// they are codes.
 template <class T>
-void share_block(const Batch& batch, const char* keys, T* copy, int b, int valid, TileBlocks& blocks) {
+void share_block(const Batch& batch, const char* keys, T* copy, T* values_copy, int b, int valid, TileBlocks& blocks) {
   const auto* codes = reinterpret_cast<const uint8_t*>(keys);
   auto* words = reinterpret_cast<uint32_t*>(copy);
-  auto* values = reinterpret_cast<uint32_t*>(copy + batch.copied_keys());
+  auto* values = reinterpret_cast<uint32_t*>(values_copy);
   if (batch.format.held == kPlain)
     blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
   else {
@@ -123,12 +125,12 @@ void share_block(const Batch& batch, const char* keys, T* copy, int b, int valid
   blocks.values[b] = values;
 }
 
-// Expands a block of codes to `copy`, which has room for both.
+// Expands a block of codes to `copy` and `values_copy`.
 template <class T, class Code>
-void expand_block(const char* keys, const char* values, T* copy, int b, int valid, TileBlocks& blocks) {
+void expand_block(const char* keys, const char* values, T* copy, T* values_copy, int b, int valid, TileBlocks& blocks) {
   const auto *key_codes = reinterpret_cast<const uint8_t*>(keys), *codes = reinterpret_cast<const uint8_t*>(values);
   auto* key_words = reinterpret_cast<uint32_t*>(copy);
-  auto* words = reinterpret_cast<uint32_t*>(copy + static_cast<long>(kBlock) * blocks.width);
+  auto* words = reinterpret_cast<uint32_t*>(values_copy);
   expand_keys<T, Code>(key_codes, key_words, blocks.dim, blocks.next_keys[b]);
   expand_values<T, Code>(codes, words, blocks.dim, blocks.width, valid, blocks.next_values[b]);
   blocks.keys[b] = key_words;
@@ -139,7 +141,7 @@ void expand_block(const char* keys, const char* values, T* copy, int b, int vali
 
 // Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
 // dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps; codes always are, and
-// their keys as well.
+// their keys as well. For matrix tiles all values are copied: those of two blocks are multiplied together.
 template <class T>
 void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
   const long end = item.end, begin = tile * kTile;
@@ -149,32 +151,37 @@ void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies,
   blocks.scaled = batch.format.held == kInt8;
   // Pages before the window may meanwhile belong to another sequence, so they must not be read.
   const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
-  for (int b = 0; b < kTileBlocks && begin + b * kBlock < end; ++b) {
-    if (begin + (b + 1) * kBlock <= earliest) continue;
+  T* all_values = copies + kTileBlocks * batch.copied_keys();
+  blocks.pairs = reinterpret_cast<const uint32_t*>(all_values);
+  const auto there = [&](int b) { return begin + b * kBlock < end && begin + (b + 1) * kBlock > earliest; };
+  for (int b = 0; b < kTileBlocks; ++b) {
+    T *copy = copies + b * batch.copied_keys(), *values_copy = all_values + b * batch.copied_values();
+    if (kTogether<T> > kRows && !there(b) && there(b ^ 1))
+      std::memset(values_copy, 0, batch.copied_values() * sizeof(T));
+    if (!there(b)) continue;
     const long page = batch.page_of(item.sequence, begin / kBlock + b), left = context - begin - b * kBlock;
     const int valid = static_cast<int>(left < kBlock ? left : kBlock);
     const char *keys = batch.keys_of<T>(page, item.kv_head), *values = batch.values_of<T>(page, item.kv_head);
-    T* copy = copies + b * batch.copied();
     if (batch.values_dim) {
-      share_block(batch, keys, copy, b, valid, blocks);
+      share_block(batch, keys, copy, values_copy, b, valid, blocks);
       continue;
     }
     if (batch.format.held != kPlain) {
       const auto expand = batch.format.held == kInt8 ? expand_block<T, int8_t> : expand_block<T, float8>;
-      expand(keys, values, copy, b, valid, blocks);
+      expand(keys, values, copy, values_copy, b, valid, blocks);
       continue;
     }
-    if (valid < kBlock || blocks.width != batch.dim) {
-      clean_values(reinterpret_cast<const T*>(values), copy, batch.dim, blocks.width, valid);
-      values = reinterpret_cast<const char*>(copy);
+    if (valid < kBlock || blocks.width != batch.dim || kTogether<T> > kRows) {
+      clean_values(reinterpret_cast<const T*>(values), values_copy, batch.dim, blocks.width, valid);
+      values = reinterpret_cast<const char*>(values_copy);
     }
     blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
     blocks.values[b] = reinterpret_cast<const uint32_t*>(values);
   }
 }
 
-// Computes all rows of the item over one tile, up to kRows at a time. Calls done(row, count, partials, values) with the
-// results of `count` rows from `row` on.
+// Computes all rows of the item over one tile, up to kTogether<T> at a time. Calls done(row, count, partials, values)
+// with the results of `count` rows from `row` on.
 template <class T, class Done>
 void attend_item(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, T* copies, float* values,
                  const Done& done) {
@@ -184,8 +191,8 @@ void attend_item(const Batch& batch, const WorkItem& item, long tile, const Work
   const int group = batch.group();
   const long rows = item.count * group;
   long query = 0, head = 0;
-  for (long row = 0; row < rows; row += kRows) {
-    const int count = static_cast<int>(rows - row < kRows ? rows - row : kRows);
+  for (long row = 0; row < rows; row += kTogether<T>) {
+    const int count = static_cast<int>(rows - row < kTogether<T> ? rows - row : kTogether<T>);
     Rows some;
     for (int r = 0; r < count; ++r) {
       const long at = ((item.first + query) * batch.heads + item.kv_head * group + head) * batch.dim;
@@ -202,7 +209,7 @@ void attend_item(const Batch& batch, const WorkItem& item, long tile, const Work
         ++query;
       }
     }
-    Partial partial[kRows];
+    Partial partial[kTogether<T>];
     attend_rows<T>(count, some, blocks, batch.softmax, partial, values);
     done(row, count, partial, values);
   }

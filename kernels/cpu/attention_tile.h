@@ -7,10 +7,20 @@
 // merged in order (attention.cpp).
 #pragma once
 
+#include <algorithm>
+#include <cstring>
 #include <type_traits>
+#include <vector>
+
+#include "tiles/tiles.h"
 
 constexpr int kTileBlocks = 16;
 constexpr int kTile = kTileBlocks * kBlock;
+
+// Rows that are computed together.
+template <class T>
+constexpr int kTogether = kTiles && sizeof(T) == 2 ? kTileRows : kRows;
+constexpr int kMostTogether = kTogether<bf16> > kRows ? kTogether<bf16> : kRows;
 
 struct Softmax {
   float scale;    // that scores are multiplied with
@@ -34,6 +44,8 @@ struct TileBlocks {
   const bf16 *key_scales[kTileBlocks], *value_scales[kTileBlocks];  // if `scaled`: what each token's are multiplied by
   bool scaled;
   int dim, width;
+  const uint32_t*
+      pairs;  // for matrix tiles: the values of all blocks one after the other; of those that are not there zeros
 };
 
 // A row's result over one or more tiles, beside the weighted sum of its values: its largest score, in units of log2,
@@ -45,9 +57,9 @@ struct Partial {
 // The rows' queries, and their positions and the first keys that they do not see any more, relative to the tile's first
 // key, in ascending order. If there is a bias, it is that of the tile's first key.
 struct Rows {
-  const uint32_t* query[kRows];
-  long at[kRows], until[kRows];
-  const float* bias[kRows];
+  const uint32_t* query[kMostTogether];
+  long at[kMostTogether], until[kMostTogether];
+  const float* bias[kMostTogether];
 };
 
 template <class T, int R, int C>
@@ -147,29 +159,119 @@ INLINE void for_columns(int begin, int end, const Work& work) {
   if constexpr (C > 1) for_columns<C / 2>(begin, end, work);
 }
 
+// Which keys of a tile `count` rows see.
+struct Seen {
+  const Rows& rows;
+  int window, begin, end;  // the blocks that some row sees
+
+  Seen(const Rows& rows, int count, int window) : rows(rows), window(window) {
+    end = (until(count - 1) + kBlock - 1) / kBlock;
+    begin = from(0) / kBlock < end ? from(0) / kBlock : end;
+  }
+  static int inside(long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); }
+  int from(int r) const { return window > 0 ? inside(rows.at[r] - window + 1) : 0; }
+  int until(int r) const { return inside(rows.until[r]); }
+};
+
+template <class T>
+INLINE Partial weights_of(const Seen& seen, int r, float* scores, T* weights, const TileBlocks& tile,
+                          const Softmax& softmax) {
+  return softmax_weights(scores, weights, seen.begin, seen.end, seen.from(r), seen.until(r), tile, softmax,
+                         softmax.bias ? seen.rows.bias[r] : nullptr);
+}
+
 // Computes R rows over one tile, to partial[R] and out [R, width]. The tile must have its blocks up to the last key
 // that a row sees.
 template <class T, int R>
 void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial, float* out) {
   alignas(64) float scores[R][kTile];
   alignas(64) T weights[R][kTile];
-  const auto inside = [](long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); };
-  const auto first_seen = [&](int r) { return softmax.window > 0 ? inside(rows.at[r] - softmax.window + 1) : 0; };
-  const int end = (inside(rows.until[R - 1]) + kBlock - 1) / kBlock;
-  const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
-  for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
-  for (int r = 0; r < R; ++r)
-    partial[r] = softmax_weights(scores[r], weights[r], begin, end, first_seen(r), inside(rows.until[r]), tile, softmax,
-                                 softmax.bias ? rows.bias[r] : nullptr);
-  for_columns<kColumns<R>>(0, tile.width / 16,
-                           [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, begin, end, d, out); });
+  const Seen seen(rows, R, softmax.window);
+  for_columns<kColumns<R>>(seen.begin, seen.end,
+                           [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
+  for (int r = 0; r < R; ++r) partial[r] = weights_of(seen, r, scores[r], weights[r], tile, softmax);
+  for_columns<kColumns<R>>(
+      0, tile.width / 16, [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, seen.begin, seen.end, d, out); });
 }
 
-// attend_tile for `count` rows, 1 to kRows.
+// Scores of up to 16 rows with blocks [begin, end), by matrix tiles: 32 dimensions at a time from the first one on,
+// what is left of them filled up with zeros. scores [16][kTile].
+INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, int begin, int end, float* scores) {
+  const int words = tile.dim / 2, steps = (words + kTileWords - 1) / kTileWords, whole = words / kTileWords;
+  const int row_words = steps * kTileWords;
+  static thread_local std::vector<uint32_t> query;
+  query.resize(kTileRows * row_words);
+  for (int r = 0; r < count; ++r) {
+    std::memcpy(&query[r * row_words], rows.query[r], 4L * words);
+    std::fill_n(query.begin() + r * row_words + words, row_words - words, 0u);
+  }
+  for (int b = begin; b < end; ++b) {
+    tile_zero<0>();
+    for (int s = 0; s < steps; ++s) {
+      alignas(64) uint32_t rest[kTileWords * kBlock];
+      const uint32_t* keys = tile.keys[b] + s * kTileWords * kBlock;
+      if (s == whole) {  // what follows a page's keys can be anything
+        std::memset(rest, 0, sizeof rest);
+        std::memcpy(rest, keys, 4L * kBlock * (words - whole * kTileWords));
+        keys = rest;
+      }
+      tile_load<4>(&query[s * kTileWords], 4L * row_words);
+      tile_load<5>(keys, 4 * kBlock);
+      tile_dot<0, 4, 5>();
+      for (int line = 0; line < kTileWords; ++line) __builtin_prefetch(tile.next_keys[b] + (s * 16 + line) * 16, 0, 2);
+    }
+    tile_store<0>(scores + b * kBlock, 4 * kTile);
+  }
+}
+
+// The weighted sums of values, by matrix tiles: 32 keys at a time from the tile's first one on. Of two blocks whose
+// values follow each other, one may be outside of [begin, end): its weights are zero, and so are its values.
+INLINE void weigh_by_tiles(const bf16* weights, const TileBlocks& tile, int begin, int end, float* out) {
+  const long stride = 4L * tile.width;
+  const auto columns = [&](int column, auto count) {
+    constexpr int C = count();
+    tile_zero<0>();
+    if constexpr (C > 1) tile_zero<1>();
+    for (int b = begin / 2 * 2; b < end; b += 2) {
+      const uint32_t* values = tile.pairs + static_cast<long>(b) * kBlock / 2 * tile.width + column * 16;
+      tile_load<4>(weights + b * kBlock, 2 * kTile);
+      tile_load<5>(values, stride);
+      tile_dot<0, 4, 5>();
+      if constexpr (C > 1) {
+        tile_load<6>(values + 16, stride);
+        tile_dot<1, 4, 6>();
+      }
+    }
+    tile_store<0>(out + column * 16, stride);
+    if constexpr (C > 1) tile_store<1>(out + (column + 1) * 16, stride);
+  };
+  for_columns<2>(0, tile.width / 16, columns);
+}
+
+// attend_tile for 1 to 16 rows of bfloat16, by matrix tiles.
+INLINE void attend_by_tiles(int count, const Rows& rows, const TileBlocks& tile, const Softmax& softmax,
+                            Partial* partial, float* out) {
+  alignas(64) float scores[kTileRows * kTile];
+  alignas(64) bf16 weights[kTileRows * kTile];
+  const Seen seen(rows, count, softmax.window);
+  shape_tiles(count, 0);
+  score_by_tiles(rows, count, tile, seen.begin, seen.end, scores);
+  for (int r = 0; r < count; ++r) {
+    bf16* row = weights + r * kTile;
+    partial[r] = weights_of(seen, r, scores + r * kTile, row, tile, softmax);
+    if (seen.begin % 2) std::memset(row + (seen.begin - 1) * kBlock, 0, 2 * kBlock);
+    if (seen.end % 2) std::memset(row + seen.end * kBlock, 0, 2 * kBlock);
+  }
+  weigh_by_tiles(weights, tile, seen.begin, seen.end, out);
+}
+
+// attend_tile for `count` rows, 1 to kTogether<T>.
 template <class T, int R = kRows>
 INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial,
                         float* out) {
-  if constexpr (R == 1) {
+  if constexpr (kTogether<T> > kRows) {
+    attend_by_tiles(count, rows, tile, softmax, partial, out);
+  } else if constexpr (R == 1) {
     attend_tile<T, 1>(rows, tile, softmax, partial, out);
   } else {
     if (count == R) return attend_tile<T, R>(rows, tile, softmax, partial, out);
@@ -177,11 +279,11 @@ INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, con
   }
 }
 
-// Merges the results `next` of `count` rows into `sum` (log-sum-exp); values are [count, width]. Merging into an empty
+// Merges the results `next` of up to 8 rows into `sum` (log-sum-exp); values are [count, width]. Merging into an empty
 // sum, which is {-infinity, 0} with zeros as values, gives an exact copy. The powers of 2 of all rows are computed in
 // one vector.
-INLINE void merge(int count, Partial* sum, float* values, const Partial* next, const float* next_values, int width) {
-  static_assert(kRows <= 8);
+INLINE void merge_few(int count, Partial* sum, float* values, const Partial* next, const float* next_values,
+                      int width) {
   alignas(64) float keep[16] = {};
   float* gain = keep + 8;
   for (int r = 0; r < count; ++r) {
@@ -198,4 +300,13 @@ INLINE void merge(int count, Partial* sum, float* values, const Partial* next, c
     for (int d = 0; d < width; d += 16)
       vstore(to + d, vfma(vload(to + d), vset(keep[r]), vmul(vload(next_values + r * width + d), vset(gain[r]))));
   }
+}
+
+// The same for any number of rows.
+INLINE void merge(int count, Partial* sum, float* values, const Partial* next, const float* next_values, int width) {
+  constexpr int kMost = 8;  // rows
+  for (; count > kMost;
+       count -= kMost, sum += kMost, next += kMost, values += kMost * width, next_values += kMost * width)
+    merge_few(kMost, sum, values, next, next_values, width);
+  merge_few(count, sum, values, next, next_values, width);
 }

@@ -15,23 +15,20 @@ from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu import build, native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.linear import PackedLinear
+from tests.kernels.conftest import emulates, with_tiles
 from tests.kernels.ragged import error
 
-COMPILER = build.compiler()
-BASE = "avx512_bf16" if "avx512_bf16" in native.runnable() else "plain"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not emulates(native.runnable()), reason="no compiler, no AVX-512 with bf16, or tiles"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> Cpu:
-    """A library that computes as one with tiles does."""
-    folder = tmp_path_factory.mktemp("emulated")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.FLAGS, BASE, [*build.FLAGS[BASE], "-DEMULATE_TILES"])
-        assert COMPILER is not None
-        assert build.build(COMPILER, [BASE], folder) == {}
-        patch.setattr(native, "HERE", folder)
-        return Cpu(native.Native(BASE))
+def tiles() -> Cpu:
+    return Cpu(with_tiles())
 
 
 def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -66,7 +63,7 @@ def test_compressed_weights_give_the_same_bits(
     plain = tiles.pack_linear(weight, bias)
     assert isinstance(compressed, PackedLinear)
     assert isinstance(plain, PackedLinear)
-    assert (bool(compressed.native.compressed), bool(plain.native.compressed)) == (BASE != "plain", False)
+    assert (bool(compressed.native.compressed), bool(plain.native.compressed)) == (True, False)
     x = torch.randn((100, inner), generator=generator).bfloat16()
     for rows in (1, 7, 16, 17, 33, 48, 100):
         assert torch.equal(compressed(x[:rows], NO_ADAPTERS), plain(x[:rows], NO_ADAPTERS)), rows
@@ -109,8 +106,7 @@ def test_denormals_count_as_zero(tiles: Cpu) -> None:
 
 def test_a_wheel_carries_the_instructions(tmp_path: Path) -> None:
     """Compiled, where the compiler knows them; whether they run here is not asked."""
-    if BASE == "plain":
-        pytest.skip("not an x86-64 with AVX-512")
-    assert COMPILER is not None
-    assert build.build(COMPILER, ["avx512_amx"], tmp_path) == {}
+    command = build.compiler()
+    assert command is not None
+    assert build.build(command, ["avx512_amx"], tmp_path) == {}
     assert (tmp_path / "avx512_amx.so").exists()

@@ -43,7 +43,7 @@ struct RanksAttention {
   void compute(const Unit& unit) {
     const WorkItem& item = items[unit.item];
     const long width = batch.width(), copied = kTileBlocks * batch.copied();
-    char* memory = scratch(copied * sizeof(T) + kRows * width * sizeof(float));
+    char* memory = scratch(copied * sizeof(T) + kMostTogether * width * sizeof(float));
     T* copies = reinterpret_cast<T*>(memory);
     auto* found = reinterpret_cast<float*>(copies + copied);
     char* to = rank_buffer(group, group.rank) + unit.offset;
