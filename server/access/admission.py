@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.engine.link.client import EngineClient
@@ -120,7 +121,30 @@ def admission_of(request: Request) -> Admission:
     return admission
 
 
-class CountedRoute(APIRoute):
+class ModelRoute(APIRoute):
+    """A route for one model, which a request names in its body, in its path, or in the query parameter `model`.
+
+    `handle` is overridden, and not only the handler that it calls, because the request needs its model up to the last
+    byte of the answer.
+    """
+
+    awake: ClassVar[bool] = True
+    """Whether requests need the model's engine."""
+    named: ClassVar[bool] = True
+    """Whether requests name their model; else any one that is loaded will do."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        give = scope["app"].state.server.models.give
+        await give(super().handle, scope, receive, send, awake=self.awake, named=self.named)
+
+
+class IdleRoute(ModelRoute):
+    """A route that needs no engine, or wakes it itself."""
+
+    awake = False
+
+
+class CountedRoute(IdleRoute):
     """Counts a call among its key's requests a minute, before the body is read. Answers tell the key's limits in
     x-ratelimit headers."""
 
@@ -141,8 +165,22 @@ class CountedRoute(APIRoute):
         """Raise the error that refuses a call whatever its body says."""
 
 
+class StoredRoute(CountedRoute):
+    """A counted route of what is the whole server's, whichever model made it."""
+
+    named = False
+
+
+class FileRoute(CountedRoute):
+    """A counted route that needs no model at all."""
+
+    handle = APIRoute.handle
+
+
 class GenerationRoute(CountedRoute):
     """A counted route whose calls need room in the engine's queue."""
+
+    awake = True
 
     def check(self, request: Request) -> None:
         admission_of(request).check_open(tenant_of(request.scope))

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
+"""labels: how likely each token is among all; shares: among these."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    type: Literal["predicate", "choice", "score", "labels", "shares"]
-    """labels: how likely each token is among all; shares: among these."""
+    type: QuestionType
     name: str | None
     options: Sequence[str | bool]
     """What may be answered: yes and no of a predicate, values of a choice, the levels' labels of a score."""

@@ -37,41 +37,52 @@ class RepetitionRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSpec:
-    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+class CallSpec:
+    """The part of a resolved call that does not depend on what is asked for."""
 
     id: str
     """No other call has it. The ids of its sequences begin with it."""
     id_prefix: str = ""
-    """What its id begins with, as every answer's of this endpoint."""
+    """The beginning of the ids of all answers of this endpoint."""
+    name: str = ""
+    """The answer's id, if the caller chose one; another call may have the same."""
     model: str
     """The name that the answer gives the model."""
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    """n is the number of choices that are generated for each prompt."""
-    keep: int
-    """Choices for each prompt that a whole answer shows, the most likely ones; n at most."""
-    name: str = ""
-    """The answer's id, if its caller chose one; another call may have the same."""
-
+    adapter: Adapter | None = None
+    """The adapter that this name stands for, if it is an adapter's."""
     tenant: str = ""
     """The tenant charged."""
     weight: float = 1.0
     """The tenant's share."""
     priority: int = 0
     cache_salt: str = ""
-    session: str = ""
-    """The conversation that it is a turn of, by its caller's name for it."""
-    keep_seconds: float = 0.0
-    """For how long it asks to be kept; 0: not."""
-    adapter: Adapter | None = None
-    """What its model's name stands for, where that is an adapter's."""
-    grammar_field: str | None = None
-    """The request's field that gives the grammar of its answers, where one does."""
     timeout: float | None = None
     """Seconds in which the answer must be complete."""
     queue_timeout: float | None = None
-    """Seconds in which the first token must come."""
+    """Seconds in which the first token, or the first vector, must come."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the response."""
+
+    @property
+    def answer_id(self) -> str:
+        return self.name or self.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec(CallSpec):
+    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """n is the number of choices that are generated for each prompt."""
+    keep: int
+    """The number of choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+    session: str = ""
+    """The conversation that it is a turn of, by the caller's name for it."""
+    keep_seconds: float = 0.0
+    """How long the conversation is to be kept; 0: it is not."""
+    grammar_field: str | None = None
+    """The request's field that gives the grammar of the answers, where one does."""
 
     beam_search: bool = False
     """Search for the n most likely hypotheses instead of sampling."""
@@ -108,8 +119,6 @@ class GenerationSpec:
     """Of a call of the Responses API."""
     questions: Sequence[Question] = ()
     """Of a call of the Decisions API, one for each prompt."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the response."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Of the answer, in seconds of the Unix clock."""
@@ -119,10 +128,6 @@ class GenerationSpec:
     """What an answer that is made again had before."""
     attempt: int = 0
     """How often the answer was made before."""
-
-    @property
-    def answer_id(self) -> str:
-        return self.name or self.id
 
     @property
     def num_choices(self) -> int:

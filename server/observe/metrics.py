@@ -165,8 +165,14 @@ class Metrics:
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
         self._success = by("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
-        self.questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
+        self._questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
         self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
+
+    def asked(self, questions: Iterable[str]) -> None:
+        """Count questions of these types, where the type is one that has a count."""
+        for question in questions:
+            if question in self._questions:
+                self._questions[question].inc()
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)

@@ -12,6 +12,8 @@ from quire.server.config import ServerConfig
 from quire.server.formats.grammars import after_thinking, either, framed
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
@@ -38,6 +40,7 @@ def chat_call(
     model: ServedModel,
     config: ServerConfig,
     *,
+    writer: MakesWriter = ChatWriter,
     id_prefix: str = "chatcmpl-",
     ignored: Sequence[str] = (),
 ) -> Resolved:
@@ -65,6 +68,7 @@ def chat_call(
         message = replace(message, in_blocks=model.formats.in_blocks)
     return resolved(
         body,
+        writer=writer,
         id_prefix=id_prefix,
         model=name,
         prompts=[prompt],

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
 from quire.server.access.bodies import NO_OBJECT
+from quire.server.config import ServerConfig
 from quire.server.protocol.common import misspelt
+from quire.server.served_model import ServedModel
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -32,6 +34,11 @@ _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
 def parse(body: bytes, model: type[Model]) -> Model:
     """Raises InvalidRequest naming the field; lists of values end the validation with their first wrong entry."""
     return validated(read_object(body), model)
+
+
+def body_as(given: bytes, model: ServedModel, config: ServerConfig, *, body: type[Model]) -> Model:
+    """The same as work on a body, see server/routes/bodies.py."""
+    return parse(given, body)
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -142,6 +142,7 @@ def vector_spec(
         )
     return VectorSpec(
         id=f"{prefix}-{secrets.token_hex(16)}",
+        id_prefix=f"{prefix}-",
         name="" if body.request_id is None else f"{prefix}-{body.request_id}",
         model=model.answer_name(body.model),
         inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],

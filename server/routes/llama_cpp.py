@@ -1,4 +1,4 @@
-"""GET /props and POST /apply-template, as llama.cpp's server has them; /tokenize and /detokenize know its words too."""
+"""GET /props, as llama.cpp's server has it; /tokenize, /detokenize and /apply-template know its words too."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.engine import VERSION
 from quire.server.access.admission import CountedRoute
-from quire.server.protocol.tokenize import TokenizeRequest
-from quire.server.resolve.tokenize import templated
-from quire.server.routes.bodies import documented, worked_on
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 
@@ -40,10 +36,3 @@ async def props(request: Request) -> dict[str, Any]:
         "build_info": f"quire {VERSION}",
         "is_sleeping": runtime.client.link.asleep,
     }
-
-
-@router.post("/apply-template", response_model=None, openapi_extra=documented(TokenizeRequest))
-async def apply_template(request: Request) -> Response:
-    """A conversation as the chat template writes it."""
-    made = await worked_on(request, templated)
-    return Response(made.body, 200, made.headers, "application/json")

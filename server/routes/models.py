@@ -12,15 +12,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from quire.engine.errors import InvalidRequest
+from quire.server.access.admission import ModelRoute
 from quire.server.adapters import Adapters
-from quire.server.config import ServerConfig
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.resolve.parse import parse
-from quire.server.routes.bodies import documented, worked_on
+from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime import runtime_of
 from quire.server.served_model import MADE, ServedModel, model_of
 
-router = APIRouter()
+router = APIRouter(route_class=ModelRoute)
 
 
 @router.get("/v1/models")
@@ -81,21 +80,21 @@ def _read(model: ServedModel) -> list[str]:
     return ["text"] if model.images is None else ["text", "image"]
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=Documented(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter as a model of its own, from the next request on. Needs an admin's API key where there are keys.
 
     It is copied and checked before the answer, while streams go on.
     """
-    adapters, body = _adapters(request), await worked_on(request, _load_body)
+    adapters, body = _adapters(request), await parsed(request, LoadAdapterRequest)
     await adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
+@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=Documented(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
-    adapters, body = _adapters(request), await worked_on(request, _unload_body)
+    adapters, body = _adapters(request), await parsed(request, UnloadAdapterRequest)
     await adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -105,11 +104,3 @@ def _adapters(request: Request) -> Adapters:
     if adapters is None:
         raise InvalidRequest("This server was started without --enable-lora")
     return adapters
-
-
-def _load_body(given: bytes, model: ServedModel, config: ServerConfig) -> LoadAdapterRequest:
-    return parse(given, LoadAdapterRequest)
-
-
-def _unload_body(given: bytes, model: ServedModel, config: ServerConfig) -> UnloadAdapterRequest:
-    return parse(given, UnloadAdapterRequest)

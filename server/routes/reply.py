@@ -1,15 +1,16 @@
-"""From a spec to the response: admit it, generate, and answer streamed or whole."""
+"""From a spec to the response: admit it, let the engine compute, and answer streamed or whole."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest
-from quire.server.access.admission import admission_of
+from quire.server.access.admission import Admitted, admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.held import hold_of
 from quire.server.again import computed_by
@@ -21,13 +22,17 @@ from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.start import start
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, here_of, owner_of
+from quire.server.generation.start import start as start_generation
+from quire.server.generation.vectors import Vectors, VectorSpec
+from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
-from quire.server.sse import EventStream, closing_on_disconnect
+from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
 from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, keep_alive
 
+Started = TypeVar("Started", Generation, Vectors)
+QUICK_NUMBERS = 2**14
+"""Of an answer; JSON of so many takes a few milliseconds, and a thread makes it of more."""
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
 
@@ -156,27 +161,65 @@ async def journaled(
         raise
 
 
-def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
-    """Admit a call and start its generation, which the function that comes with it must end.
+def admitted(
+    request: Request,
+    spec: GenerationSpec | VectorSpec,
+    start: Callable[[], Started],
+    *,
+    prompts: int,
+    n: int = 1,
+    max_tokens: int | None = None,
+) -> tuple[Started, Admitted]:
+    """Admit a call and `start` its work. Whoever ends that settles what was reserved.
 
     Raises what Admission.admit raises, and EngineError when the engine is gone."""
-    model, runtime = model_of(request), runtime_of(request)
     reservation = admission_of(request).admit(
         tenant_of(request.scope),
-        prompts=len(spec.prompts),
+        prompts=prompts,
         prompt_tokens=spec.prompt_tokens,
-        n=spec.params.n,
-        max_tokens=spec.params.max_tokens,
+        n=n,
+        max_tokens=max_tokens,
         priority=spec.priority,
     )
-    name = model.names[0] if spec.adapter is None else spec.adapter.name
-    runtime.request_log.begin(request.scope, spec.id, spec.answer_id, name)
+    name = model_of(request).names[0] if spec.adapter is None else spec.adapter.name
+    runtime_of(request).request_log.begin(request.scope, spec.id, spec.answer_id, name)
     try:
-        generation = start(spec, model, runtime.client, runtime.metrics, runtime.turns)
+        return start(), reservation
     except Exception:
         reservation.settle(0)
         raise
 
+
+async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
+    """Raises what `admitted` raises, and EngineError, Timeout and QueueTimeout."""
+    runtime, spec = runtime_of(request), of_caller(request, spec)
+    start = partial(Vectors, spec, runtime.client, runtime.metrics)
+    work, reservation = admitted(request, spec, start, prompts=len(spec.inputs))
+
+    def close() -> None:
+        work.close()
+        reservation.settle(spec.prompt_tokens)
+
+    async with closing_on_disconnect(request.receive, close):
+        vectors = await work.gathered()
+    if vectors is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    version = work.weights_version
+    if sum(map(len, vectors)) > QUICK_NUMBERS:
+        body = await runtime.turns.in_thread(spec.answer.body, spec, version, vectors)
+    else:
+        body = spec.answer.body(spec, version, vectors)
+    return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
+
+
+def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
+    """Admit a call and start its generation, which the function that comes with it must end. Raises what `admitted`
+    raises."""
+    runtime, params = runtime_of(request), spec.params
+    start = partial(start_generation, spec, model_of(request), runtime.client, runtime.metrics, runtime.turns)
+    generation, reservation = admitted(
+        request, spec, start, prompts=len(spec.prompts), n=params.n, max_tokens=params.max_tokens
+    )
     closed = False
 
     def close() -> None:

@@ -21,7 +21,7 @@ from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import documented, owner_of, resolved_spec
+from quire.server.routes.bodies import Documented, owner_of, resolved_spec
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of, server_of
@@ -33,6 +33,7 @@ from quire.server.streams import RESUMED
 
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
+"""The route whose calls the engine computes."""
 Found = TypeVar("Found")
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
@@ -83,7 +84,7 @@ class Keeper:
         await asyncio.to_thread(store.put, self.owner, new)
 
 
-@creating.post("/v1/responses", response_model=None, openapi_extra=documented(ResponsesRequest))
+@creating.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     model, owner = model_of(request), owner_of(request)
@@ -251,6 +252,3 @@ async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[byte
 
 def _stay() -> None:
     """A follower that leaves ends nothing."""
-
-
-router.include_router(creating)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -11,30 +11,11 @@ from starlette.responses import Response
 from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import CountedRoute
 from quire.server.encoding import encode_ascii
-from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.resolve.tokenize import Reply, detokenized, tokenized
-from quire.server.routes.bodies import documented, worked_on
 from quire.server.served_model import ServedModel, model_of
 
 LARGEST_INTEGER = 2**53
 """Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
 router = APIRouter(route_class=CountedRoute)
-
-
-@router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
-async def tokenize(request: Request) -> Response:
-    """Token ids of a prompt, or of a conversation as the chat template writes it."""
-    return _response(await worked_on(request, tokenized))
-
-
-@router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
-async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens shown."""
-    return _response(await worked_on(request, detokenized))
-
-
-def _response(reply: Reply) -> Response:
-    return Response(reply.body, 200, reply.headers, "application/json")
 
 
 @router.get("/tokenizer_info", response_model=None)

@@ -24,7 +24,7 @@ class ChatWriter(ChunkWriter):
     def first(self) -> bytes:
         """The role of each choice, and the prompt's token ids, before the first step."""
         ids = self._spec.prompts[0].ids if self._spec.token_ids else None
-        opening = self._head.opening(self.CHUNK, {"prompt_token_ids": ids})
+        opening = self._event(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
         return b"".join([opening + delta % index + self._running for index in range(self._spec.num_choices)])
 

@@ -6,28 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json, encode_object
 from quire.server.generation.answers.responses import usage_fields
-from quire.server.generation.answers.writer import AnswerWriter
-from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.answers.writer import WholeWriter
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 from quire.server.generation.questions import Question
-from quire.server.generation.spec import GenerationSpec
-
-
-class WholeWriter(AnswerWriter):
-    """Whole answers only."""
-
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
-        self._spec = spec
-
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        raise NotImplementedError("probabilities are not streamed")
-
-    def last(self, usage: Usage) -> bytes:
-        raise NotImplementedError("probabilities are not streamed")
 
 
 class LabelScoresWriter(WholeWriter):

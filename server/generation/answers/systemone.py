@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_object
 from quire.server.generation.answers.decisions import shares_of
 from quire.server.generation.answers.responses import usage_fields
-from quire.server.generation.answers.writer import AnswerWriter
-from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.answers.writer import WholeWriter
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 from quire.server.generation.questions import Question
-from quire.server.generation.spec import GenerationSpec
 
 
-class SystemOneWriter(AnswerWriter):
-    """Whole answers only. Fields that the specification does not name begin with x_."""
-
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
-        self._spec = spec
-        self._fingerprint = spec.fingerprint(fingerprint)
-
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        raise NotImplementedError("decisions are not streamed")
-
-    def last(self, usage: Usage) -> bytes:
-        raise NotImplementedError("decisions are not streamed")
+class SystemOneWriter(WholeWriter):
+    """Fields that the specification does not name begin with x_."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         pairs = zip(self._spec.questions, answers, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,14 +11,16 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.server.encoding import encode_json
-from quire.server.generation.vectors import Head
+from quire.server.generation.vectors import VectorSpec
 
 
-def _whole(head: Head, data: list[dict[str, Any]], prompt_tokens: int) -> bytes:
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
-    about |= {"weights_version": head.weights_version}
-    return encode_json({**about, "data": data, "usage": usage})
+def _whole(spec: VectorSpec, weights_version: str, data: list[dict[str, Any]]) -> bytes:
+    about = {"id": spec.answer_id, "object": "list", "created": int(time.time()), "model": spec.model}
+    return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage(spec)})
+
+
+def _usage(spec: VectorSpec) -> dict[str, int]:
+    return {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,10 @@ class EmbeddingsAnswer:
     size: int | None = None
     """Numbers of a vector, where each token of an input has one."""
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
         key = "embedding" if self.kind == "embedding" else "data"
-        return _whole(
-            head,
-            [{"object": self.kind, "index": i, key: self._shown(each)} for i, each in enumerate(vectors)],
-            prompt_tokens,
-        )
+        data = [{"object": self.kind, "index": i, key: self._shown(each)} for i, each in enumerate(vectors)]
+        return _whole(spec, weights_version, data)
 
     def _shown(self, vector: np.ndarray) -> object:
         if self.encoding == "base64":
@@ -50,11 +50,11 @@ class CohereEmbeddingsAnswer:
     types: tuple[str, ...]
     texts: tuple[str, ...]
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
         found = {kind: [_as_type(each, kind) for each in vectors] for kind in self.types}
-        about = {"id": head.id, "model": head.model, "response_type": "embeddings_by_type", "texts": self.texts}
-        about["weights_version"] = head.weights_version
-        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": prompt_tokens}}
+        about = {"id": spec.answer_id, "model": spec.model, "response_type": "embeddings_by_type", "texts": self.texts}
+        about["weights_version"] = weights_version
+        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}}
         return encode_json({**about, "embeddings": found, "meta": meta})
 
 
@@ -74,7 +74,7 @@ class LabelsAnswer:
 
     labels: tuple[str, ...]
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
         data = [
             {
                 "index": index,
@@ -84,7 +84,7 @@ class LabelsAnswer:
             }
             for index, probabilities in enumerate(vectors)
         ]
-        return _whole(head, data, prompt_tokens)
+        return _whole(spec, weights_version, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ class ScoresAnswer:
 
     scored: Scored
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
         scores = self.scored.scores(vectors)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-        return _whole(head, data, prompt_tokens)
+        return _whole(spec, weights_version, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class RankingAnswer:
     """0: all."""
     cohere: bool
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
         scores = self.scored.scores(vectors)
         best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results: list[dict[str, Any]] = [
@@ -132,17 +132,17 @@ class RankingAnswer:
         ]
         if self.documents is not None:
             results = [{**each, "document": {"text": self.documents[each["index"]]}} for each in results]
-        about: dict[str, Any] = {"id": head.id, "model": head.model, "results": results}
-        about["weights_version"] = head.weights_version
+        about: dict[str, Any] = {"id": spec.answer_id, "model": spec.model, "results": results}
+        about["weights_version"] = weights_version
         if self.cohere:
             units = {"search_units": 1}
             about["meta"] = {
                 "api_version": {"version": "2"},
                 "billed_units": units,
-                "tokens": {"input_tokens": prompt_tokens},
+                "tokens": {"input_tokens": spec.prompt_tokens},
             }
         else:
-            about["usage"] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+            about["usage"] = _usage(spec)
         return encode_json(about)
 
 

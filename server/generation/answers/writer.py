@@ -1,25 +1,31 @@
-"""What writers of answers do, and what those of OpenAI's completions share: the head of an answer, and the ends of its
-choices and chunks."""
+"""What all writers of answers do, what those share that write an answer part by part, and what those of OpenAI's
+completions share: the head of an answer, and the ends of its choices and chunks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import DONE, END, PING, encode_json
+from quire.server.encoding import DATA, DONE, END, PING, encode_json
 from quire.server.errors import stream_error
-from quire.server.generation.answers.head import Head
 from quire.server.generation.answers.logprobs import prompt_logprobs
 from quire.server.generation.choice import ChoiceDelta, TokenText
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
+from quire.server.generation.parts import Part, Parts
 from quire.server.generation.spec import GenerationSpec
 
 
 class AnswerWriter(ABC):
     """Writes one call's deltas as server-sent events, or its whole answers as one body."""
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        """`fingerprint`: see ServedModel."""
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._fingerprint = spec.fingerprint(fingerprint)
 
     MEDIA: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     """The type of a stream."""
@@ -64,6 +70,60 @@ class AnswerWriter(ABC):
         """The body of an answer that is not streamed."""
 
 
+MakesWriter = Callable[[GenerationSpec, Tokenizer, str], AnswerWriter]
+"""Makes the writer of one call: most often its class."""
+
+
+class WholeWriter(AnswerWriter):
+    """Writes answers that are never streamed."""
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        raise NotImplementedError("answers of this kind are not streamed")
+
+    def last(self, usage: Usage) -> bytes:
+        raise NotImplementedError("answers of this kind are not streamed")
+
+
+class PartsWriter(AnswerWriter):
+    """Writes the only choice part by part: thinking, text and calls in their order. A part ends where another one
+    begins."""
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
+        self._parts = Parts()
+        self._open: Part | None = None
+        """The part that has begun and has not ended."""
+        self._ended: ChoiceDelta | None = None
+        """The choice's last delta."""
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        events = []
+        for delta in deltas:
+            for part, piece in self._parts.add(delta):
+                if part is not self._open:
+                    events += [self._closing(), self._begin(part)]
+                events.append(self._piece(part, piece))
+            if delta.finish_reason is not None:
+                self._ended = delta
+        return b"".join(events)
+
+    def _begin(self, part: Part) -> bytes:
+        self._open = part
+        return self._opening(part)
+
+    @abstractmethod
+    def _opening(self, part: Part) -> bytes:
+        """The events with which the part begins that is open now."""
+
+    @abstractmethod
+    def _piece(self, part: Part, piece: str) -> bytes:
+        """The events of a piece of the open part, which may be empty."""
+
+    @abstractmethod
+    def _closing(self) -> bytes:
+        """The events with which the open part ends, if there is one."""
+
+
 class ChunkWriter(AnswerWriter):
     """Writes chunks of OpenAI's completions. Constant parts are encoded once."""
 
@@ -77,13 +137,21 @@ class ChunkWriter(AnswerWriter):
     """Follows that part in a choice that has neither log probabilities nor an end."""
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
-        self._spec = spec
-        self._head = Head(spec.answer_id, spec.model, spec.fingerprint(fingerprint), spec.created)
-        self._tokenizer = tokenizer
-        self._opening = self._head.opening(self.CHUNK)
+        super().__init__(spec, tokenizer, fingerprint)
+        self._opening = self._event()
         self._openings: dict[int, bytes] = {}
         """By choice: the begin of its chunks, up to the text."""
         self._end_chunks(b'}],"usage":null}' + END if spec.include_usage else b"}]}" + END)
+
+    def _identity(self, kind: str) -> dict[str, object]:
+        """The fields that all chunks of an answer, or the whole answer, begin with."""
+        spec = self._spec
+        about = {"id": spec.answer_id, "object": kind, "created": spec.created, "model": spec.model}
+        return {**about, "system_fingerprint": self._fingerprint}
+
+    def _event(self, **more: object) -> bytes:
+        """An event up to the value of `choices`, which the caller adds; `more`: fields before it."""
+        return DATA + encode_json({**self._identity(self.CHUNK), **more})[:-1] + b',"choices":'
 
     def tell_usage(self, usage: Usage) -> None:
         """Chunks give this usage from now on."""
@@ -149,7 +217,7 @@ class ChunkWriter(AnswerWriter):
 
     def _fields(self, kind: str) -> dict[str, object]:
         """Those of a whole answer that are not about its choices."""
-        return {**self._head.fields(kind), "weights_version": self.weights_version}
+        return {**self._identity(kind), "weights_version": self.weights_version}
 
     def _counts(self, usage: Usage) -> dict[str, object]:
         """Those about what a whole answer took."""

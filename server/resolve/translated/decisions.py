@@ -11,7 +11,9 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
-from quire.server.generation.questions import Question
+from quire.server.generation.answers.decisions import DecisionsWriter
+from quire.server.generation.answers.writer import MakesWriter
+from quire.server.generation.questions import Question, QuestionType
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.chat import ChatRequest
@@ -30,29 +32,30 @@ from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 NAMES = {"messages": "input"}
-ASKS = {"predicate": "Is this true?", "choice": "Which one applies?", "score": "Which level applies?"}
+ASKS: Mapping[QuestionType, str] = {
+    "predicate": "Is this true?",
+    "choice": "Which one applies?",
+    "score": "Which level applies?",
+}
 
 
 def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse(given, DecisionRequest)
     name = model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
-    labels = labels_of(model.tokenizer, max(len(options_of(asked)) for asked in body.questions))
-    questions = [question_of(asked, labels) for asked in body.questions]
-    check_texts([[question.name, *question.options] for question in questions], "questions")
-    posed = [Posed(texts_of(asked.instructions), ASKS[asked.type], options_of(asked)) for asked in body.questions]
+    posed = [Posed(each.type, each.name, texts_of(each.instructions), options_of(each)) for each in body.questions]
     items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
-    told = (name, headers, model, config)
-    return posed_call(body, items, posed, questions, labels, *told, names=NAMES, id_prefix="decision_")
+    call = Asking(DecisionsWriter, "decision_", NAMES, distinct=True)
+    return call.resolved(body, name, items, posed, model, config)
 
 
 @dataclass(frozen=True, slots=True)
 class Posed:
     """A question as the model reads it."""
 
+    type: QuestionType
+    name: str | None
     instructions: Sequence[str]
-    ask: str
     options: Sequence[tuple[str | bool, str]]
     """Each with its description."""
 
@@ -61,46 +64,65 @@ class Posed:
             f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
             for label, (value, told) in zip(labels, self.options, strict=False)
         ]
-        return "\n".join([*self.instructions, "", self.ask, *lines, "", "Answer with the letter alone."]).lstrip("\n")
+        end = ["", "Answer with the letter alone."]
+        return "\n".join([*self.instructions, "", ASKS[self.type], *lines, *end]).lstrip("\n")
+
+    def question(self, tokens: Sequence[int], *, distinct: bool) -> Question:
+        """Raises InvalidRequest for an option that is there twice, where options must be `distinct`."""
+        options = [value for value, _ in self.options]
+        if distinct and len({(type(value), value) for value in options}) < len(options):
+            raise InvalidRequest("questions: each option must be unique", param="questions")
+        return Question(self.type, self.name, options, tokens[: len(options)])
 
 
-def posed_call(
-    body: TranslatedBody,
-    items: Sequence[Item],
-    posed: Sequence[Posed],
-    questions: Sequence[Question],
-    labels: Mapping[str, int],
-    name: str,
-    headers: Mapping[str, str],
-    model: ServedModel,
-    config: ServerConfig,
-    *,
-    names: Mapping[str, str],
-    id_prefix: str,
-) -> Resolved:
-    """A call that poses questions about these items; `name`: the answer's for the model; `names`: see named_by_caller.
-    Raises InvalidRequest, naming the parameter."""
-    with named_by_caller(names) as places:
-        chats = [as_chat(body, items, each.text(labels), model, places) for each in posed]
-        prompts = [answerable(chats[0], model)]
-        if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
-            raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
-        prompts += [answerable(chat, model) for chat in chats[1:]]
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What an API's way to ask questions differs in from another's."""
+
+    writer: MakesWriter
+    id_prefix: str
+    names: Mapping[str, str]
+    """See named_by_caller."""
+    distinct: bool
+    """Whether a question's options must be distinct."""
+
+    def resolved(
+        self,
+        body: TranslatedBody,
+        name: str,
+        items: Sequence[Item],
+        posed: Sequence[Posed],
+        model: ServedModel,
+        config: ServerConfig,
+    ) -> Resolved:
+        """A call that poses questions about these items; `name`: the model's in the answer. Raises InvalidRequest,
+        naming the parameter."""
+        headers = ignored_header(body.ignored_params(), config.strict)
+        labels = labels_of(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
-        )
-        call = resolved(
-            chats[0],
-            id_prefix=id_prefix,
-            model=name,
-            prompts=prompts,
-            params=params,
-            logprobs=True,
-            headers=headers,
-            config=config,
-        )
-    return replace(call, spec=replace(call.spec, questions=questions))
+        questions = [each.question(ids, distinct=self.distinct) for each in posed]
+        check_texts([[question.name, *question.options] for question in questions], "questions")
+        with named_by_caller(self.names) as places:
+            chats = [as_chat(body, items, each.text(labels), model, places) for each in posed]
+            prompts = [answerable(chats[0], model)]
+            if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
+                raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
+            prompts += [answerable(chat, model) for chat in chats[1:]]
+            params = SamplingParams(
+                max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
+            )
+            call = resolved(
+                chats[0],
+                writer=self.writer,
+                id_prefix=self.id_prefix,
+                model=name,
+                prompts=prompts,
+                params=params,
+                logprobs=True,
+                headers=headers,
+                config=config,
+            )
+        return replace(call, spec=replace(call.spec, questions=questions))
 
 
 def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
@@ -133,14 +155,6 @@ def options_of(asked: Asked) -> list[tuple[str | bool, str]]:
     if isinstance(asked, Score):
         return [(level.label, level.description) for level in asked.levels]
     return [("yes", ""), ("no", "")]
-
-
-def question_of(asked: Asked, labels: dict[str, int]) -> Question:
-    """Raises InvalidRequest for an option that is there twice."""
-    options = [value for value, _ in options_of(asked)]
-    if len({(type(value), value) for value in options}) < len(options):
-        raise InvalidRequest("questions: each option must be unique", param="questions")
-    return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
 
 
 def as_chat(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
+from quire.server.generation.answers.decisions import LabelScoresWriter
 from quire.server.generation.questions import Question
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.bounds import MAX_ENTRIES
@@ -47,7 +48,12 @@ def label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConf
     asked |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     with named_by_caller(NAMES):
         call = completion_call(
-            validated({**asked, **body.same}, CompletionRequest), model, config, ignored=body.ignored_params()
+            validated({**asked, **body.same}, CompletionRequest),
+            model,
+            config,
+            writer=LabelScoresWriter,
+            ignored=body.ignored_params(),
         )
     question = Question("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
-    return in_own_words(replace(call, spec=replace(call.spec, questions=[question])), NAMES)
+    spec = replace(call.spec, questions=[question])
+    return in_own_words(replace(call, spec=spec, receipts=False), NAMES)

@@ -9,6 +9,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.generation.answers.messages import MessagesWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.messages import (
@@ -65,7 +66,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
         chat = as_chat(body, model, fields, places)
-        call = chat_call(chat, model, config, id_prefix="msg_", ignored=ignored)
+        call = chat_call(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
     return in_own_words(call, NAMES)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.ollama import EmbedAnswer, EmbeddingAnswer, loaded
+from quire.server.generation.answers.ollama import EmbedAnswer, EmbeddingAnswer, OllamaChatWriter, OllamaWriter, loaded
 from quire.server.generation.vectors import VectorAnswer, VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -73,7 +73,8 @@ def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> 
         fields = {**sampling(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
             fields["suffix"] = body.suffix
-        call = completion_call(validated(fields, CompletionRequest), model, config, ignored=body.ignored_params())
+        asked, ignored = validated(fields, CompletionRequest), body.ignored_params()
+        call = completion_call(asked, model, config, writer=OllamaWriter, ignored=ignored)
     return in_own_words(call, NAMES)
 
 
@@ -93,7 +94,8 @@ def _chat(
             "tools": [tool.as_dict() for tool in tools],
             **thinking(body, model),
         }
-        call = chat_call(validated(fields, ChatRequest), model, config, ignored=body.ignored_params())
+        writer = OllamaChatWriter if isinstance(body, OllamaChatRequest) else OllamaWriter
+        call = chat_call(validated(fields, ChatRequest), model, config, writer=writer, ignored=body.ignored_params())
     return in_own_words(call, NAMES)
 
 

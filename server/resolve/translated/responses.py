@@ -12,6 +12,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
+from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.response_fields import ResponseFields
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.items import Item, ItemReference, Message, full_name
@@ -61,7 +62,7 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         ignored.append("store")
     with named_by_caller(NAMES) as places:
         chat = as_chat(body, earlier, items, model, places)
-        call = chat_call(chat, model, config, id_prefix="resp_", ignored=ignored)
+        call = chat_call(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
     if chat.logprobs and call.spec.message is not None:  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")

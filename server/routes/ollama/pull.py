@@ -16,7 +16,7 @@ from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.encoding import encode_json
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse
-from quire.server.routes.bodies import documented
+from quire.server.routes.bodies import Documented
 from quire.server.runtime import server_of
 
 _PULSE = 5.0
@@ -26,28 +26,26 @@ _LARGEST = 2**16
 _LINE = encode_json({"status": "pulling manifest"}) + b"\n"
 
 
-def pull_router() -> APIRouter:
-    """One application's, which downloads one model at a time."""
-    router, alone = APIRouter(), asyncio.Lock()
+router = APIRouter()
 
-    @router.post("/api/pull", response_model=None, openapi_extra=documented(OllamaPullRequest))
-    async def pull(request: Request) -> Response:
-        """Download a model. Needs an admin's API key where there are keys, and else comes from this machine."""
-        if not server_of(request).config.allow_pull:
-            raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
-        body = parse(await _read(request), OllamaPullRequest)
-        if not (name := body.model or body.name or "").strip(" -"):
-            raise InvalidRequest("give model, the name of one", param="model")
-        if alone.locked():
-            raise Overloaded("Another model is being downloaded. Please try again later")
-        if body.stream:
-            return StreamingResponse(_told(alone, name), media_type="application/x-ndjson")
-        async with alone:
-            if (wrong := await _pulled(await _begin(name))) is not None:
-                raise InvalidRequest(wrong, param="model")
-        return Response(encode_json({"status": "success"}), media_type="application/json")
 
-    return router
+@router.post("/api/pull", response_model=None, openapi_extra=Documented(OllamaPullRequest))
+async def pull(request: Request) -> Response:
+    """Download a model. Needs an admin's API key where there are keys, and else comes from this machine."""
+    server = server_of(request)
+    if not server.config.allow_pull:
+        raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
+    body = parse(await _read(request), OllamaPullRequest)
+    if not (name := body.model or body.name or "").strip(" -"):
+        raise InvalidRequest("give model, the name of one", param="model")
+    if server.pulling.locked():
+        raise Overloaded("Another model is being downloaded. Please try again later")
+    if body.stream:
+        return StreamingResponse(_told(server.pulling, name), media_type="application/x-ndjson")
+    async with server.pulling:
+        if (wrong := await _pulled(await _begin(name))) is not None:
+            raise InvalidRequest(wrong, param="model")
+    return Response(encode_json({"status": "success"}), media_type="application/json")
 
 
 async def _told(alone: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:

@@ -11,19 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.resolve.batches import new_batch
-from quire.server.routes.bodies import documented, owner_of, worked_on
+from quire.server.routes.bodies import Documented, owner_of, worked_on
 from quire.server.routes.stored.files import PURPOSE, batches_of, missing
 from quire.server.routes.stored.pages import Limit, page_of
 from quire.server.store.batches import Batch
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=StoredRoute)
 
 
-@router.post("/v1/batches", response_model=None, openapi_extra=documented(BatchRequest))
+@router.post("/v1/batches", response_model=None, openapi_extra=Documented(BatchRequest))
 async def create_batch(request: Request) -> Response:
     """Answer a file of requests behind everything else."""
     runner, owner = batches_of(request), owner_of(request)

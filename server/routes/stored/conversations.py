@@ -13,21 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.translated.conversations import new_conversation, new_items, new_metadata
 from quire.server.resolve.translated.history import check_room
-from quire.server.routes.bodies import documented, owner_of, worked_on
+from quire.server.routes.bodies import Documented, owner_of, worked_on
 from quire.server.routes.responses import store_of
 from quire.server.routes.stored.pages import Limit, Order, answer, listed, page_body
 from quire.server.store.store import Page, Put, Stored
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=StoredRoute)
 ONE = "/v1/conversations/{conversation_id}"
 
 
-@router.post("/v1/conversations", response_model=None, openapi_extra=documented(ConversationRequest))
+@router.post("/v1/conversations", response_model=None, openapi_extra=Documented(ConversationRequest))
 async def create_conversation(request: Request) -> Response:
     store = store_of(request, "conversation")
     given = await worked_on(request, new_conversation)
@@ -43,7 +43,7 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
     return answer(request, (await _find(request, conversation_id)).data)
 
 
-@router.post(ONE, response_model=None, openapi_extra=documented(MetadataRequest))
+@router.post(ONE, response_model=None, openapi_extra=Documented(MetadataRequest))
 async def update_conversation(conversation_id: str, request: Request) -> Response:
     """Replace the metadata."""
     store = store_of(request, conversation_id)
@@ -74,7 +74,7 @@ async def list_items(
     return await listed(request, store, owner_of(request), conversation_id, limit, order, after)
 
 
-@router.post(f"{ONE}/items", response_model=None, openapi_extra=documented(ItemsRequest))
+@router.post(f"{ONE}/items", response_model=None, openapi_extra=Documented(ItemsRequest))
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = store_of(request, conversation_id)
     added = await worked_on(request, new_items)

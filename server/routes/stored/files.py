@@ -17,16 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import FileRoute
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
+from quire.server.routes.bodies import owner_of
 from quire.server.routes.stored.pages import Order, page_of
 from quire.server.runtime import server_of
+from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import StoredFile, new_file
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=FileRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """OpenAI's. All are kept; only batches read them."""
 PURPOSE = "batch"

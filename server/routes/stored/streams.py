@@ -54,8 +54,7 @@ class _Again(Response):
         self._resumed = resumed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = scope["app"]
-        await app.state.server.models.give(app.router, again(scope, self._resumed), receive, send)
+        await scope["app"].router(again(scope, self._resumed), receive, send)
 
 
 def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
