@@ -8,12 +8,12 @@ weights. What is counted is each token but the first of every piece of --context
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
 import torch
 
+from benchmarks.common.options import options
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.models.decoder import Decoder
@@ -61,14 +61,9 @@ def measured(config: EngineConfig, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--ways", nargs="+", default=["none", "int8", "int4", "fp8", "kv-int8", "kv-fp8"])
-    args = parser.parse_args()
+    ways = {"nargs": "+", "default": ["none", "int8", "int4", "fp8", "kv-int8", "kv-fp8"]}
+    given = {"model": str, "text": Path, "--tokens": 8192, "--context": 512, "--dtype": "auto", "--ways": ways}
+    args = options(__doc__, given)
     ids = Tokenizer.load(resolve_model(args.model, None)).encode(
         args.text.read_text(encoding="utf-8")[: 8 * args.tokens]
     )

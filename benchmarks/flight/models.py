@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
@@ -76,16 +76,8 @@ def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
 
 def _run(engine: Engine, **params: Any) -> dict[str, list[int]]:
     """The tokens of greedy answers to all prompts, together."""
-    chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | params))
-    for index, prompt in enumerate(_PROMPTS):
-        engine.add(Request(id=str(index), prompt_ids=prompt, params=chosen, seed=index))
-    found: dict[str, list[int]] = {}
-    while engine.busy:
-        for output in engine.step():
-            if output.error is not None:
-                raise ValueError(output.error)
-            found.setdefault(output.id, []).extend(output.new_ids)
-    return found
+    asked = [request(str(index), prompt, 24, seed=index, **params) for index, prompt in enumerate(_PROMPTS)]
+    return {name: each.ids for name, each in at_once(engine, asked).items()}
 
 
 def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
@@ -109,8 +101,7 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _prompt_logprobs(engine: Engine, name: str, prompt: Sequence[int]) -> list[float]:
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    engine.add(Request(id=name, prompt_ids=list(prompt), params=params, seed=0))
+    engine.add(request(name, prompt, 1, prompt_logprobs=0))
     found: list[float] = []
     while engine.busy:
         for output in engine.step():

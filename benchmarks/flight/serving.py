@@ -17,9 +17,9 @@ from urllib.request import urlopen
 
 import torch
 
-from benchmarks.claims.run import Answered, answer, percentile
+from benchmarks.common.engines import Answered, answer, at_once, percentile
 from benchmarks.flight.finding import Finding, Say, tried
-from benchmarks.gpu import limits, measure, model_directory, request, start
+from benchmarks.gpu import asked, limits, measure, model_directory, start
 from quire.engine.loop import Engine
 
 
@@ -49,9 +49,9 @@ def _arrivals(engine: Engine, streams: int) -> str:
     chance = random.Random(0)
     at = list(accumulate(chance.expovariate(40.0) for _ in range(2 * streams)))
     length, tokens = (64, 8) if streams < 256 else (512, 128)
-    answer(engine, [(0.0, request("warm", length, 4))])
+    at_once(engine, [asked("warm", length, 4)])
     began = time.perf_counter()
-    found = answer(engine, [(when, request(f"arrival{index}", length, tokens)) for index, when in enumerate(at)])
+    found = answer(engine, [(when, asked(f"arrival{index}", length, tokens)) for index, when in enumerate(at)])
     seconds = time.perf_counter() - began
     return _told(list(found.values()), seconds)
 
@@ -59,7 +59,7 @@ def _arrivals(engine: Engine, streams: int) -> str:
 def _told(found: list[Answered], seconds: float) -> str:
     made = sum(len(each.tokens) for each in found)
     gaps = [gap for each in found for gap in each.gaps]
-    first = [each.tokens[0] - each.arrived for each in found]
+    first = [each.first for each in found]
     return (
         f"{made / seconds:.0f} tokens/s; first token {percentile(first, 0.5) * 1e3:.0f} ms, p99 "
         f"{percentile(first, 0.99) * 1e3:.0f}; between tokens p99 {percentile(gaps, 0.99) * 1e3:.1f} ms"
@@ -102,10 +102,10 @@ def _chats(url: str, count: int) -> str:
     def chat(number: int) -> None:
         messages = [{"role": "user", "content": f"Tell me of hen number {number}."}]
         body = {"model": "quire-demo", "messages": messages, "max_tokens": 64, "seed": number, "ignore_eos": True}
-        asked = HttpRequest(
+        call = HttpRequest(
             f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urlopen(asked, timeout=50) as answered:
+        with urlopen(call, timeout=50) as answered:
             found.append(json.load(answered)["usage"]["completion_tokens"])
 
     threads = [threading.Thread(target=chat, args=(number,)) for number in range(count)]
