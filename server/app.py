@@ -28,7 +28,7 @@ from quire.server.budget import Budget
 from quire.server.config import ServerConfig
 from quire.server.durable import durable, go_on
 from quire.server.generation.background import Background
-from quire.server.observe.durable import DurableCollector
+from quire.server.observe.collectors import ReadCollector, kept_metrics
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
@@ -135,7 +135,8 @@ def application(
             if data is not None:
                 shared = durable(data, app, tenants, config, partial(_clients, served), peers)
                 parts = await ending.enter_async_context(shared)
-                registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
+                name, results = served.loaded[0].model.names[0], parts.batches.results
+                registry.register(ReadCollector(partial(kept_metrics, partial(getattr, parts, "seen"), results, name)))
             bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
             app.state.server = Server(config, served, gateways, background, parts, registry, bodies)
             if parts is not None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.engine.core.history import History, Timeline
 from quire.engine.types import MissReason, Nearest
+from quire.server.observe.collectors import LABELS
 from quire.server.observe.request_log import RequestLog, RequestRecord
 
 Decode = Callable[[Sequence[int]], str]
@@ -107,12 +108,11 @@ class MissCounters:
     """Prompt tokens that could have been cached, by why they were not."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        labels = ("model_name", "engine", "reason")
         text = "Prompt tokens that were computed before, but were not found in the prefix cache."
-        tokens = Counter("quire:prefix_missed_tokens", text, labels, registry=registry)
+        tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
         self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in WORDS}
         text = "Seconds of steps that computing them again took."
-        seconds = Counter("quire:prefix_missed_seconds", text, labels[:2], registry=registry)
+        seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
         self._seconds = seconds.labels(model_name, "0")
 
     def ended(self, timeline: Timeline) -> None:
