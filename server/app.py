@@ -36,14 +36,12 @@ from quire.server.peers import Peers, asking
 from quire.server.routes import (
     endpoints,
     engine,
-    llama_cpp,
     models,
     page,
     requests,
     responses,
     sessions,
     status,
-    tokenize,
 )
 from quire.server.routes.bodies import describe_bodies
 from quire.server.routes.ollama import endpoints as ollama
@@ -58,8 +56,8 @@ BODIES_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""
 ROUTERS = (
     *(endpoints.router, responses.creating, responses.router, conversations.router),
-    *(ollama.router, pull.router, batches.router, files.router, streams.router, models.router, tokenize.router),
-    *(llama_cpp.router, sessions.router, requests.router, engine.router, engine.asleep, status.router, page.router),
+    *(ollama.router, pull.router, batches.router, files.router, streams.router, models.router, models.counted),
+    *(sessions.router, requests.router, engine.router, engine.asleep, status.router, page.router),
 )
 
 

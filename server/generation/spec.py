@@ -5,12 +5,49 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
-from quire.server.generation.questions import Question
-from quire.server.generation.response_fields import ResponseFields
 from quire.server.store.progress import Progress
+from quire.server.store.store import Item
+
+QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
+"""labels: how likely each token is among all; shares: among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that one token answers: one of /v1/decisions, or the labels of a score."""
+
+    type: QuestionType
+    name: str | None
+    options: Sequence[str | bool]
+    """The possible answers: yes and no of a predicate, values of a choice, the levels' labels of a score."""
+    tokens: Sequence[int]
+    """The token that stands for each option."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFields:
+    """The fields of a call of the Responses API that do not concern its generation."""
+
+    repeated: bytes
+    """The request's fields that the answer repeats: a JSON object, written once."""
+    custom: frozenset[str] = frozenset()
+    """Names of the custom tools."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The namespace and the name in it, of the tools that have one."""
+    sealed: bool = False
+    """Whether reasoning items carry their text as encrypted_content too."""
+    store: bool = False
+    background: bool = False
+    input: Sequence[Item] = ()
+    """The items to store: those of this request alone."""
+    previous: str | None = None
+    """The id of the response before it."""
+    conversation: str | None = None
+    """The id of the conversation that it is part of."""
 
 
 @dataclass(frozen=True, slots=True)

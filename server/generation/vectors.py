@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,14 +14,6 @@ from quire.engine.types import Image, PoolingParams, Request, RequestOutput, Spa
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.spec import CallSpec
 from quire.server.observe.metrics import Metrics
-
-
-class VectorAnswer(Protocol):
-    """What an endpoint makes of a call's vectors."""
-
-    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-        """JSON. `weights_version`: of the weights that computed the last vector. `vectors`: float32, one for each of
-        the spec's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +35,11 @@ class VectorSpec(CallSpec):
     @property
     def prompt_tokens(self) -> int:
         return sum(len(each.ids) for each in self.inputs)
+
+
+VectorAnswer = Callable[[VectorSpec, str, Sequence[np.ndarray]], bytes]
+"""Writes a call's answer as JSON. It is given the spec, the version of the weights that computed the last vector, and
+the vectors in float32, one for each of the spec's inputs."""
 
 
 class Vectors:

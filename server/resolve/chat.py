@@ -12,7 +12,7 @@ from quire.server.config import ServerConfig
 from quire.server.formats.grammars import after_thinking, either, framed
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
-from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.answers.chunks import ChatWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest

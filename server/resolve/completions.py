@@ -9,7 +9,7 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.no_tokenizer import check_textless
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.completion import CompletionWriter
+from quire.server.generation.answers.chunks import CompletionWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest

@@ -10,7 +10,7 @@ from quire.server.config import ServerConfig
 from quire.server.generation.answers.warmed import WarmedWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.sessions import WarmRequest
+from quire.server.protocol.kept import WarmRequest
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import completion_call
 from quire.server.resolve.parse import parse

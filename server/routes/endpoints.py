@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -40,7 +41,7 @@ from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion
 from quire.server.resolve.invocations import resolve_invocation
-from quire.server.resolve.pairs import resolve_cohere_rerank, resolve_rerank
+from quire.server.resolve.pairs import resolve_rerank
 from quire.server.resolve.pooling import resolve_classification, resolve_embedding, resolve_pooling
 from quire.server.resolve.tokenize import Reply, detokenized, templated, tokenized
 from quire.server.resolve.translated import ollama
@@ -149,7 +150,11 @@ ENDPOINTS = (
     ),
     Endpoint("/rerank", "rerank", "As /v1/rerank.", resolve_rerank, (RerankRequest,), listed=False),
     Endpoint(
-        "/v2/rerank", "cohere_rerank", "The same as Cohere's API has it.", resolve_cohere_rerank, (RerankRequest,)
+        "/v2/rerank",
+        "cohere_rerank",
+        "The same as Cohere's API has it.",
+        partial(resolve_rerank, cohere=True),
+        (RerankRequest,),
     ),
     Endpoint(
         "/invocations",

@@ -25,7 +25,7 @@ from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.recent import adapters, merged, recent_answers
-from quire.server.protocol.weights import BroadcastTensor, CallRequest, UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.protocol.operators import BroadcastTensor, CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import Documented, parsed, worked_on
 from quire.server.runtime import Runtime, runtime_of, tell_version

@@ -18,11 +18,12 @@ from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.background import Running
+from quire.server.generation.beam_search import BeamSearch
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
+from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.start import start as start_generation
 from quire.server.generation.vectors import Vectors, VectorSpec
 from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
 from quire.server.runtime import Runtime, runtime_of, server_of
@@ -206,19 +207,31 @@ async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     version = work.weights_version
     if sum(map(len, vectors)) > QUICK_NUMBERS:
-        body = await runtime.turns.in_thread(spec.answer.body, spec, version, vectors)
+        body = await runtime.turns.in_thread(spec.answer, spec, version, vectors)
     else:
-        body = spec.answer.body(spec, version, vectors)
+        body = spec.answer(spec, version, vectors)
     return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
+
+
+def start(spec: GenerationSpec, runtime: Runtime) -> Generation:
+    """The generation that a spec asks for. Raises EngineError when the engine is gone."""
+    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.turns
+    if spec.beam_search:
+        return BeamSearch(*common, context_length=runtime.model.context_length)
+    return Sampling(*common)
 
 
 def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
     """Admit a call and start its generation, which the function that comes with it must end. Raises what `admitted`
     raises."""
     runtime, params = runtime_of(request), spec.params
-    start = partial(start_generation, spec, model_of(request), runtime.client, runtime.metrics, runtime.turns)
     generation, reservation = admitted(
-        request, spec, start, prompts=len(spec.prompts), n=params.n, max_tokens=params.max_tokens
+        request,
+        spec,
+        partial(start, spec, runtime),
+        prompts=len(spec.prompts),
+        n=params.n,
+        max_tokens=params.max_tokens,
     )
     closed = False
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
 from quire.server.routes.bodies import Documented, owner_of, resolved_spec
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
-from quire.server.routes.stored.pages import Limit, Order, answer, listed
+from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
@@ -34,7 +34,6 @@ from quire.server.streams import RESUMED
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
 """The route whose calls the engine computes."""
-Found = TypeVar("Found")
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
 WORKED_ON = ("queued", "in_progress")
@@ -213,7 +212,7 @@ async def list_input_items(
 ) -> Response:
     """The items of the response's own input."""
     await _find(request, response_id)
-    return await listed(request, store_of(request, response_id), owner_of(request), response_id, limit, order, after)
+    return await listed(request, store_of(request, response_id), response_id, limit, order, after)
 
 
 def store_of(request: Request, id: str) -> Store:
@@ -226,22 +225,19 @@ def store_of(request: Request, id: str) -> Store:
 
 async def _find(request: Request, response_id: str) -> ItemSummary:
     """Raises RequestNotFound."""
-    store = store_of(request, response_id)
-    return _there(await asyncio.to_thread(store.known, owner_of(request), "response", response_id), response_id)
+    known = store_of(request, response_id).known
+    return await found(request, known, "response", response_id, lacking=_unknown(response_id))
 
 
 async def _data(request: Request, response_id: str) -> bytes:
     """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
     hold(request.scope, (await _find(request, response_id)).length)
-    store = store_of(request, response_id)
-    stored = await asyncio.to_thread(store.get, owner_of(request), "response", response_id)
-    return _there(stored, response_id).data
+    get = store_of(request, response_id).get
+    return (await found(request, get, "response", response_id, lacking=_unknown(response_id))).data
 
 
-def _there(found: Found | None, response_id: str) -> Found:
-    if found is None:
-        raise RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
-    return found
+def _unknown(response_id: str) -> RequestNotFound:
+    return RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
 
 
 async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[bytes]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import GenerationRoute
 from quire.server.access.authentication import tenant_of
-from quire.server.protocol.sessions import WarmRequest
+from quire.server.protocol.kept import WarmRequest
 from quire.server.resolve.sessions import asked_warm, warm_call
 from quire.server.routes.bodies import Documented, checked, worked_on
 from quire.server.routes.reply import reply

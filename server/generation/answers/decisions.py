@@ -1,4 +1,4 @@
-"""Answers of /v1/decisions, and scores of labels: probabilities, as the model's next token has them."""
+"""Answers of /v1/decisions and /v1/systemone, and scores of labels: the probabilities of the model's next token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.generation.answers.responses import usage_fields
 from quire.server.generation.answers.writer import WholeWriter
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
-from quire.server.generation.questions import Question
+from quire.server.generation.spec import Question
 
 
 class LabelScoresWriter(WholeWriter):
@@ -58,3 +58,52 @@ def shares_of(question: Question, answer: Answer) -> list[float]:
     most = max(values)
     weights = [math.exp(value - most) if most > -math.inf else 1.0 for value in values]
     return [weight / sum(weights) for weight in weights]
+
+
+class SystemOneWriter(WholeWriter):
+    """The same under the names of the System One API. Fields that the specification does not name begin with x_."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        pairs = zip(self._spec.questions, answers, strict=True)
+        told = {question.name: evaluated(question, shares_of(question, answer)) for question, answer in pairs}
+        head = {"model": self._spec.model, "answers": told, "usage": usage_fields(usage)}
+        head |= {"x_id": self._spec.answer_id, "x_system_fingerprint": self._fingerprint}
+        head["x_weights_version"] = self.weights_version
+        return encode_object(head, **{f"x_{name}": value for name, value in self.receipted.items()})
+
+
+def evaluated(question: Question, shares: Sequence[float]) -> dict[str, Any]:
+    if question.type == "predicate":
+        return {"type": "noul", "noul": shares[0]}
+    best = max(range(len(shares)), key=lambda index: shares[index])
+    if question.type == "choice":
+        chances = dict(zip(question.options, shares, strict=True))
+        sure = confidence_of_choice(shares)
+        return {"type": "choice", "choice": question.options[best], "probabilities": chances, "confidence": sure}
+    return {
+        "type": "score",
+        "score": sum(index * share for index, share in enumerate(shares)),
+        "legend": {str(index): level for index, level in enumerate(question.options)},
+        "probabilities": {str(index): share for index, share in enumerate(shares)},
+        "confidence": confidence_of_score(shares),
+    }
+
+
+def confidence_of_choice(shares: Sequence[float]) -> float:
+    """By how much the likeliest option is above an equal share: 0 where all are alike, 1 where it is certain."""
+    equal = 1 / len(shares)
+    return within((max(shares) - equal) / (1 - equal))
+
+
+def confidence_of_score(shares: Sequence[float]) -> float:
+    """1 less the mean distance from the likeliest level, in units of that of equal shares from their middle."""
+    count = len(shares)
+    mode = max(range(count), key=lambda index: shares[index])
+    spread = sum(share * abs(index - mode) for index, share in enumerate(shares))
+    equal = sum(abs(index - (count - 1) / 2) for index in range(count)) / count
+    return within(1 - spread / equal)
+
+
+def within(value: float) -> float:
+    """From 0 to 1, whatever rounding does."""
+    return min(max(value, 0.0), 1.0)

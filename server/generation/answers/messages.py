@@ -13,9 +13,8 @@ from quire.server.encoding import encode_event, encode_json, encode_object
 from quire.server.errors import failure
 from quire.server.generation.answers.writer import PartsWriter
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
-from quire.server.generation.parts import Part
 from quire.server.generation.spec import GenerationSpec
 
 DELTAS = {

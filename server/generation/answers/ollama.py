@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
@@ -16,9 +15,8 @@ from quire.server.errors import failure
 from quire.server.generation.answers.messages import arguments_of
 from quire.server.generation.answers.writer import PartsWriter
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
-from quire.server.generation.parts import Part
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.vectors import VectorSpec
 
@@ -111,21 +109,15 @@ class OllamaChatWriter(OllamaWriter):
     SHAPE: ClassVar[Shape] = "message"
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedAnswer:
-    """/api/embed."""
-
-    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-        took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
-        return encode_json({"model": spec.model, "embeddings": [unit(each) for each in vectors], **took})
+def embed(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embed."""
+    took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
+    return encode_json({"model": spec.model, "embeddings": [unit(each) for each in vectors], **took})
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingAnswer:
-    """/api/embeddings, of one prompt."""
-
-    def body(self, spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-        return encode_json({"embedding": vectors[0].tolist()})
+def embedding(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embeddings, of one prompt."""
+    return encode_json({"embedding": vectors[0].tolist()})
 
 
 def unit(vector: np.ndarray) -> list[float]:

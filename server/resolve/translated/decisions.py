@@ -13,8 +13,7 @@ from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.generation.answers.decisions import DecisionsWriter
 from quire.server.generation.answers.writer import MakesWriter
-from quire.server.generation.questions import Question, QuestionType
-from quire.server.generation.spec import Prompt
+from quire.server.generation.spec import Prompt, Question, QuestionType
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
@@ -26,9 +25,8 @@ from quire.server.resolve.checks import check_length, check_texts
 from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import chat_prompt
+from quire.server.resolve.translated.as_chat import Places, named_by_caller, placed
 from quire.server.resolve.translated.items import texts_of, turns_of
-from quire.server.resolve.translated.names import Places, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 NAMES = {"messages": "input"}

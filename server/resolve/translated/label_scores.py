@@ -7,7 +7,7 @@ from dataclasses import replace
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.answers.decisions import LabelScoresWriter
-from quire.server.generation.questions import Question
+from quire.server.generation.spec import Question
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.completions import CompletionRequest
@@ -16,7 +16,7 @@ from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import completion_call
 from quire.server.resolve.pairs import resolve_score
 from quire.server.resolve.parse import read_object, validated
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
+from quire.server.resolve.translated.as_chat import in_own_words, named_by_caller
 from quire.server.served_model import ServedModel
 
 NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}

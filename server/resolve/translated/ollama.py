@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.ollama import EmbedAnswer, EmbeddingAnswer, OllamaChatWriter, OllamaWriter, loaded
+from quire.server.generation.answers.ollama import OllamaChatWriter, OllamaWriter, embed, embedding, loaded
 from quire.server.generation.vectors import VectorAnswer, VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -27,8 +27,7 @@ from quire.server.resolve.completions import completion_call
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.pooling import embedding_spec
 from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import image_part, placed
+from quire.server.resolve.translated.as_chat import image_part, in_own_words, named_by_caller, placed
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -181,14 +180,14 @@ def resolve_embed(given: bytes, model: ServedModel, config: ServerConfig) -> Vec
     fields = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate:
         fields["truncate_prompt_tokens"] = -1
-    return _vectors(body.model, fields, EmbedAnswer(), model, config)
+    return _vectors(body.model, fields, embed, model, config)
 
 
 def resolve_embeddings(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises as above."""
     body = parse(given, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
-    return _vectors(body.model, fields, EmbeddingAnswer(), model, config)
+    return _vectors(body.model, fields, embedding, model, config)
 
 
 def _vectors(

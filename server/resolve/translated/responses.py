@@ -13,7 +13,7 @@ from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.generation.answers.responses import ResponsesWriter
-from quire.server.generation.response_fields import ResponseFields
+from quire.server.generation.spec import ResponseFields
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.items import Item, ItemReference, Message, full_name
 from quire.server.protocol.responses import (
@@ -30,11 +30,10 @@ from quire.server.resolve.chat import chat_call
 from quire.server.resolve.checks import NeedsWorker, check_texts
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
+from quire.server.resolve.translated.as_chat import Places, in_own_words, named_by_caller, placed
 from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
-from quire.server.resolve.translated.names import Places, in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 ITEM: TypeAdapter[Item] = TypeAdapter(Item)

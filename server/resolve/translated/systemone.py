@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.systemone import SystemOneWriter
-from quire.server.generation.questions import QuestionType
+from quire.server.generation.answers.decisions import SystemOneWriter
+from quire.server.generation.spec import QuestionType
 from quire.server.protocol.items import Message
 from quire.server.protocol.questions.systemone import SystemOneRequest, alias_of_own, shown
 from quire.server.resolve.common import Resolved

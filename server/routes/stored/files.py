@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -20,9 +21,9 @@ from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
-from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
+from quire.server.protocol.kept import MAX_KEPT, MIN_KEPT
 from quire.server.routes.bodies import owner_of
-from quire.server.routes.stored.pages import Order, page_of
+from quire.server.routes.stored.pages import Order, found, no_after, page_of
 from quire.server.runtime import server_of
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import StoredFile, new_file
@@ -91,10 +92,8 @@ async def list_files(
     after: str | None = None,
     purpose: str | None = None,
 ) -> Response:
-    files, owner, newest = batches_of(request).files, owner_of(request), order == "desc"
-    page = await asyncio.to_thread(files.page, owner, limit, newest_first=newest, after=after, purpose=purpose)
-    if page is None:
-        raise InvalidRequest(f"after: there is no file `{after}`", param="after")
+    method = partial(batches_of(request).files.page, newest_first=order == "desc", after=after, purpose=purpose)
+    page = await found(request, method, limit, lacking=no_after("file", after))
     return page_of([told(file) for file in page[0]], more=page[1])
 
 
@@ -116,8 +115,7 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
     runner, owner = batches_of(request), owner_of(request)
     if await asyncio.to_thread(runner.uses, file_id, owner):
         raise InvalidRequest("file_id: a batch that has not ended reads it: cancel that first", param="file_id")
-    if not await asyncio.to_thread(runner.files.delete, owner, file_id):
-        raise missing(file_id, "file_id")
+    await found(request, runner.files.delete, file_id, lacking=missing(file_id, "file_id"))
     return {"id": file_id, "object": "file", "deleted": True}
 
 
@@ -182,10 +180,7 @@ def _check_sender(request: Request) -> None:
 
 async def _find(request: Request, file_id: str) -> StoredFile:
     """Raises RequestNotFound."""
-    file = await asyncio.to_thread(batches_of(request).files.find, owner_of(request), file_id)
-    if file is None:
-        raise missing(file_id, "file_id")
-    return file
+    return await found(request, batches_of(request).files.find, file_id, lacking=missing(file_id, "file_id"))
 
 
 def missing(file_id: str, param: str) -> RequestNotFound:
