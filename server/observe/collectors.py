@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -70,8 +71,8 @@ class ReadCollector(Collector):
         return self._read()
 
 
-def family(kind: Kind, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
-    """`values`: by the values of the labels."""
+def family(kind: Kind, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    """`values`: by the values of the labels, a tuple of texts."""
     made = kind(name, text, labels=labels)
     for each, value in values.items():
         made.add_metric(each, value)

@@ -73,7 +73,9 @@ def listed(given: str | Sequence[int | str | list[int]], param: str) -> list[str
     if isinstance(given, str):
         return [given]
     ids = [one for one in given if isinstance(one, int)]
-    found = [ids] if ids and isinstance(given[0], int) else [one for one in given if not isinstance(one, int)]
+    found: list[str | list[int]] = (
+        [ids] if ids and isinstance(given[0], int) else [one for one in given if not isinstance(one, int)]
+    )
     if not found:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     return found
