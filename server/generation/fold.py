@@ -1,5 +1,5 @@
-"""The parts of an answer in the order in which the model wrote them: thinking, text and tool calls; and whole answers,
-the fold of the deltas that a stream would have shown."""
+"""The parts of an answer (thinking, text and tool calls) in the order in which the model wrote them; and whole answers,
+which are collected from the deltas that a stream would have shown."""
 
 from __future__ import annotations
 

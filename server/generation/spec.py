@@ -75,7 +75,7 @@ class RepetitionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSpec:
-    """The part of a resolved call that does not depend on what is asked for."""
+    """The part of a resolved call that is the same for generations and vectors."""
 
     id: str
     """No other call has it. The ids of its sequences begin with it."""

@@ -95,7 +95,7 @@ def ignored_by_template(body: ChatRequest, template: str) -> list[str]:
 
 
 def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: ServedModel) -> MessageFormat | None:
-    """How to read the answers; None when all of their text is content."""
+    """How to parse the answers. None if all of their text is content."""
     reasoning, frame = model.formats.reasoning, model.formats.frame
     if reasoning is None and tools.format is None and frame is None:
         return None

@@ -1,4 +1,4 @@
-"""What the endpoints that generate resolve in the same way: the fields that completions and chat share."""
+"""What all endpoints that generate text resolve alike: the fields that completions and chat share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Ids(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A call that can be generated once its grammars are found to compile."""
+    """A resolved call, which can run once its grammars are known to compile."""
 
     spec: GenerationSpec
     """Without its tenant, whom only the server's own process knows."""

@@ -1,4 +1,4 @@
-"""From what SageMaker sends to a container to the spec of what its body asks for."""
+"""From the body that SageMaker sends to a container to the spec that it asks for."""
 
 from __future__ import annotations
 

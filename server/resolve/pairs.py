@@ -116,8 +116,8 @@ def _pair_limit(body: PairBody, model: ServedModel) -> int | None:
 def _by_cosine(
     body: PairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> Inputs:
-    """Each text once, however often it is compared. Rankings put the model's own prompts for queries and documents
-    before the texts, if it has them."""
+    """Each text becomes one input, however often it is compared. For rankings, the model's own prompts for queries and
+    documents precede the texts, if it has them."""
     check_whole(model)
     before = {"query": "", "document": ""}
     known = {} if model.pooling is None else model.pooling.prompts

@@ -37,7 +37,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
 
 
 def body_as(given: bytes, model: ServedModel, config: ServerConfig, *, body: type[Model]) -> Model:
-    """The same as work on a body, see server/routes/bodies.py."""
+    """A body as this model, in the form of work on a body: see server/routes/bodies.py."""
     return parse(given, body)
 
 
@@ -74,8 +74,8 @@ def too_deep(body: bytes) -> bool:
 
 
 def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseModel]) -> str:
-    """What pydantic found, one complaint per place: of the members of a union the first, or one that is our own.
-    `given`: the body, whose misspelt names and words are told."""
+    """What pydantic found, with one complaint for each place: for a union the first one, or one of ours. `given`: the
+    body, whose misspelt names and words the message quotes."""
     by_place: dict[str, str] = {}
     for one in details:
         place = _where(one["loc"])
@@ -100,7 +100,7 @@ def _meant(detail: Any, given: dict[str, Any], model: type[BaseModel]) -> str:
 
 
 def _at(given: Any, place: Sequence[str | int]) -> Any:
-    """What a body has at a place, which has names of union members between those of fields."""
+    """The value at a place of the body. The place may contain names of union members between those of fields."""
     for part in place:
         if part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int):
             given = given[part]

@@ -147,7 +147,7 @@ def chat_prompt(
 
 
 def known_prompt(body: ChatRequest, model: ServedModel, asked: Sequence[Asked]) -> Prompt:
-    """The ids that another server has made of the conversation. Raises InvalidRequest."""
+    """The token ids that another server has made of the conversation. Raises InvalidRequest."""
     if asked or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
@@ -179,7 +179,8 @@ def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequen
 
 
 def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
-    """A rendered conversation with all that stands for its images. Raises as above."""
+    """A rendered conversation in which each image's mark is replaced by all tokens that stand for the image. Raises as
+    above."""
     asked = asked_images(messages, model)
     if not asked:
         return text
@@ -208,7 +209,7 @@ def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, An
 
 
 def continued(body: ChatRequest, text: str) -> str:
-    """The final message as it ends the rendered `text`: templates may take the spaces at its ends away."""
+    """The final message as it appears at the end of the rendered `text`: templates may strip its spaces."""
     final = str(normalize(body.messages[-1].as_dict())["content"])
     return final if text.endswith(final) else final.strip()
 
@@ -290,7 +291,7 @@ def check_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def slices(text: str) -> Iterator[str]:
-    """Pieces of at most SLICE characters, which end before a space where there is one in their second half."""
+    """Pieces of at most SLICE characters. A piece ends before a space if there is one in its second half."""
     start = 0
     while len(text) - start > SLICE:
         space = text.rfind(" ", start + SLICE // 2, start + SLICE)

@@ -1,4 +1,4 @@
-"""From a hint that a conversation's next turn is about to come to the spec that computes what it had."""
+"""From a hint that a conversation's next turn is coming to the spec that brings the conversation into the cache."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def asked_warm(given: bytes, model: ServedModel, config: ServerConfig) -> tuple[
 
 
 def warm_call(session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig) -> Resolved:
-    """The last turn as a prompt, of which one token is generated, for nobody. The engine knows the conversation by its
-    tokens, and keeps it as long as its last request said. Raises ModelNotFound where its adapter is gone."""
+    """The last turn as a prompt, for which one token is generated and thrown away. The engine recognises the
+    conversation by its tokens, and keeps it as long as its last request asked. Raises ModelNotFound if its adapter is
+    gone."""
     ids = turn.ids[: model.context_length - 1]
     wanted = {
         "model": turn.adapter or None,

@@ -47,8 +47,8 @@ def decided(question: Question, answer: Answer) -> dict[str, Any]:
 
 
 def shares_of(question: Question, answer: Answer) -> list[float]:
-    """The probability of each option, given that one of them is answered: a softmax over their tokens; of labels the
-    probability among all tokens."""
+    """The probability of each option on condition that one of them is the answer: a softmax over the options' tokens.
+    For labels: the probability among all tokens."""
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     found = dict(logprob.top)
@@ -61,7 +61,8 @@ def shares_of(question: Question, answer: Answer) -> list[float]:
 
 
 class SystemOneWriter(WholeWriter):
-    """The same under the names of the System One API. Fields that the specification does not name begin with x_."""
+    """Writes decisions in the fields of the System One API. Fields that its specification does not have begin with
+    x_."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         pairs = zip(self._spec.questions, answers, strict=True)
@@ -90,13 +91,14 @@ def evaluated(question: Question, shares: Sequence[float]) -> dict[str, Any]:
 
 
 def confidence_of_choice(shares: Sequence[float]) -> float:
-    """By how much the likeliest option is above an equal share: 0 where all are alike, 1 where it is certain."""
+    """How far the likeliest option is above an equal share: 0 if all are equally likely, 1 if it is certain."""
     equal = 1 / len(shares)
     return within((max(shares) - equal) / (1 - equal))
 
 
 def confidence_of_score(shares: Sequence[float]) -> float:
-    """1 less the mean distance from the likeliest level, in units of that of equal shares from their middle."""
+    """1 minus the mean distance from the likeliest level, divided by the same distance for equal shares around the
+    middle level."""
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
     spread = sum(share * abs(index - mode) for index, share in enumerate(shares))

@@ -1,5 +1,5 @@
-"""The output items of the Responses API, made of the parts of an answer; and the input of a custom tool, which is read
-out of a call's arguments as they come: {"input": "…"}."""
+"""The output items of the Responses API, made from the parts of an answer; and a reader that extracts a custom tool's
+input from the arguments of a call, {"input": "…"}, while they arrive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OutputItems:
         return f"{PREFIXES[self.type(part)]}{self._spec.id.removeprefix(self._spec.id_prefix)}{index:04x}"
 
     def begun(self, part: Part, index: int) -> dict[str, Any]:
-        """An item that has nothing yet."""
+        """An item without content so far."""
         item = self.item(Part(part.kind, part.id, part.name), index, "in_progress")
         return item | {"content": []} if "content" in item else item
 
@@ -69,7 +69,8 @@ class OutputItems:
 
 
 class CustomInput:
-    """Push the arguments' pieces, get the input's. Arguments of another form are the input themselves."""
+    """Takes the arguments piece by piece and returns the pieces of the input. Arguments of any other form are
+    themselves the input."""
 
     def __init__(self) -> None:
         self._rest = ""

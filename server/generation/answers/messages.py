@@ -25,7 +25,7 @@ DELTAS = {
 
 
 class MessagesWriter(PartsWriter):
-    """Each part of the answer is a content block; an answer without any has one empty text."""
+    """Each part of the answer is a content block. An answer without parts has one empty text block."""
 
     @property
     def ping(self) -> bytes:
@@ -114,8 +114,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 def stop_fields(
     finish_reason: str | None, stop_reason: int | str | None, spec: GenerationSpec, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic has no reason for an answer that was cancelled or repeats itself: the first is cut short, the second
-    ended."""
+    """Anthropic has no stop reason for an answer that was cancelled or that repeats itself: the first is reported as
+    cut off, the second as finished."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")

@@ -25,7 +25,7 @@ Shape = Literal["message", "response"]
 
 
 class OllamaWriter(PartsWriter):
-    """Sends text and thinking as they come, and calls when they are whole. Answers of /api/generate."""
+    """Sends text and thinking as they come, and each call when it is complete. Writes answers of /api/generate."""
 
     MEDIA: ClassVar[bytes] = b"application/x-ndjson"
     SHAPE: ClassVar[Shape] = "response"
@@ -121,7 +121,7 @@ def embedding(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarr
 
 
 def unit(vector: np.ndarray) -> list[float]:
-    """Of length 1, as Ollama gives all."""
+    """Scaled to length 1, as Ollama returns all vectors."""
     length = float(np.linalg.norm(vector))
     made: list[float] = (vector / length if length else vector).tolist()
     return made

@@ -82,7 +82,7 @@ class ResponsesWriter(PartsWriter):
 
     @property
     def unfinished(self) -> bool:
-        """Whether it has not come to an end of its own."""
+        """Whether the response ended before the model finished it."""
         return self.final is None or self.status == "failed"
 
     def so_far(self, status: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What all writers of answers do, and what those share that write an answer part by part."""
+"""The base classes of all writers of answers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class WholeWriter(AnswerWriter):
 
 
 class PartsWriter(AnswerWriter):
-    """Writes the only choice part by part: thinking, text and calls in their order. A part ends where another one
+    """Writes the only choice part by part: thinking, text and calls, in their order. A part ends where the next one
     begins."""
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:

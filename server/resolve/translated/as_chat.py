@@ -1,5 +1,5 @@
-"""The chat that a body of another API was translated to: its turns as the template takes them, and errors about it in
-the words of that API."""
+"""The chat that a body of another API is translated to: its turns in the form that templates take, and error messages
+in the words of that API."""
 
 from __future__ import annotations
 
@@ -77,11 +77,9 @@ def tool_turn(call_id: str, content: str | list[Turn], names: Mapping[str, str])
 
 
 def placed(turns: Sequence[Turn], shows: Shows, places: Places) -> list[Turn]:
-    """The turns, in which texts of a system that the template would refuse or leave out are the user's, in their place:
-    agents send them in the middle of a conversation. Where its images stand is noted in `places`.
-
-    `shows`: what the template shows. Content is a list of parts, or a tool's text.
-    """
+    """The turns, with system messages that the template would refuse or leave out turned into user messages at the same
+    place: agents send them in the middle of a conversation. `places` receives where the images are. `shows`: what the
+    template shows. Content is a list of parts, or a tool's text."""
     found: list[Turn] = []
     for turn in turns:
         shown = shows.late_system if found else shows.system

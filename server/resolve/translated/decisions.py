@@ -75,7 +75,7 @@ class Posed:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What an API's way to ask questions differs in from another's."""
+    """The differences between the APIs that ask questions."""
 
     writer: MakesWriter
     id_prefix: str
@@ -124,7 +124,8 @@ class Asking:
 
 
 def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """So many short texts, each of which is one token: letters, and then pairs and threes. Raises InvalidRequest."""
+    """So many short texts that are one token each: letters first, then pairs and triples of letters. Raises
+    InvalidRequest."""
     found = dict(islice(_single_tokens(tokenizer), count))
     if len(found) < count:
         raise InvalidRequest(
@@ -134,7 +135,7 @@ def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """The clearest first; no two are the same token."""
+    """The most readable ones first. All are different tokens."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()
@@ -158,7 +159,7 @@ def options_of(asked: Asked) -> list[tuple[str | bool, str]]:
 def as_chat(
     body: TranslatedBody, items: Sequence[Item], question: str, model: ServedModel, places: Places
 ) -> ChatRequest:
-    """The conversation with a question at its end, which one of the labels answers."""
+    """The conversation with the question as its last message, which one of the labels answers."""
     asked = Message(role="user", content=question)
     turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
     turns = placed(turns, model.renderer.shows, places)

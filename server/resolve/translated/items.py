@@ -67,7 +67,7 @@ def call_of(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 
 def thought_of(item: Reasoning) -> str:
-    """The thinking; a client that keeps no content sends back what it was given as encrypted_content."""
+    """The text of the thinking. A client that does not keep content sends it back as encrypted_content."""
     told = "\n".join(part.text for part in item.content) or unsealed(item.encrypted_content)
     return told or "\n".join(part.text for part in item.summary)
 

@@ -1,4 +1,4 @@
-"""From SGLang's scores of labels to completions of no token, whose next one's probabilities are told."""
+"""From SGLang's label scores to completions of no token, whose answer is the probabilities of the next token."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NAMES = {
 
 
 def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
-    """A chat without messages is how Ollama's clients load a model, which is there. Raises ModelNotFound, and
+    """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
     InvalidRequest naming the parameter."""
     body = parse(given, OllamaChatRequest)
     name = model.answer_name(plain_name(body.model, model))

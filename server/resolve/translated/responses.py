@@ -94,7 +94,7 @@ def as_json(told: Mapping[str, Any]) -> bytes:
 
 
 def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
-    """Refuse what needs a store where there is none, or where it is not to be used."""
+    """Refuse a request that needs the store if there is none or if the request itself forbids its use."""
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
             raise InvalidRequest(f"{name}: {NO_STORE}", param=name)
@@ -198,7 +198,8 @@ def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]
 
 
 def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """The fields that the answer repeats, with what they are where they were not given. Its schema requires all."""
+    """The request's fields that the answer repeats, with defaults for those that were not given. The answer's schema
+    requires all of them."""
     given = {"parameters": None, "strict": None}
     tools = [
         (given if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools
