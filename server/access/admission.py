@@ -1,4 +1,4 @@
-"""Whether a generation may come in: is the server open, is there room in the queue, do its key's limits allow it."""
+"""Decides whether a call is admitted: whether the server is open, the queue has room, and the key's limits allow it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "
 
 
 class Admitted:
-    """A call that came in, until it is settled."""
+    """A call that was admitted, until it is settled."""
 
     def __init__(self, reservation: Reservation, tokens: Budget, tenant: str, prompt_tokens: int) -> None:
         self._reservation = reservation
@@ -122,10 +122,10 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """A route for one model, which a request names in its body, in its path, or in the query parameter `model`.
+    """A route that needs a model, which the request names in its body, in its path, or in the query parameter `model`.
 
-    `handle` is overridden, and not only the handler that it calls, because the request needs its model up to the last
-    byte of the answer.
+    `handle` is overridden, not only the handler that it calls, because the request needs its model until the last byte
+    of the answer is sent.
     """
 
     awake: ClassVar[bool] = True
@@ -139,13 +139,13 @@ class ModelRoute(APIRoute):
 
 
 class IdleRoute(ModelRoute):
-    """A route that needs no engine, or wakes it itself."""
+    """A route that needs no running engine, or wakes the engine itself."""
 
     awake = False
 
 
 class CountedRoute(IdleRoute):
-    """Counts a call among its key's requests a minute, before the body is read. Answers tell the key's limits in
+    """Counts a call against its key's requests per minute before the body is read. Answers report the key's limits in
     x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -166,13 +166,13 @@ class CountedRoute(IdleRoute):
 
 
 class StoredRoute(CountedRoute):
-    """A counted route of what is the whole server's, whichever model made it."""
+    """A counted route for data of the whole server, whichever model made it."""
 
     named = False
 
 
 class FileRoute(CountedRoute):
-    """A counted route that needs no model at all."""
+    """A counted route that needs no model."""
 
     handle = APIRoute.handle
 

@@ -1,4 +1,5 @@
-"""The models that were added while the server ran, kept in its data folder for its next start."""
+"""The models that were added while the server ran. They are stored in its data folder, so that its next start has
+them."""
 
 from __future__ import annotations
 

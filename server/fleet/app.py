@@ -1,4 +1,5 @@
-"""The application of several models: each request is for the model that it names, which is loaded first if need be."""
+"""The application for several models. Each request goes to the model that it names, which is loaded first if
+necessary."""
 
 from __future__ import annotations
 

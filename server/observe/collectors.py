@@ -1,5 +1,5 @@
-"""Metrics that are read off a server when somebody asks: of engines, of what was refused, of adapters in use, and of
-what is kept in --data-dir."""
+"""Metrics whose values are read when somebody asks for them: those of engines, of refused calls, of adapters in use,
+and of what is stored in --data-dir."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ReadCollector(Collector):
 
 
 def family(kind: Kind, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
-    """`values`: by the values of the labels, a tuple of texts."""
+    """`values`: by tuples of the values of the labels."""
     made = kind(name, text, labels=labels)
     for each, value in values.items():
         made.add_metric(each, value)
@@ -80,7 +80,7 @@ def family(kind: Kind, name: str, text: str, labels: Sequence[str], values: Mapp
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """What the engines said of themselves last; the engine's number is a label."""
+    """The latest statistics of the engines. The engine's number is a label."""
     engines, link = client.link.engines, client.link
     stats = [each.stats for each in engines]
 
@@ -140,8 +140,8 @@ def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
 
 
 def kept_metrics(look: Callable[[], Look], results: Collection[str], model_name: str) -> Iterator[Metric]:
-    """What outlives the server's process: batches, streams, and the bytes that are kept. `look`: the last look at what
-    all processes have together; `results`: what a request of a batch may come to."""
+    """Metrics of what outlives the server's process: batches, streams, and stored bytes. `look`: the latest figures of
+    all processes together. `results`: the possible results of a request of a batch."""
     seen, model = look(), LABELS[:1]
     text = "Batches that have not ended."
     yield family(GaugeMetricFamily, "quire:batches", text, model, {(model_name,): seen.counts[OPEN]})

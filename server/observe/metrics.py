@@ -127,7 +127,7 @@ class Metrics:
         self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
 
     def asked(self, questions: Iterable[str]) -> None:
-        """Count questions of these types, where the type is one that has a count."""
+        """Count questions by type. Other types are ignored."""
         for question in questions:
             if question in self._questions:
                 self._questions[question].inc()

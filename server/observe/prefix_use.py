@@ -1,5 +1,5 @@
-"""What is told of a prompt and the prefix cache, in figures and words: what was found, what could have been and why it
-was not; and the turns of a conversation beside each other."""
+"""What is reported of a prompt and the prefix cache, in figures and words: what was found, what could have been found
+and why it was not; and the turns of a conversation in comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ OWN_LOAD = "their pages had to make room; what this key had computed since fills
 
 
 def prefix_use(timeline: Timeline, decode: Decode | None) -> dict[str, Any] | None:
-    """Of one sequence; None where nothing is known. `decode`: makes text of tokens, for those who may read them."""
+    """The report of one sequence; None if nothing is known. `decode` turns tokens into text, for callers that may read
+    it."""
     report = timeline.prefix
     if report is None:
         return None
@@ -45,8 +46,7 @@ def prefix_use(timeline: Timeline, decode: Decode | None) -> dict[str, Any] | No
 
 
 def turns(log: RequestLog, history: History, conversation: str, is_mine: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The turns of a conversation that are remembered here, one for each answer, the first first; `is_mine`: see
-    `explanation`."""
+    """The remembered turns of a conversation, one for each answer, oldest first. `is_mine`: see `explanation`."""
     found: dict[str, dict[str, Any]] = {}
     for timeline in (*history.ended, *history.open):
         of = timeline.prefix

@@ -1,4 +1,5 @@
-"""The most that a body's fields may hold. Validation stops at the first breach, before it looks at what is beyond."""
+"""The limits of the fields of bodies. Validation stops at the first field that exceeds one, before it reads the
+rest."""
 
 from __future__ import annotations
 

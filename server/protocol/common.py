@@ -1,4 +1,5 @@
-"""What all request bodies share: a null means unset, and a parameter that is not honoured is named or refused."""
+"""What all bodies of requests share: null means that a field is not set, and a parameter that has no effect is named or
+refused."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ class StreamOptions(RequestBody):
 
 
 class KvTransferParams(RequestBody):
-    """What vLLM's prefill servers hand to those that decode. Keys and values are not transferred, ids are used."""
+    """What vLLM's prefill servers pass on to decode servers. Only the token ids are used; keys and values are not
+    transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], AtMost(MAX_ENTRIES)] = Field(default_factory=list)
     """Of the whole prompt, which is not tokenized again."""

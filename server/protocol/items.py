@@ -22,7 +22,8 @@ def full_name(namespace: str, name: str) -> str:
 
 
 def sealed(thought: str) -> str:
-    """What a reasoning item has as encrypted_content: its text, for the client to send back. It is no secret."""
+    """The encrypted_content of a reasoning item: its text in encoded form, for the client to send back. It is not
+    secret."""
     return base64.b64encode(thought.encode()).decode()
 
 
@@ -118,7 +119,7 @@ class Reasoning(Given):
 
 
 def type_of(given: Any) -> Any:
-    """Of an item; a message need not say that it is one."""
+    """The type of an item; a message may omit it."""
     return given.get("type") or "message" if isinstance(given, dict) else getattr(given, "type", None)
 
 

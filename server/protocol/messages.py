@@ -19,7 +19,7 @@ class CacheControl(Given):
 
 
 class Marked(Given):
-    """What may say for how long all up to its end is kept."""
+    """A block that can have a cache_control mark, which says how long the prompt up to its end is kept."""
 
     cache_control: CacheControl | None = None
 
@@ -61,7 +61,7 @@ class ThinkingBlock(Given):
 
 
 class RedactedThinkingBlock(Given):
-    """What nobody here can read: it is left out."""
+    """Thinking that this server cannot read. It is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 

@@ -1,4 +1,5 @@
-"""What the bodies of other APIs share: each is translated to a chat's, and takes more of its fields by their names."""
+"""What the bodies of other APIs share: each is translated to a chat, and accepts the chat's other fields under their
+own names."""
 
 from __future__ import annotations
 

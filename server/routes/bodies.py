@@ -1,4 +1,4 @@
-"""How routes take the bodies of requests: within bounds, off the event loop where they are not small."""
+"""How routes handle the bodies of requests: within limits, and outside the event loop unless they are small."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def of_caller(request: Request, spec: Spec) -> Spec:
 
 
 def _without_key(request: Request, spec: GenerationSpec) -> GenerationSpec:
-    """A spec that cannot be asked for again, whose answer says so where an Idempotency-Key asks for that. Raises
-    InvalidRequest instead when the server is strict."""
+    """A spec that cannot be asked for again. If the request has an Idempotency-Key, a header of the answer says that it
+    has no effect. Raises InvalidRequest instead if the server is strict."""
     if KEY not in request.headers:
         return spec
     before = spec.headers.get(IGNORED)
@@ -142,7 +142,7 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
 
 
 def wants_receipt(request: Request, spec: GenerationSpec) -> bool:
-    """Raises InvalidRequest where it cannot have one."""
+    """Raises InvalidRequest if the request asks for a receipt that it cannot have."""
     asked = request.headers.get(RECEIPT, "").lower() in ("1", "true")
     if asked and (spec.beam_search or request.scope["path"].startswith("/api/")):
         what = "use_beam_search" if spec.beam_search else "Ollama's API"
@@ -164,7 +164,7 @@ def here_of(request: Request) -> Here:
 
 
 def owner_of(request: Request) -> str:
-    """Whose what is kept is: the key's digest, as its name may pass to another key."""
+    """Whose data this is: the digest of the key, because a key's name may be given to another key."""
     return tenant_of(request.scope).digest.hex()
 
 
@@ -214,7 +214,7 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
 def with_fetched(
     given: bytes, model: ServedModel, config: ServerConfig, *, work: Work[Result], fetched: dict[str, bytes]
 ) -> Result:
-    """What `work` makes of a body some of whose images were fetched."""
+    """The result of `work` for a body of which some images had to be fetched."""
     return work(given, replace(model, fetched=fetched), config)
 
 
@@ -229,7 +229,7 @@ class Documented(dict[str, Any]):
 
 
 def describe_bodies(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Let the application's OpenAPI description have the schemas of the bodies that these routers' routes take."""
+    """Add the schemas of the bodies that these routers take to the application's OpenAPI description."""
     describe = app.openapi
     extras = [route.openapi_extra for router in routers for route in router.routes if isinstance(route, APIRoute)]
     models = {model: None for extra in extras if isinstance(extra, Documented) for model in extra.models}

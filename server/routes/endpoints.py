@@ -1,4 +1,4 @@
-"""The endpoints whose answer follows from the body of a POST alone, one row each."""
+"""The endpoints whose answer follows from the body of a POST alone. Each is a row of a table."""
 
 from __future__ import annotations
 
@@ -214,7 +214,8 @@ ENDPOINTS = (
 
 
 def handler(resolve: Work[Answerable]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """The function that answers an endpoint's requests. It raises what `worked_on`, `checked` and the replies raise."""
+    """The function that answers the requests of an endpoint. It raises what `worked_on`, `checked` and the replies
+    raise."""
 
     async def answer(request: Request) -> Response:
         model = model_of(request)

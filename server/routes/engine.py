@@ -1,6 +1,6 @@
-"""The engine, for the server's operators: GET /v1/engine/events, a stream of what the dashboard shows,
-/v1/engine/requests, the last answers, and /v1/engine/trace, a recording for Perfetto; its weights: sleep, wake, and
-others in place."""
+"""The engine, for the server's operators: GET /v1/engine/events, the stream behind the dashboard; /v1/engine/requests,
+the last answers; /v1/engine/trace, a recording for Perfetto; and routes that let the engine sleep, wake it, and replace
+its weights."""
 
 from __future__ import annotations
 

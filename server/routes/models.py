@@ -138,13 +138,13 @@ async def props(request: Request) -> dict[str, Any]:
 
 @counted.get("/tokenizer_info", response_model=None)
 def tokenizer_info(request: Request) -> Response:
-    """tokenizer_config.json as it is in effect here, as vLLM answers it: lm-eval's remote tokenizer reads it."""
+    """tokenizer_config.json as it is in effect, in vLLM's form: lm-eval's remote tokenizer reads it."""
     return Response(encode_ascii(told_of_tokenizer(model_of(request))), 200, media_type="application/json")
 
 
 def told_of_tokenizer(model: ServedModel) -> dict[str, Any]:
-    """The file's entries, but for paths on the machine that wrote it. Special tokens are strings, null where there is
-    none; added_tokens_decoder and chat_template are there whatever file of the model they come from."""
+    """The entries of the file except paths of the machine that wrote it. Special tokens are strings, or null if there
+    is none. added_tokens_decoder and chat_template are included, whichever file of the model they come from."""
     tokenizer = model.tokenizer
     found = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
     longest = found.get("model_max_length")

@@ -49,9 +49,11 @@ async def nothing() -> None:
 async def reply(
     request: Request, spec: GenerationSpec, writer: AnswerWriter, ended: Callable[[], Awaitable[None]] = nothing
 ) -> Response:
-    """`ended` is awaited when the writer has written all of an answer, before its end is sent.
+    """`ended` is awaited when the writer has written a whole answer, before the answer's last part is sent.
 
-    Raises what `begin` and Kept.call's function raise, and EngineError when the engine failed a whole answer."""
+    Raises what `begin` and Kept.call's function raise, and EngineError if the engine failed an answer that is not
+    streamed.
+    """
     runtime = runtime_of(request)
     keep = keep_alive(request, 0 if server_of(request).streams is None else runtime.config.stream_grace)
     if keep and not (spec.stream and spec.resumable):
@@ -87,7 +89,7 @@ def _streamed(
     ended: Callable[[], Awaitable[None]],
     keep: float,
 ) -> Response:
-    """`keep`: seconds for which it goes on without its reader."""
+    """`keep`: seconds for which the answer goes on without its reader."""
     runtime, transport = runtime_of(request), request.scope.get(TRANSPORT)
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
@@ -123,7 +125,8 @@ def _kept_alive(
     ended: Callable[[], Awaitable[None]],
     seconds: float,
 ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-    """The events of a stream that goes on for a while when its reader has left, and what its reader's end calls."""
+    """The events of a stream that goes on for a while after its reader has left, and the function to call when the
+    reader leaves."""
     background, key = server_of(request).background, (owner_of(request), spec.id)
     held = hold_of(request.scope).moved()
 
@@ -139,7 +142,7 @@ def _kept_alive(
 async def _folded(
     request: Request, spec: GenerationSpec, generation: Generation, count: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[Answer]:
-    """The whole answers. One that is none may be asked for anew, with the same Idempotency-Key."""
+    """The whole answers. A call that failed may be sent again with the same Idempotency-Key."""
     try:
         return await fold(generation.deltas(), count)
     except Exception:
@@ -151,7 +154,8 @@ async def _folded(
 async def journaled(
     request: Request, spec: GenerationSpec, generation: Generation, close: Callable[[], None]
 ) -> Callable[[], None]:
-    """What ends a call: one that can be asked for again is in the journal before its first event is sent."""
+    """The function that ends the call. A call that can be asked for again is in the journal before its first event is
+    sent."""
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
@@ -171,9 +175,10 @@ def admitted(
     n: int = 1,
     max_tokens: int | None = None,
 ) -> tuple[Started, Admitted]:
-    """Admit a call and `start` its work. Whoever ends that settles what was reserved.
+    """Admit a call and `start` its work. Whoever ends the work settles the reservation.
 
-    Raises what Admission.admit raises, and EngineError when the engine is gone."""
+    Raises what Admission.admit raises, and EngineError if the engine is gone.
+    """
     reservation = admission_of(request).admit(
         tenant_of(request.scope),
         prompts=prompts,
@@ -222,8 +227,8 @@ def start(spec: GenerationSpec, runtime: Runtime) -> Generation:
 
 
 def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
-    """Admit a call and start its generation, which the function that comes with it must end. Raises what `admitted`
-    raises."""
+    """Admit a call and start its generation. The caller must call the returned function when it is done. Raises what
+    `admitted` raises."""
     runtime, params = runtime_of(request), spec.params
     generation, reservation = admitted(
         request,
@@ -247,8 +252,8 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
 
 
 class Chunks:
-    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that
-    it touches than by what is done."""
+    """Writes steps directly to a transport, as chunks of a body that has begun. It is kept small, because the memory
+    that it touches costs more for each token than what it does."""
 
     __slots__ = ("_generation", "_transport", "_usage", "_writer")
 
@@ -278,8 +283,8 @@ async def events_of(
     ended: Callable[[], Awaitable[None]],
     transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
-    the stream waits for the next are written there at once, but for the first and the last."""
+    """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
+    waits are written to it directly, except the first and the last."""
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening, first = writer.first(), True

@@ -145,8 +145,9 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
 
 async def _known(request: Request, spec: GenerationSpec) -> Response | None:
-    """The response of a call that had its Idempotency-Key before; None where the server ended between the call's row in
-    the journal and the response's own. Raises HTTPException while it is between them."""
+    """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
+    call to the journal and before it stored the response. Raises HTTPException while another request is at that
+    point."""
     try:
         return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
     except RequestNotFound:
@@ -158,7 +159,7 @@ async def _known(request: Request, spec: GenerationSpec) -> Response | None:
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def compact_response() -> None:
-    """Only a model that was trained to compact a conversation can."""
+    """Only a model that was trained for it can compact a conversation."""
     raise RequestNotFound("Conversations are not compacted here: send fewer items")
 
 
@@ -166,8 +167,8 @@ async def compact_response() -> None:
 async def retrieve_response(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
-    """A stored response. `stream`: its events behind the one with the number `starting_after`, for one that was created
-    in the background and streamed; of one that has ended the last event only."""
+    """A stored response. `stream`: the events after the one numbered `starting_after`, if the response was created in
+    the background and streamed; only the last event if it has ended."""
     kept = await _find(request, response_id)
     background, key = server_of(request).background, (owner_of(request), response_id)
     config, works = server_of(request).config, kept.about["status"] in WORKED_ON

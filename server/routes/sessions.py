@@ -1,4 +1,4 @@
-"""POST /v1/sessions/{id}/warm: a conversation that paused is about to go on."""
+"""POST /v1/sessions/{id}/warm: announces that a paused conversation is about to go on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ router = APIRouter(route_class=GenerationRoute)
     responses={404: {"description": "No conversation with that session_id has ended here lately."}},
 )
 async def warm(session_id: str, request: Request) -> Response:
-    """Bring what a conversation had into the KV cache, from a tier or computed anew, so that its next turn begins at
-    once.
+    """Bring a conversation into the KV cache, from a lower tier or by computing it again, so that its next turn starts
+    at once.
 
-    The conversation is the one whose requests have this `session_id`, of the same key and cache_salt. Answers when it
-    is there; a caller need not wait for that. It is charged as a prompt of that length with an answer of one token.
+    The conversation consists of the requests with this `session_id`, the same key and the same cache_salt. The answer
+    comes when the conversation is in the cache; a caller need not wait for it. The call is charged as a prompt of that
+    length with an answer of one token.
     """
     body, headers = await worked_on(request, asked_warm)
     runtime, model = runtime_of(request), model_of(request)

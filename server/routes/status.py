@@ -20,8 +20,8 @@ router = APIRouter()
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine works, or sleeps because it was told to; 503 when it is silent, being replaced or gone, or
-    when the server is shutting down."""
+    """200 if the engine works, or sleeps because it was told to; 503 if it is silent, being replaced or gone, or if the
+    server is shutting down."""
     only = _only(request)
     return Response(status_code=200 if only.client.healthy and not only.admission.draining else 503)
 
@@ -46,7 +46,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """How many requests are open, as vLLM tells load balancers; of this process, where several speak HTTP."""
+    """The number of open requests, in the form that vLLM gives to load balancers. It counts this process only, also if
+    several processes serve HTTP."""
     return {"server_load": sum(runtime.client.num_open for runtime in server_of(request).models.loaded)}
 
 

@@ -44,7 +44,7 @@ class MessagesWriter(PartsWriter):
 
     def last(self, usage: Usage) -> bytes:
         events = [] if self._open else [self._begin(Part("text"))]
-        events.append(self._closing())
+        events.append(self.closing())
         ended = self._ended
         assert ended is not None, "a complete answer has its end"
         change = stop_fields(ended.finish_reason, ended.stop_reason, self._spec, usage)
@@ -74,20 +74,20 @@ class MessagesWriter(PartsWriter):
         message["usage"] = usage_fields(replace(so_far, missed=()))  # told at the end: after a restart it is not known
         return encode_event("message_start", {"type": "message_start", "message": message})
 
-    def _opening(self, part: Part) -> bytes:
+    def opening(self, part: Part) -> bytes:
         self._index += 1
         empty = block_of(Part(part.kind, part.id, part.name))
         about = {"type": "content_block_start", "index": self._index, "content_block": empty}
         return encode_event("content_block_start", about)
 
-    def _piece(self, part: Part, piece: str) -> bytes:
+    def piece(self, part: Part, piece: str) -> bytes:
         if not piece:
             return b""
         change = DELTAS[part.kind] % encode_json(piece)
         head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b}\n\n'
         return head % (self._index, change)
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         if self._open is None:
             return b""
         return encode_event("content_block_stop", {"type": "content_block_stop", "index": self._index})

@@ -47,7 +47,7 @@ class OllamaWriter(PartsWriter):
 
     def last(self, usage: Usage) -> bytes:
         reason = None if self._ended is None else self._ended.finish_reason
-        return self._closing() + self._line(done=self._end(reason, usage))
+        return self.closing() + self._line(done=self._end(reason, usage))
 
     def failed(self, error: Exception) -> bytes:
         return failure(error).ollama() + b"\n"
@@ -58,15 +58,15 @@ class OllamaWriter(PartsWriter):
         ended = self._end(answer.finish_reason, usage)
         return self._line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
 
-    def _opening(self, part: Part) -> bytes:
+    def opening(self, part: Part) -> bytes:
         return b""
 
-    def _piece(self, part: Part, piece: str) -> bytes:
+    def piece(self, part: Part, piece: str) -> bytes:
         if not piece or part.kind == "call":
             return b""
         return self._line(text=piece) if part.kind == "text" else self._line(reasoning=piece)
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         call = self._open
         return b"" if call is None or call.kind != "call" else self._line(calls=[call_of(call)])
 

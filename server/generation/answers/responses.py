@@ -57,7 +57,7 @@ class ResponsesWriter(PartsWriter):
         self._end = self.number
         events = b"" if self._parts.all else self._begin(Part("text"))
         self.status = ended(None if self._ended is None else self._ended.finish_reason)
-        events += self._closing(self.status)
+        events += self.closing(self.status)
         self.final = self._response(self.status, usage)
         kind = "response.completed" if self.status == "completed" else "response.incomplete"
         return events + self._event(kind, response=self.final)
@@ -121,7 +121,7 @@ class ResponsesWriter(PartsWriter):
         index = len(self.output)
         return {"item_id": self._items.id(part, index), "output_index": index}
 
-    def _opening(self, part: Part) -> bytes:
+    def opening(self, part: Part) -> bytes:
         self._input, self._tokens = CustomInput(), 0
         index = len(self.output)
         begun = self._items.begun(part, index)
@@ -132,7 +132,7 @@ class ResponsesWriter(PartsWriter):
             events += self._event("response.content_part.added", fields)
         return events
 
-    def _piece(self, part: Part, piece: str) -> bytes:
+    def piece(self, part: Part, piece: str) -> bytes:
         kind = self._items.type(part)
         if kind == "custom_tool_call":
             piece = self._input.push(piece)
@@ -144,7 +144,7 @@ class ResponsesWriter(PartsWriter):
             self._tokens = len(part.tokens)
         return self._event(f"{TEXTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
-    def _closing(self, status: str = "completed") -> bytes:
+    def closing(self, status: str = "completed") -> bytes:
         """`status`: the response's."""
         part = self._open
         if part is None:

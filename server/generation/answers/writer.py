@@ -98,24 +98,24 @@ class PartsWriter(AnswerWriter):
         for delta in deltas:
             for part, piece in self._parts.add(delta):
                 if part is not self._open:
-                    events += [self._closing(), self._begin(part)]
-                events.append(self._piece(part, piece))
+                    events += [self.closing(), self._begin(part)]
+                events.append(self.piece(part, piece))
             if delta.finish_reason is not None:
                 self._ended = delta
         return b"".join(events)
 
     def _begin(self, part: Part) -> bytes:
         self._open = part
-        return self._opening(part)
+        return self.opening(part)
 
     @abstractmethod
-    def _opening(self, part: Part) -> bytes:
+    def opening(self, part: Part) -> bytes:
         """The events with which the part begins that is open now."""
 
     @abstractmethod
-    def _piece(self, part: Part, piece: str) -> bytes:
+    def piece(self, part: Part, piece: str) -> bytes:
         """The events of a piece of the open part, which may be empty."""
 
     @abstractmethod
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         """The events with which the open part ends, if there is one."""

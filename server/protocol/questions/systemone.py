@@ -21,7 +21,7 @@ Structured = str | dict[str, Any] | Annotated[list[Any], AtMost(MAX_PARTS)]
 
 
 class Sides(Given):
-    """When a noul is true, and when it is not."""
+    """Descriptions of when a noul is true and when it is false."""
 
     true: Structured | None = None
     false: Structured | None = None

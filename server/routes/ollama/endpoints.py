@@ -60,21 +60,22 @@ async def show(request: Request) -> dict[str, Any]:
 
 
 def tagged(runtime: Runtime) -> list[dict[str, Any]]:
-    """What /api/tags has for each name of a model."""
+    """The entry in /api/tags for each name of a model."""
     model, info = runtime.model, runtime.info
     about = {"digest": model.fingerprint, "modified_at": _since(model), "size": info.weight_bytes}
     return [named(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
 
 
 def held(runtime: Runtime) -> list[dict[str, Any]]:
-    """What /api/ps has for each name of a model."""
+    """The entry in /api/ps for each name of a model."""
     never = {"expires_at": "9999-12-31T23:59:59Z", "context_length": runtime.model.context_length}
     size = runtime.info.weight_bytes + runtime.info.kv_bytes + runtime.info.state_bytes
     return [{**each, **never, "size_vram": size} for each in tagged(runtime)]
 
 
 def named(name: str, few_bits: str = "") -> dict[str, Any]:
-    """What is known of a model that need not be loaded. Ollama's own client shows twelve characters of any digest."""
+    """What is known of a model even if it is not loaded. Ollama's own client shows the first twelve characters of the
+    digest, whatever it is."""
     return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _details(few_bits)}
 
 

@@ -1,5 +1,5 @@
-"""POST /api/pull, where --allow-pull lets it: a model is downloaded into the hub's cache by `quire pull`, in a process
-of its own, which ends when its caller leaves; what has come by then stays there."""
+"""POST /api/pull, which needs --allow-pull: downloads a model into the hub's cache by running `quire pull` as a
+process, which ends when the caller leaves. What has been downloaded by then stays in the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router = APIRouter()
 
 @router.post("/api/pull", response_model=None, openapi_extra=Documented(OllamaPullRequest))
 async def pull(request: Request) -> Response:
-    """Download a model. Needs an admin's API key where there are keys, and else comes from this machine."""
+    """Download a model. Needs an admin's API key; on a server without keys, only callers on this machine may."""
     server = server_of(request)
     if not server.config.allow_pull:
         raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
@@ -49,7 +49,7 @@ async def pull(request: Request) -> Response:
 
 
 async def _told(alone: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """A line at the beginning, one now and then, and one at the end."""
+    """A line at the beginning, more lines at intervals, and one at the end."""
     async with alone:
         yield _LINE
         done = asyncio.ensure_future(_pulled(await _begin(name)))
@@ -70,7 +70,7 @@ async def _begin(name: str) -> Process:
 
 
 async def _pulled(process: Process) -> str | None:
-    """Why it failed; None: it did not. A download that is given up ends."""
+    """Downloads, and returns why it failed, or None if it succeeded. A download whose caller leaves is ended."""
     try:
         _, said = await process.communicate()
     finally:

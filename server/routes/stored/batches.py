@@ -24,7 +24,7 @@ router = APIRouter(route_class=StoredRoute)
 
 @router.post("/v1/batches", response_model=None, openapi_extra=Documented(BatchRequest))
 async def create_batch(request: Request) -> Response:
-    """Answer a file of requests behind everything else."""
+    """Process a file of requests at lower priority than all other requests."""
     runner, owner = batches_of(request), owner_of(request)
     batch = await worked_on(request, new_batch)
     lacking = missing(batch.input_file_id, "input_file_id")
@@ -44,14 +44,14 @@ async def list_batches(request: Request, limit: Limit = 20, after: str | None = 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
-    """How far it is."""
+    """The state of a batch."""
     lacking = RequestNotFound(f"No batch `{batch_id}` is known here", param="batch_id")
     return _answer(await found(request, batches_of(request).batches.find, batch_id, lacking=lacking))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
-    """End it; the results so far become its files."""
+    """End a batch. The results so far are put into its files."""
     return _answer(await batches_of(request).cancel(owner_of(request), batch_id))
 
 

@@ -1,4 +1,4 @@
-"""/v1/conversations: OpenAI's Conversations API. A response that names a conversation adds its items to it."""
+"""/v1/conversations: OpenAI's Conversations API. A response that names a conversation appends its items to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
 
 @router.delete(ONE)
 async def delete_conversation(conversation_id: str, request: Request) -> dict[str, object]:
-    """Forget a conversation with its items; its responses stay."""
+    """Delete a conversation with its items. Its responses stay."""
     await _find(request, conversation_id)
     await asyncio.to_thread(store_of(request, conversation_id).delete, owner_of(request), conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}

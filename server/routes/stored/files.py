@@ -104,7 +104,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def retrieve_content(file_id: str, request: Request) -> Response:
-    """What is in it; of a range of bytes, where the header Range names one."""
+    """The content of a file; only a range of bytes if the header Range names one."""
     file = await _find(request, file_id)
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
     return FileResponse(batches_of(request).contents.path(file.id), media_type=media, filename=file.name)
@@ -121,8 +121,8 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _received(request: Request, room: int) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
-    """The form's file, its purpose, and the seconds for which it is kept; None: for ever. What is large goes to a
-    temporary file. `room`: bytes that are left."""
+    """The file of the form, its purpose, and the seconds for which it is kept (None: forever). Large content goes to a
+    temporary file. `room`: bytes that may still be stored."""
 
     async def bounded() -> AsyncGenerator[bytes]:
         size = 0
@@ -170,7 +170,7 @@ def _seconds(anchor: object, seconds: object) -> int | None:
 
 
 def _check_sender(request: Request) -> None:
-    """Browsers let any page send a form. Raises HTTPException for one of an origin that may not call the server."""
+    """Raises HTTPException for a web page whose origin may not call the server: browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = server_of(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:

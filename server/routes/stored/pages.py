@@ -1,4 +1,4 @@
-"""Lists that come in pages, as OpenAI's do."""
+"""Lists that are returned page by page, as OpenAI's are."""
 
 from __future__ import annotations
 
