@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import activation_of
-from quire.engine.encoders.vision.tower import TowerMaking, held
+from quire.engine.encoders.encoder import activation_of, held
+from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, held, normalised
+from quire.engine.encoders.encoder import held
+from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec

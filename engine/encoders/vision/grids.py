@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.encoder import Encoder, EncoderNames, held
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
     CPU,
@@ -21,7 +21,6 @@ from quire.engine.encoders.vision.tower import (
     axial_turns,
     encoder_spec,
     frequencies,
-    held,
     normalised,
 )
 from quire.engine.images.patches import Patched

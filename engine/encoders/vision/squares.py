@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec
+from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, held
 from quire.engine.encoders.vision.connectors import Connector
-from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, held, normalised
+from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, normalised
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
@@ -81,21 +80,6 @@ class Patches:
         if self._frames:
             cut = cut[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
         return self._linear.packed(cut.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
-
-
-def held(
-    found: dict[str, Any],
-    key: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    make: Callable[[Tensor], Any] = lambda tensor: tensor,
-) -> Parameter:
-    """A tensor of the checkpoint, which is kept in `found` as `make` gives it."""
-
-    def put(tensor: Tensor) -> None:
-        found[key] = make(tensor)
-
-    return Parameter(shape, dtype, put)
 
 
 def normalised(image: Image, colours: Colours) -> Tensor:
