@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.encoders.encoder import held
 from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
-from quire.engine.encoders.vision.tower import Tower, TowerMaking, held, normalised
+from quire.engine.encoders.vision.tower import Tower, TowerMaking, normalised
 from quire.engine.images.llava import Llava
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.types import Image
