@@ -16,7 +16,9 @@ from pathlib import Path
 from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.loop import Engine
+from quire.engine.tiers.tier import Page
 from quire.engine.tiers.tiers import Tiers
+from tests.engine.tiers.fakes import Dictionary
 
 SAID, ANSWERED = 28, 4
 """Tokens of a turn."""
@@ -93,31 +95,19 @@ def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -
         )
 
 
-class Throttled:
+class Throttled(Dictionary):
     """A tier in memory that gives so many bytes a second."""
 
     name = "throttled"
 
     def __init__(self, rate: float) -> None:
+        super().__init__()
         self._rate = rate
-        self._pages: dict[bytes, bytes] = {}
 
-    def lookup(self, digest: bytes) -> bool:
-        return digest in self._pages
-
-    def fetch(self, digest: bytes) -> bytes | None:
-        if (page := self._pages.get(digest)) is not None:
+    def fetch(self, digest: bytes) -> Page | None:
+        if (page := super().fetch(digest)) is not None:
             time.sleep(len(page) / self._rate)
         return page
-
-    def put(self, digest: bytes, page: bytes | memoryview) -> None:
-        self._pages[digest] = bytes(page)
-
-    def drop(self, digest: bytes | None) -> None:
-        if digest is None:
-            self._pages.clear()
-        else:
-            self._pages.pop(digest, None)
 
 
 def throttled(_: bytes) -> Throttled:

@@ -8,39 +8,23 @@ kinds of run take turns in one engine, and the best of each counts, so that what
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common.engines import SMOL_135M, dummy, folder_of, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.loop import Engine
-from quire.engine.lora.files import CONFIG, WEIGHTS
-from quire.engine.lora.modules import EMBEDDING, HEAD, Modules, adaptable_modules
+from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.types import Adapter
+from tests.adapters import save_adapter
 
 TOKENS, PROMPT = 64, 16
-
-
-def write_adapter(folder: Path, modules: Modules, rank: int, seed: int) -> Path:
-    """A random adapter of all linears of the layers."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, (inner, outs) in modules.items():
-        if name not in (EMBEDDING, HEAD):
-            for half, shape in (("lora_A", (rank, inner)), ("lora_B", (outs, rank))):
-                values = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-                tensors[f"base_model.model.{name}.{half}.weight"] = values.bfloat16()
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}))
-    save_file(tensors, folder / WEIGHTS)
-    return folder
 
 
 def measure(engine: Engine, streams: int, adapters: list[Adapter | None], number: int) -> tuple[float, float]:
@@ -66,10 +50,12 @@ def main() -> None:
     args = options(__doc__, {**numbers, "--dtype": "bfloat16", "--quantization": {}})
     with tempfile.TemporaryDirectory() as temporary, folder_of(SMOL_135M) as model:
         root, modules = Path(temporary), adaptable_modules(read_model_config(model))
+        with torch.device("meta"):  # of which the adapters need the shapes
+            shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         (root / "spool").mkdir()
         spool = Spool(root / "spool", modules, args.rank)
         made = [
-            spool.add(f"a{index}", str(write_adapter(root / f"a{index}", modules, args.rank, index)))
+            spool.add(f"a{index}", str(save_adapter(root / f"a{index}", shapes, args.rank, seed=index)))
             for index in range(args.adapters)
         ]
         engine = dummy(

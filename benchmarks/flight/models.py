@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
+from tests.engine.harness import run
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
@@ -85,7 +86,11 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     from transformers import AutoModelForCausalLM
 
     engine = _engine(folder, device, dtype=str(dtype).removeprefix("torch."))
-    ours = {str(index): _prompt_logprobs(engine, str(index), prompt) for index, prompt in enumerate(_PROMPTS)}
+    asked = [request(str(index), prompt, 1, prompt_logprobs=0) for index, prompt in enumerate(_PROMPTS)]
+    ours = {
+        name: [each.logprob for each in answer.prompt_logprobs or () if each]
+        for name, answer in run(engine, asked).items()
+    }
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     worst = 0.0
     with torch.inference_mode():
@@ -98,16 +103,6 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     if not worst < _MOST[dtype]:
         raise ValueError(f"log probabilities differ by {worst:.3g} in the mean, at most {_MOST[dtype]}")
     return f"log probabilities differ by {worst:.2g} in the mean from transformers'; {engine.info.backend}"
-
-
-def _prompt_logprobs(engine: Engine, name: str, prompt: Sequence[int]) -> list[float]:
-    engine.add(request(name, prompt, 1, prompt_logprobs=0))
-    found: list[float] = []
-    while engine.busy:
-        for output in engine.step():
-            if output.prompt_logprobs is not None:
-                found = [each.logprob for each in output.prompt_logprobs if each is not None]
-    return found
 
 
 def _features(folder: Path, device: torch.device, say: Say) -> None:
