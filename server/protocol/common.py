@@ -78,19 +78,30 @@ SOUND_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """What ids that callers choose may be: safe in logs and headers."""
 
 
-class RequestBody(BaseModel):
-    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+class Given(BaseModel):
+    """A part of a body. Fields that it does not name are without effect. A null means that a field is not set."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        if len(body) > MAX_FIELDS:
+    def drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class RequestBody(Given):
+    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
             raise InvalidRequest(f"The body has {len(body)} fields, at most {MAX_FIELDS} are read")
-        return {name: value for name, value in body.items() if value is not None}
+        return body
 
     def misspelt(self) -> str:
         """As below, of all fields that were not given."""

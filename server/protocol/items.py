@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, AtMost
-from quire.server.protocol.translated import Given
+from quire.server.protocol.common import Given
 
 CUSTOM_INPUT = "input"
 """The one argument of a custom tool, as the model is shown it."""

@@ -9,8 +9,9 @@ from pydantic import Discriminator, Field, Tag
 
 from quire.engine.types import MAX_STOP_STRINGS
 from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost
+from quire.server.protocol.common import Given
 from quire.server.protocol.tools import Name
-from quire.server.protocol.translated import Given, TranslatedBody
+from quire.server.protocol.translated import TranslatedBody
 
 
 class CacheControl(Given):

@@ -8,10 +8,9 @@ from pydantic import Field
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
-from quire.server.protocol.common import MAX_STOP_STRINGS, RequestBody
+from quire.server.protocol.common import MAX_STOP_STRINGS, Given, RequestBody
 from quire.server.protocol.pooling import Texts
 from quire.server.protocol.tools import Tools
-from quire.server.protocol.translated import Given
 
 
 class OllamaFunction(Given):
