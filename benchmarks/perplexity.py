@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ def engine_of(model: Path, dtype: str, way: str, context: int) -> Engine:
     parts = [part for part in way.split("+") if part != "none"]
     kv = [part.removeprefix("kv-") for part in parts if part.startswith("kv-")]
     weights = [part for part in parts if not part.startswith("kv-")]
-    settings = {"quantization": weights[0] if weights else None, "kv_cache_dtype": kv[0] if kv else "auto"}
-    sizes = {"max_model_len": context + 1, "max_num_batched_tokens": context, "max_num_seqs": 1}
+    settings: dict[str, Any] = {
+        "quantization": weights[0] if weights else None,
+        "kv_cache_dtype": kv[0] if kv else "auto",
+    }
+    sizes: dict[str, Any] = {"max_model_len": context + 1, "max_num_batched_tokens": context, "max_num_seqs": 1}
     return Engine(EngineConfig(model=str(model), dtype=dtype, skip_tokenizer_init=True, **settings, **sizes))
 
 
