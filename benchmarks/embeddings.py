@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from benchmarks.speculation import TEXT, processor_seconds
+from benchmarks.common.options import options as read
+from benchmarks.common.servers import post_all, processor_seconds, served
+from benchmarks.speculation import TEXT
 from quire.engine.text.tokenizer import Tokenizer
 from tests.e2e.server import Server
 
@@ -110,32 +111,22 @@ class OverHttp:
 
     def round(self) -> None:
         worked, began = processor_seconds(self.server.process.pid), time.perf_counter()
-        asyncio.run(self._ask())
+        parts = [self.texts[at : at + self.batch] for at in range(0, len(self.texts), self.batch)]
+        asked = [{"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1} for part in parts]
+        asyncio.run(post_all(self.server.url, "/v1/embeddings", asked, self.at_once))
         self.seconds.append(time.perf_counter() - began)
         self.worked.append(processor_seconds(self.server.process.pid) - worked)
-
-    async def _ask(self) -> None:
-        parts = [self.texts[at : at + self.batch] for at in range(0, len(self.texts), self.batch)]
-        turns = asyncio.Semaphore(self.at_once)
-        async with httpx.AsyncClient(base_url=self.server.url, timeout=None) as client:
-
-            async def ask(part: Sequence[str]) -> None:
-                async with turns:
-                    asked = {"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1}
-                    (await client.post("/v1/embeddings", json=asked)).raise_for_status()
-
-            await asyncio.gather(*map(ask, parts))
 
 
 def throughput(options: argparse.Namespace) -> None:
     texts = texts_of(Tokenizer.load(Path(options.model)), options.texts)
-    with tempfile.TemporaryDirectory() as folder:
+    served_model = served(options.model, "--dtype", "float32")
+    with tempfile.TemporaryDirectory() as folder, served_model as server:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(texts), encoding="utf-8")
         pythons = [(kind, sys.executable) for kind in OURS]
         pythons += [(kind, options.peer_python) for kind in PEERS if options.peer_python]
         children = [Child.start(kind, python, options.model, file) for kind, python in pythons]
-        server = Server(Path(folder) / "log", options.model, "--dtype", "float32")
         sides: list[Child | OverHttp] = [child for child in children if child is not None]
         sides.append(OverHttp("quire:float32, HTTP, 32 a request", server, texts, 32, 4))
         sides.append(OverHttp("quire:float32, HTTP, 1 a request", server, texts, 1, 32))
@@ -147,7 +138,6 @@ def throughput(options: argparse.Namespace) -> None:
                         side.seconds.clear()
                         side.worked.clear()
         finally:
-            server.stop()
             for child in children:
                 if child is not None:
                     child.stop()
@@ -214,13 +204,9 @@ async def measure_waits(server: Server, rounds: int, count: int) -> tuple[list[f
 
 
 def latency(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        given: list[Any] = [options.decoder] if options.decoder else []
-        server = Server(Path(folder) / "log", *given, "--max-num-seqs", str(STREAMS + 8))
-        try:
-            alone, beside = asyncio.run(measure_waits(server, options.rounds, options.waits))
-        finally:
-            server.stop()
+    given = [options.decoder] if options.decoder else []
+    with served(*given, "--max-num-seqs", str(STREAMS + 8)) as server:
+        alone, beside = asyncio.run(measure_waits(server, options.rounds, options.waits))
     median = statistics.median(alone)
     print(f"a single short text, {options.decoder or 'the embedded model'}, milliseconds")
     for name, found in (("alone", alone), (f"beside {STREAMS} streams", beside)):
@@ -230,15 +216,18 @@ def latency(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a folder in sentence-transformers' layout")
-    parser.add_argument("--peer-python", help="a Python that has sentence-transformers")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--texts", type=int, default=128)
-    parser.add_argument("--decoder", help="a decoder for the second part; default: the embedded model")
-    parser.add_argument("--waits", type=int, default=100, help="single texts a round")
-    parser.add_argument("--only", choices=["throughput", "latency"])
-    options = parser.parse_args()
+    options = read(
+        __doc__,
+        {
+            "model": {"help": "a folder in sentence-transformers' layout"},
+            "--peer-python": {"help": "a Python that has sentence-transformers"},
+            "--rounds": 3,
+            "--texts": 128,
+            "--decoder": {"help": "a decoder for the second part; default: the embedded model"},
+            "--waits": {"default": 100, "help": "single texts a round"},
+            "--only": {"choices": ["throughput", "latency"]},
+        },
+    )
     if options.only != "latency":
         throughput(options)
     if options.only != "throughput":

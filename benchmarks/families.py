@@ -11,20 +11,16 @@ serve` sets for an engine's process: else PyTorch's own threads spin beside ours
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.claims.run import answer, request
+from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
+from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.loop import Engine
+from quire.engine.types import Request
 from tests.tiny_models import FAMILIES, SHAPE
 
 VOCAB = 8000
@@ -55,30 +51,25 @@ def config_of(family: str, layers: int) -> dict[str, Any]:
 
 
 def engine_of(config: dict[str, Any]) -> Engine:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        options = {"load_format": "dummy", "skip_tokenizer_init": True, "num_kv_blocks": 400, "dtype": "bfloat16"}
-        return Engine(EngineConfig(model=folder, enable_prefix_caching=False, **options))  # type: ignore[arg-type]
-
-
-def random_prompt(length: int, seed: str) -> list[int]:
-    return random.Random(seed).choices(range(10, VOCAB), k=length)
+    with folder_of(config) as folder:
+        return dummy(folder, num_kv_blocks=400, dtype="bfloat16", enable_prefix_caching=False)
 
 
 def work(engine: Engine, name: str) -> tuple[float, float, float]:
     """Seconds of a step of 1, of a step of 8, and of a prompt."""
-    one = answer(engine, [(0.0, request(name, random_prompt(32, name), 33))])[name]
-    many = answer(engine, [(0.0, request(f"{name}-{i}", random_prompt(32, f"{name}-{i}"), 25)) for i in range(8)])
-    long = answer(engine, [(0.0, request(f"{name} long", random_prompt(512, name), 1))])[f"{name} long"]
+
+    def asked(key: str, length: int, tokens: int) -> Request:
+        return request(key, random_prompt(length, key, range(10, VOCAB)), tokens)
+
+    (one,) = at_once(engine, [asked(name, 32, 33)]).values()
+    many = at_once(engine, [asked(f"{name}-{i}", 32, 25) for i in range(8)])
+    (long,) = at_once(engine, [asked(f"{name} long", 512, 1)]).values()
     return median(one.gaps), median(gap for each in many.values() for gap in each.gaps if gap), long.latency
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=12)
-    args = parser.parse_args()
+    families = {"nargs": "*", "default": list(FAMILIES)}
+    args = options(__doc__, {"families": families, "--rounds": 9, "--layers": 12})
     engines: dict[str, Engine] = {}
     sizes: dict[str, int] = {}
     keyed: dict[str, int] = {}

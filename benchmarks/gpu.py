@@ -13,20 +13,18 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
+from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import Request
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -93,17 +91,20 @@ BYTES = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "--models", nargs="+", choices=sorted(SHAPES), default=["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"]
+    models = {"nargs": "+", "choices": sorted(SHAPES), "default": ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"]}
+    args = options(
+        __doc__,
+        {
+            "--models": models,
+            "--device": {"default": "cuda", "choices": ["cuda", "cpu"]},
+            "--attention-backend": "auto",
+            "--deterministic": False,
+            "--enforce-eager": False,
+            "--no-transformers": False,
+            "--json": Path,
+        },
+        "python -m benchmarks.gpu",
     )
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
     device = torch.device(args.device)
     copy, matmul = limits(device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -144,7 +145,7 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
     began = time.perf_counter()
     engine = start(path, args)
     load = time.perf_counter() - began
-    finish(engine, [request("first", 5, 1)])
+    at_once(engine, [asked("first", 5, 1)])
     first_token = time.perf_counter() - began
     print(f"  {engine.info.backend}\n  {engine.info.arithmetic}")
     print(f"  engine up after {load:.1f} s, first token after {first_token:.1f} s")
@@ -168,9 +169,9 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
     if not small:
         results["gap"] = gap(engine)
         print(f"  no kernel runs in {results['gap']:.1%} of a decode step of 32 rows")
-    prompts = [request(f"run{index}", DECODE_PROMPT // 4, tokens) for index in range(rows)]
+    prompts = [asked(f"run{index}", DECODE_PROMPT // 4, tokens) for index in range(rows)]
     began = time.perf_counter()
-    finish(engine, prompts)
+    at_once(engine, prompts)
     results["quire_s"] = time.perf_counter() - began
     show("quire", f"{rows} x {tokens}", results["quire_s"], rows * tokens, f"prompts of {DECODE_PROMPT // 4}")
     return results
@@ -191,7 +192,10 @@ def times(function: Any, device: torch.device, repeats: int = 20) -> list[float]
     found = []
     for _ in range(repeats + 3):
         synchronize(device)
-        found.append(timed(lambda: (function(), synchronize(device))))
+        began = time.perf_counter()
+        function()
+        synchronize(device)
+        found.append(time.perf_counter() - began)
     return found[3:]
 
 
@@ -200,60 +204,39 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Any) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-@contextmanager
-def model_directory(model: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[model] | {"torch_dtype": "bfloat16", "hidden_act": "silu", "eos_token_id": 2, "bos_token_id": 1}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        yield Path(folder)
+def model_directory(model: str) -> AbstractContextManager[Path]:
+    return folder_of(
+        SHAPES[model] | {"torch_dtype": "bfloat16", "hidden_act": "silu", "eos_token_id": 2, "bos_token_id": 1}
+    )
 
 
 def start(path: Path, args: argparse.Namespace, **options: Any) -> Engine:
     room: dict[str, Any] = ({"num_kv_blocks": 4096} if args.device == "cpu" else {}) | options
-    return Engine(
-        EngineConfig(
-            model=str(path),
-            load_format="dummy",
-            dtype="bfloat16",
-            device=args.device,
-            max_model_len=16384,
-            max_num_seqs=256,
-            max_num_batched_tokens=8192,
-            attention_backend=args.attention_backend,
-            deterministic=args.deterministic,
-            enforce_eager=args.enforce_eager,
-            enable_prefix_caching=False,
-            **room,
-        )
+    return dummy(
+        path,
+        skip_tokenizer_init=False,
+        dtype="bfloat16",
+        device=args.device,
+        max_model_len=16384,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        attention_backend=args.attention_backend,
+        deterministic=args.deterministic,
+        enforce_eager=args.enforce_eager,
+        enable_prefix_caching=False,
+        **room,
     )
 
 
-def request(name: str, prompt: int, tokens: int) -> Request:
+def asked(name: str, prompt: int, tokens: int) -> Request:
     """Of random tokens, others each time; greedy, to the full length."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {prompt} {tokens}".encode()))
-    ids = torch.randint(3, 1000, (prompt,), generator=generator).tolist()
-    return Request(
-        id=name, prompt_ids=ids, seed=0, params=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    )
-
-
-def finish(engine: Engine, requests: list[Request]) -> None:
-    for each in requests:
-        engine.add(each)
-    while engine.busy:
-        engine.step()
+    return request(name, random_prompt(prompt, f"{name} {prompt} {tokens}", range(3, 1000)), tokens)
 
 
 def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
     """Seconds of a decode step of `batch` rows, and the mean context in tokens."""
     for index in range(batch):
-        engine.add(request(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
+        engine.add(asked(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
     waiting = {f"decode{index}" for index in range(batch)}
     while waiting:
         waiting -= {output.id for output in engine.step()}
@@ -273,14 +256,15 @@ def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
 
 def prefill(engine: Engine, tokens: int) -> float:
     """Median seconds from a prompt of so many tokens, alone, to its first token."""
-    finish(engine, [request("warm", tokens, 1)])
-    return statistics.median(timed(lambda i=i: finish(engine, [request(f"prompt{i}", tokens, 1)])) for i in range(5))
+    at_once(engine, [asked("warm", tokens, 1)])
+    found = [at_once(engine, [asked(f"prompt{i}", tokens, 1)])[f"prompt{i}"] for i in range(5)]
+    return statistics.median(each.latency for each in found)
 
 
 def gap(engine: Engine) -> float:
     """Share of decode steps of 32 rows in which no kernel runs."""
     for index in range(32):
-        engine.add(request(f"gap{index}", DECODE_PROMPT, 100))
+        engine.add(asked(f"gap{index}", DECODE_PROMPT, 100))
     for _ in range(WARM_STEPS + 32):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -311,7 +295,7 @@ def transformers_seconds(path: Path, batch: int, tokens: int, device: str) -> fl
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     options = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = [request(f"run{i}", DECODE_PROMPT // 4, tokens).prompt_ids for i in range(batch)]
+    prompts = [asked(f"run{i}", DECODE_PROMPT // 4, tokens).prompt_ids for i in range(batch)]
     # The manager, with its cache and its graphs, is kept from the warm-up: that is not timed.
     model.generate_batch(inputs=prompts, generation_config=options, persistent_manager=True)
     began = time.perf_counter()

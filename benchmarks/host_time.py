@@ -7,7 +7,6 @@ is shorter than this. The calls into CUDA that are missing take some microsecond
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common.options import options
 from quire.engine.config import EngineConfig
 from quire.engine.core.steps import Steps
 from quire.engine.layers.attention import AttentionSpec
@@ -212,11 +212,8 @@ def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--steps", type=int, default=200)
-    args = parser.parse_args()
+    kinds = {"nargs": "*", "default": list(KINDS), "choices": KINDS}
+    args = options(__doc__, {"--rows": {"nargs": "*", "default": ROWS}, "--kinds": kinds, "--steps": 200})
     torch.set_num_threads(1)
     spent, kernels = measure_eager(32, 256, args.steps)
     print(f"a forward pass of 32 layers without graphs: {spent:.3f} ms beside the launches of {kernels} kernels")

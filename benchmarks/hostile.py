@@ -7,11 +7,9 @@ first token of the short prompts and that of a 9 KB prompt, and the most memory 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.attacks import ATTACKS, encoded, send
-from tests.e2e.server import Server
+from benchmarks.common.options import options
+from benchmarks.common.servers import served
 
 SECONDS = 3.0
 """That the honest clients are watched at least."""
@@ -114,35 +113,32 @@ def peak(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--callers", type=int, nargs="+", default=[1, 64], help="callers that attack at the same time")
-    parser.add_argument("--only", default="", help="attacks whose name contains this")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(
-            Path(folder) / "log", "--trust-request-chat-template", "--num-kv-blocks", "4096", "--pooling-type", "last"
-        )
+    args = options(
+        __doc__,
+        {
+            "--callers": {"default": [1, 64], "nargs": "+", "help": "callers that attack at the same time"},
+            "--only": {"default": "", "help": "attacks whose name contains this"},
+        },
+    )
+    with served("--trust-request-chat-template", "--num-kv-blocks", "4096", "--pooling-type", "last") as server:
         pid = server.process.pid
-        try:
-            asyncio.run(watch(server.url, nothing()))  # warms up
-            calm = asyncio.run(watch(server.url, nothing()))
-            idle = peak(pid)
-            print("| attack | callers | answers | longest gap | x | short TTFT | x | long TTFT | x | peak MiB | s |")
-            print("|---|---|---|---|---|---|---|---|---|---|---|")
-            print(row("none", 0, calm, calm, 0.0))
-            for attack in (each for each in ATTACKS if args.only in each.name):
-                for callers in args.callers:
-                    ours, theirs = multiprocessing.Pipe()
-                    process = multiprocessing.Process(
-                        target=attacker, args=(server.port, ATTACKS.index(attack), callers, theirs)
-                    )
-                    process.start()
-                    ours.recv()
-                    noticed = asyncio.run(watch(server.url, attacked(ours)))
-                    process.join()
-                    print(row(attack.name, callers, noticed, calm, peak(pid) - idle), flush=True)
-        finally:
-            server.stop()
+        asyncio.run(watch(server.url, nothing()))  # warms up
+        calm = asyncio.run(watch(server.url, nothing()))
+        idle = peak(pid)
+        print("| attack | callers | answers | longest gap | x | short TTFT | x | long TTFT | x | peak MiB | s |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print(row("none", 0, calm, calm, 0.0))
+        for attack in (each for each in ATTACKS if args.only in each.name):
+            for callers in args.callers:
+                ours, theirs = multiprocessing.Pipe()
+                process = multiprocessing.Process(
+                    target=attacker, args=(server.port, ATTACKS.index(attack), callers, theirs)
+                )
+                process.start()
+                ours.recv()
+                noticed = asyncio.run(watch(server.url, attacked(ours)))
+                process.join()
+                print(row(attack.name, callers, noticed, calm, peak(pid) - idle), flush=True)
 
 
 def row(name: str, callers: int, seen: Noticed, calm: Noticed, memory: float) -> str:

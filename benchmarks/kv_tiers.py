@@ -8,60 +8,38 @@ weights. Times are those of the clock and of the processor; the tokens are compa
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
 import tempfile
 import time
 from pathlib import Path
 
-from quire.engine.config import EngineConfig
+from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, random_prompt, request
+from benchmarks.common.options import options
 from quire.engine.loop import Engine
+from quire.engine.tiers.tier import Page
 from quire.engine.tiers.tiers import Tiers
-from quire.engine.types import Request, SamplingParams
+from tests.engine.tiers.fakes import Dictionary
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-    "bos_token_id": 0,
-}
 SAID, ANSWERED = 28, 4
 """Tokens of a turn."""
 PREFIX = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conversations", type=int, default=40)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--held", type=int, default=5, help="conversations that the KV cache holds")
-    parser.add_argument("--only", choices=["conversations", "crossover"])
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(SHAPE))
+    args = options(
+        __doc__,
+        {
+            "--conversations": 40,
+            "--turns": 20,
+            "--held": {"default": 5, "help": "conversations that the KV cache holds"},
+            "--only": {"choices": ["conversations", "crossover"]},
+        },
+    )
+    with folder_of(SMOL_135M) as model, tempfile.TemporaryDirectory() as folder:
         if args.only != "crossover":
             compare_conversations(model, Path(folder), args)
         if args.only != "conversations":
             compare_costs(model, Path(folder))
-
-
-def engine(model: Path, blocks: int, **options: object) -> Engine:
-    config = EngineConfig(model=str(model), load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=blocks)
-    return Engine(config.model_copy(update=options))
 
 
 class Talk:
@@ -79,14 +57,12 @@ class Talk:
 
     def _take_turn(self, made: Engine, turn: int, members: range) -> None:
         for each in members:
-            chance = random.Random(each * 1000 + turn)
-            self.histories[each] += [chance.randrange(1, SHAPE["vocab_size"]) for _ in range(SAID)]
-            params = SamplingParams(temperature=0.0, max_tokens=ANSWERED, ignore_eos=True)
-            made.add(Request(id=str(each), prompt_ids=list(self.histories[each]), params=params, seed=0))
-        while made.busy:
-            for output in made.step():
-                self.histories[int(output.id)] += output.new_ids
-                self.answered += len(output.new_ids)
+            self.histories[each] += random_prompt(SAID, each * 1000 + turn)
+        for name, one in at_once(
+            made, [request(str(each), self.histories[each], ANSWERED) for each in members]
+        ).items():
+            self.histories[int(name)] += one.ids
+            self.answered += len(one.ids)
 
 
 def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -> None:
@@ -103,8 +79,8 @@ def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -
     for name, engines in kinds.items():
         talk, computed, seconds, processor = Talk(args.conversations, args.held), 0, 0.0, 0.0
         share = args.turns // len(engines)
-        for number, options in enumerate(engines):
-            made = engine(model, blocks, **options)
+        for number, settings in enumerate(engines):
+            made = dummy(model, num_kv_blocks=blocks, **settings)
             began, worked = time.perf_counter(), time.process_time()
             last = args.turns if number == len(engines) - 1 else (number + 1) * share
             talk.go_on(made, range(number * share, last))
@@ -119,31 +95,19 @@ def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -
         )
 
 
-class Throttled:
+class Throttled(Dictionary):
     """A tier in memory that gives so many bytes a second."""
 
     name = "throttled"
 
     def __init__(self, rate: float) -> None:
+        super().__init__()
         self._rate = rate
-        self._pages: dict[bytes, bytes] = {}
 
-    def lookup(self, digest: bytes) -> bool:
-        return digest in self._pages
-
-    def fetch(self, digest: bytes) -> bytes | None:
-        if (page := self._pages.get(digest)) is not None:
+    def fetch(self, digest: bytes) -> Page | None:
+        if (page := super().fetch(digest)) is not None:
             time.sleep(len(page) / self._rate)
         return page
-
-    def put(self, digest: bytes, page: bytes | memoryview) -> None:
-        self._pages[digest] = bytes(page)
-
-    def drop(self, digest: bytes | None) -> None:
-        if digest is None:
-            self._pages.clear()
-        else:
-            self._pages.pop(digest, None)
 
 
 def throttled(_: bytes) -> Throttled:
@@ -161,8 +125,8 @@ def compare_costs(model: Path, folder: Path) -> None:
     }
     for name in [*tiers, *rates]:
         os.environ.update(rates.get(name, {}))
-        options = tiers.get(name, {"kv_offload_tier": "benchmarks.kv_tiers:throttled"})
-        made = engine(model, PREFIX // 16 + 8, **options)
+        settings = tiers.get(name, {"kv_offload_tier": "benchmarks.kv_tiers:throttled"})
+        made = dummy(model, num_kv_blocks=PREFIX // 16 + 8, **settings)
         asked = _Prefix(made)
         computed = min(asked.seconds(forget=True) for _ in range(3))
         fetched = asked.seconds()
@@ -178,7 +142,7 @@ class _Prefix:
 
     def __init__(self, made: Engine) -> None:
         self._made = made
-        self._prompt = [random.Random(5).randrange(1, SHAPE["vocab_size"]) for _ in range(PREFIX + 1)]
+        self._prompt = random_prompt(PREFIX + 1, 5)
         self._count = 0
 
     def seconds(self, *, forget: bool = False) -> float:
@@ -187,14 +151,9 @@ class _Prefix:
         if forget:
             self._made.scheduler.tiers.reset()
         self._count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        self._made.add(Request(id=str(self._count), prompt_ids=self._prompt, params=params, seed=0))
-        began = time.perf_counter()
-        while self._made.busy:
-            self._made.step()
-        seconds = time.perf_counter() - began
+        (one,) = at_once(self._made, [request(str(self._count), self._prompt, 1)]).values()
         time.sleep(1.0)  # what is on its way to a tier arrives
-        return seconds
+        return one.latency
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ add nothing yet, and a wider MLP whose new units add nothing yet, 40 M parameter
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -21,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.options import options
+from benchmarks.common.training import train
 from quire.engine.config import DEMO_MODEL
 
 INTERMEDIATE = 3968
 WINDOW, ROWS = 256, 4
-WARM = 0.02
-"""Share of the time in which the learning rate rises."""
 
 
 def grown(small: Path) -> LlamaForCausalLM:
@@ -67,40 +65,32 @@ def unwrapped(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.replace("\r\n", "\n").split("\n\n") if part.strip())
 
 
-def train(model: LlamaForCausalLM, tokens: Tensor, minutes: float, rate: float) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-    began, losses, seen = time.monotonic(), [], 0
-    while (progress := (time.monotonic() - began) / 60 / minutes) < 1:
-        starts = torch.randint(len(tokens) - WINDOW - 1, (ROWS,)).tolist()
-        rows = torch.stack([tokens[start : start + WINDOW + 1] for start in starts])
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate * min(progress / WARM + 0.01, 1 - progress)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += rows[:, 1:].numel()
-        losses.append(loss.item())
-        if len(losses) % 50 == 0:
-            print(f"{progress:.0%}: {seen} tokens, loss {sum(losses[-50:]) / 50:.3f}", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--rate", type=float, default=2e-4, help="the highest learning rate")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "corpus": Path,
+            "out": Path,
+            "--minutes": 20.0,
+            "--rate": {"default": 2e-4, "help": "the highest learning rate"},
+            "--threads": 1,
+        },
+    )
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     small = Path(DEMO_MODEL)
     model = grown(small)
     print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters")
-    train(model, encoded(args.corpus, Tokenizer.from_file(str(small / "tokenizer.json"))), args.minutes, args.rate)
+    tokens = encoded(args.corpus, Tokenizer.from_file(str(small / "tokenizer.json")))
+
+    def loss() -> Tensor:
+        starts = torch.randint(len(tokens) - WINDOW - 1, (ROWS,)).tolist()
+        rows = torch.stack([tokens[start : start + WINDOW + 1] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+    train(model.parameters(), loss, ROWS * WINDOW, args.minutes, args.rate)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(small / name, args.out / name)

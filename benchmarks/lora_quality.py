@@ -9,13 +9,14 @@ OUT/adapter is what `quire serve --lora-modules tales=OUT/adapter` takes. Losses
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.options import options
+from benchmarks.common.training import Descent
 from quire import LLM, LoRARequest, SamplingParams
 from quire.engine.checkpoint.files import resolve_model
 
@@ -54,15 +55,12 @@ def train(model: Any, texts: Sequence[list[int]], steps: int, rank: int, out: Pa
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
-    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=5e-4)
+    descent = Descent(each for each in adapted.parameters() if each.requires_grad)
     for step in range(steps):
         ids = torch.tensor([texts[step % len(texts)]])
-        loss = adapted(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descent.step(adapted(ids, labels=ids).loss, 5e-4)
         if step % 10 == 0:
-            print(f"step {step}: {loss.item():.3f}", flush=True)
+            print(f"step {step}: {descent.losses[-1]:.3f}", flush=True)
     adapted.eval().save_pretrained(out / "adapter")
     return adapted
 
@@ -83,15 +81,18 @@ def quire_loss(llm: LLM, texts: Sequence[list[int]], adapter: LoRARequest | None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--texts", type=int, default=72, help="most of them; a sixth is held out")
-    parser.add_argument("--window", type=int, default=256, help="tokens of a text")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "corpus": Path,
+            "out": Path,
+            "--model": "smollm2",
+            "--steps": 60,
+            "--rank": 8,
+            "--texts": {"default": 72, "help": "most of them; a sixth is held out"},
+            "--window": {"default": 256, "help": "tokens of a text"},
+        },
+    )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)

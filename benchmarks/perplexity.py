@@ -8,74 +8,52 @@ weights. What is counted is each token but the first of every piece of --context
 
 from __future__ import annotations
 
-import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from benchmarks.common.engines import request
+from benchmarks.common.options import options
+from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
-from quire.engine.models.decoder import Decoder
+from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.worker.device import choose
-from quire.engine.worker.loading.model import load_model
-from quire.engine.worker.memory import allocate_pages, layers_of, prompts
+from tests.engine.harness import run
 
 
-def config_of(model: str, dtype: str, way: str) -> EngineConfig:
+def engine_of(model: Path, dtype: str, way: str, context: int) -> Engine:
     parts = [part for part in way.split("+") if part != "none"]
     kv = [part.removeprefix("kv-") for part in parts if part.startswith("kv-")]
     weights = [part for part in parts if not part.startswith("kv-")]
-    settings = {"quantization": weights[0] if weights else None, "kv_cache_dtype": kv[0] if kv else "auto"}
-    return EngineConfig(model=model, dtype=dtype, **settings)
+    settings: dict[str, Any] = {
+        "quantization": weights[0] if weights else None,
+        "kv_cache_dtype": kv[0] if kv else "auto",
+    }
+    sizes: dict[str, Any] = {"max_model_len": context + 1, "max_num_batched_tokens": context, "max_num_seqs": 1}
+    return Engine(EngineConfig(model=str(model), dtype=dtype, skip_tokenizer_init=True, **settings, **sizes))
 
 
-def load(config: EngineConfig, context: int) -> tuple[Decoder, int]:
-    """The model, and the tokens of a page."""
-    path = resolve_model(config.model, None)
-    model_config = read_model_config(path)
-    config = config.model_copy(update={"max_model_len": context})
-    chosen = choose(config, model_config)
-    with torch.inference_mode():
-        model = load_model(config, path, model_config, chosen, lambda: None).model
-    return model, chosen.backend.block_size
-
-
-@torch.inference_mode()
-def log_probabilities(model: Decoder, tokens: torch.Tensor, block_size: int = 16) -> torch.Tensor:
-    """Of each token but the first of every row of tokens [rows, context], in float64."""
-    found = []
-    for row in tokens:
-        metadata = prompts(1, len(row), block_size, model.device, model.groups.count)
-        pages = layers_of(model, allocate_pages(model, metadata.block_table.numel() * model.groups.count))
-        hidden = model.forward(row.to(model.device), metadata, pages, torch.arange(len(row), device=model.device))
-        logits = model.logits(hidden)[:-1].double()
-        found.append(logits.log_softmax(-1).gather(1, row[1:, None].to(model.device)).squeeze(1).cpu())
-    return torch.cat(found)
-
-
-def measured(config: EngineConfig, tokens: torch.Tensor) -> torch.Tensor:
-    model, block_size = load(config, tokens.shape[1])
-    return log_probabilities(model, tokens, block_size)
+def log_probabilities(engine: Engine, rows: Sequence[list[int]]) -> Tensor:
+    """Of each token but the first of every row, in float64."""
+    answers = run(engine, [request(str(number), row, 1, prompt_logprobs=0) for number, row in enumerate(rows)])
+    every = (each for number in range(len(rows)) for each in answers[str(number)].prompt_logprobs or ())
+    return torch.tensor([each.logprob for each in every if each is not None], dtype=torch.float64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--ways", nargs="+", default=["none", "int8", "int4", "fp8", "kv-int8", "kv-fp8"])
-    args = parser.parse_args()
-    ids = Tokenizer.load(resolve_model(args.model, None)).encode(
-        args.text.read_text(encoding="utf-8")[: 8 * args.tokens]
-    )
-    tokens = torch.tensor(ids)[: args.tokens // args.context * args.context].view(-1, args.context)
+    ways = {"nargs": "+", "default": ["none", "int8", "int4", "fp8", "kv-int8", "kv-fp8"]}
+    given = {"model": str, "text": Path, "--tokens": 8192, "--context": 512, "--dtype": "auto", "--ways": ways}
+    args = options(__doc__, given)
+    model = resolve_model(args.model, None)
+    ids = Tokenizer.load(model).encode(args.text.read_text(encoding="utf-8")[: 8 * args.tokens])[: args.tokens]
+    rows = [ids[at : at + args.context] for at in range(0, len(ids) - args.context + 1, args.context)]
     base = None
     for way in args.ways:
-        got = measured(config_of(args.model, args.dtype, way), tokens)
+        got = log_probabilities(engine_of(model, args.dtype, way, args.context), rows)
         base = got if base is None else base
         more = math.expm1((base - got).mean().item()) * 100
         change = (got - base).abs().mean().item()

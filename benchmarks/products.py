@@ -7,11 +7,11 @@ Kinds take turns; of each the tenth part of its times that are best is left out,
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
 
+from benchmarks.common.options import options
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.quantized import GroupedWeight
@@ -48,18 +48,15 @@ def measure(linears: dict[str, list[Linear]], inputs: dict[int, torch.Tensor], t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32, 512))
-    parser.add_argument("--copies", type=int, default=8)
-    args = parser.parse_args()
+    shapes = {"nargs": "+", "default": SHAPES, "help": "outputs x inputs"}
+    args = options(__doc__, {"--shapes": shapes, "--rows": {"nargs": "+", "default": (1, 8, 32, 512)}, "--copies": 8})
     torch.set_num_threads(1)
     cpu = Cpu()
-    shapes = [tuple(int(size) for size in shape.split("x")) for shape in args.shapes]
-    linears = {name: [make(cpu, kind, *shape) for shape in shapes * args.copies] for name, kind in KINDS.items()}
-    products = args.copies * sum(outs * inner for outs, inner in shapes)
+    sizes = [tuple(int(size) for size in shape.split("x")) for shape in args.shapes]
+    linears = {name: [make(cpu, kind, *shape) for shape in sizes * args.copies] for name, kind in KINDS.items()}
+    products = args.copies * sum(outs * inner for outs, inner in sizes)
     for rows in args.rows:
-        inputs = {inner: torch.randn(rows, inner).bfloat16() for _, inner in shapes}
+        inputs = {inner: torch.randn(rows, inner).bfloat16() for _, inner in sizes}
         taken = measure(linears, inputs, max(10, min(200, int(1e11 / products / rows))))
         for kind, seconds in taken.items():
             speed, ratio = products * rows / seconds * 1e-9, taken["bfloat16"] / seconds

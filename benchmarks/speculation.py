@@ -7,18 +7,13 @@ by the processor time of the servers, which what else runs on the machine distur
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import random
 import statistics
-import tempfile
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
+from benchmarks.common.options import options
+from benchmarks.common.servers import post_all, processor_seconds, served
 from tests.e2e.server import Server
 
 TEXT = """Anna Berger has kept the lighthouse on the small island for eleven years. Every morning she climbs the
@@ -76,28 +71,15 @@ class Speed(NamedTuple):
 
 
 async def speed(server: Server, requests: list[dict[str, Any]]) -> Speed:
-    limits = httpx.Limits(max_connections=len(requests))
-    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
-        began, used = time.perf_counter(), processor_seconds(server.process.pid)
-        answers = await asyncio.gather(*[_answer(client, request) for request in requests])
-        seconds, used = time.perf_counter() - began, processor_seconds(server.process.pid) - used
-    total = sum(tokens for tokens, _ in answers)
-    return Speed(total / seconds, total / max(used, 1e-9), [text for _, text in answers])
-
-
-async def _answer(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[int, str]:
-    path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
-    answer = (await client.post(path, json=request)).raise_for_status().json()
-    choice = answer["choices"][0]
-    return answer["usage"]["completion_tokens"], choice["text"] if "text" in choice else choice["message"]["content"]
-
-
-def processor_seconds(pid: int) -> float:
-    """Of a process and its children, dead ones left out."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    own = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(processor_seconds(int(child)) for child in children)
+    """Of requests of one kind."""
+    path = "/v1/chat/completions" if "messages" in requests[0] else "/v1/completions"
+    used = processor_seconds(server.process.pid)
+    seconds, answers = await post_all(server.url, path, requests, len(requests))
+    used = processor_seconds(server.process.pid) - used
+    total = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    choices = [answer["choices"][0] for answer in answers]
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+    return Speed(total / seconds, total / max(used, 1e-9), texts)
 
 
 def accepted(server: Server) -> tuple[float, float]:
@@ -122,24 +104,24 @@ async def compare(plain: Server, guessing: Server, kind: str, streams: int, roun
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--config", default="ngram", help="as --speculative-config takes it")
-    parser.add_argument("--beside", default="none", help="the same of the server that it is compared with")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=list(loads(0)))
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Server(Path(folder) / "plain", args.model, "--speculative-config", args.beside)
-        guessing = Server(Path(folder) / "guessing", args.model, "--speculative-config", args.config)
+    args = options(
+        __doc__,
+        {
+            "--model": "smollm2",
+            "--config": {"default": "ngram", "help": "as --speculative-config takes it"},
+            "--beside": {"default": "none", "help": "the same of the server that it is compared with"},
+            "--streams": {"nargs": "+", "default": [1, 32]},
+            "--rounds": 5,
+            "--only": {"nargs": "+", "default": list(loads(0))},
+        },
+    )
+    flags = args.model, "--speculative-config"
+    with served(*flags, args.beside) as plain, served(*flags, args.config) as guessing:
         print("| load | streams | without, tok/s | with | ratio | by processor time | guesses that were right |")
         print("|---|---|---|---|---|---|---|")
         for streams in args.streams:
             for kind in args.only:
                 print(await compare(plain, guessing, kind, streams, args.rounds), flush=True)
-        plain.stop()
-        guessing.stop()
 
 
 if __name__ == "__main__":

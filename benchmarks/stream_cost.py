@@ -28,6 +28,7 @@ from typing import cast
 import uvloop
 import zmq
 
+from benchmarks.common.options import options
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready, Stepped, Submit, decode_to_engine, encode
@@ -220,17 +221,20 @@ async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--pause", type=int, default=50_000, help="between two steps, in microseconds")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--call", choices=CALLS, default="chat")
-    parser.add_argument("--api-server-count", type=int, default=1)
-    parser.add_argument("--data-dir", action="store_true", help="streams that can be resumed")
-    parser.add_argument("--port", type=int, default=8765)
-    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "--streams": 512,
+            "--steps": 200,
+            "--pause": {"default": 50_000, "help": "between two steps, in microseconds"},
+            "--rounds": 2,
+            "--call": {"choices": CALLS, "default": "chat"},
+            "--api-server-count": 1,
+            "--data-dir": {"action": "store_true", "help": "streams that can be resumed"},
+            "--port": 8765,
+            "--engine": {"nargs": 2, "help": argparse.SUPPRESS},
+        },
+    )
     if args.engine is not None:
         return compute_nothing(args.engine[0], int(args.engine[1]))
     os.environ |= {

@@ -9,7 +9,6 @@ says the embedded one's stories, and guesses are right as often.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import shutil
@@ -22,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
+from benchmarks.common.options import options
+from benchmarks.common.training import Descent
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
@@ -167,8 +168,7 @@ def train(method: str, texts: list[list[int]], rounds: int) -> Tensors:
 def descend(
     reference: Reference | MtpHead, parameters: list[Tensor], model: Any, texts: list[list[int]], rounds: int
 ) -> None:
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    steps, done, recent = rounds * len(texts), 0, []
+    descent, steps = Descent(parameters, decay=0.0), rounds * len(texts)
     for number in range(rounds):
         for text in texts:
             ids = torch.tensor(text)
@@ -176,14 +176,9 @@ def descend(
                 output = model(ids[None], output_hidden_states=True)
             layers = [each[0] for each in output.hidden_states]
             loss = loss_of(reference, layers[-1], [layers[tap] for tap in TAPS], ids, output.logits[0])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (done + 1) / 20) * (1 - done / steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
-            recent.append(loss.item())
-        print(f"round {number + 1}: loss {sum(recent[-len(texts) :]) / len(texts):.3f}", flush=True)
+            done = len(descent.losses)
+            descent.step(loss, 2e-3 * min(1.0, (done + 1) / 20) * (1 - done / steps))
+        print(f"round {number + 1}: loss {descent.mean(len(texts)):.3f}", flush=True)
 
 
 def train_head(path: Path, method: str, stories: int, rounds: int, layers: int = 6) -> Path:
@@ -220,14 +215,17 @@ def save_deeper(path: Path, more: Tensors, layers: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--method", choices=["eagle", "eagle3", "medusa", "mtp"], default="eagle3")
-    parser.add_argument("--stories", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=6, help="of the model with an MTP layer")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "out": Path,
+            "--method": {"choices": ["eagle", "eagle3", "medusa", "mtp"], "default": "eagle3"},
+            "--stories": 96,
+            "--rounds": 6,
+            "--threads": 1,
+            "--layers": {"default": 6, "help": "of the model with an MTP layer"},
+        },
+    )
     torch.set_num_threads(args.threads)
     train_head(args.out, args.method, args.stories, args.rounds, args.layers)
 

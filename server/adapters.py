@@ -115,12 +115,8 @@ class Adapters:
         if before is not None:
             self._note(before.digest)
         self._sweep()
-        if self._file is None:
-            return
-        try:
-            write_kept(self._file, {name: each.digest for name, each in self._named.items() if name not in self._fixed})
-        except OSError as error:
-            log.error("the adapters' names cannot be kept for the next start: %s", error)
+        kept = {name: each.digest for name, each in self._named.items() if name not in self._fixed}
+        keep(self._file, kept, "the adapters' names")
 
     def _note(self, digest: str) -> None:
         if all(each.digest != digest for each in self._named.values()):
@@ -144,13 +140,22 @@ class Adapters:
             raise ConfigError(f"data_dir: {self._file} cannot be read: {error}", param="data_dir") from None
 
 
-def write_kept(file: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file of the data folder, as JSON: whole or not at all, for this user alone. Raises OSError."""
+def keep(file: Path | None, content: Mapping[str, Any], what: str) -> None:
+    """Replace a file of the data folder, as JSON: whole or not at all, for this user alone. Without a file nothing is
+    kept; where it cannot be written, that is logged, and `what` is missing at the next start."""
+    if file is None:
+        return
     made = file.with_suffix(".new")
-    made.unlink(missing_ok=True)
-    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as out:
-        json.dump(content, out)
-    made.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made.unlink(missing_ok=True)
+        with open(
+            os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
+        ) as out:
+            json.dump(content, out)
+        made.replace(file)
+    except OSError as error:
+        log.error("%s cannot be kept for the next start: %s", what, error)
 
 
 def named_path(text: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from quire.engine.link.hub_link import HubLink
 from quire.engine.lora.modules import Modules
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
+from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
 from quire.server.access.origins import with_cors
@@ -27,67 +28,37 @@ from quire.server.budget import Budget
 from quire.server.config import ServerConfig
 from quire.server.durable import durable, go_on
 from quire.server.generation.background import Background
-from quire.server.observe.durable import DurableCollector
+from quire.server.observe.collectors import ReadCollector, kept_metrics
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
 from quire.server.peers import Peers, asking
-from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.ollama import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
-from quire.server.protocol.pooling import (
-    ClassificationRequest,
-    CohereEmbedRequest,
-    ConversationEmbeddingRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
-from quire.server.protocol.questions.decisions import DecisionRequest
-from quire.server.protocol.questions.label_scores import LabelScoreRequest
-from quire.server.protocol.questions.systemone import SystemOneRequest
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.protocol.sessions import WarmRequest
-from quire.server.protocol.stored.batches import BatchRequest
-from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
-from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.protocol.weights import CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
-    chat,
-    completions,
+    endpoints,
     engine,
-    invocations,
-    llama_cpp,
-    messages,
     models,
     page,
     requests,
     responses,
     sessions,
     status,
-    tokenize,
 )
-from quire.server.routes.bodies import with_bodies
+from quire.server.routes.bodies import describe_bodies
 from quire.server.routes.ollama import endpoints as ollama
-from quire.server.routes.ollama.pull import pull_router
-from quire.server.routes.questions import decisions, systemone
-from quire.server.routes.stored import batches as batch_routes
-from quire.server.routes.stored import conversations, files, streams
-from quire.server.routes.vectors import endpoints as vectors
+from quire.server.routes.ollama import pull
+from quire.server.routes.stored import batches, conversations, files, streams
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from quire.server.store.data import Data, open_data
 from quire.server.store.shared import shared_data
+
+BODIES_BYTES = 48 << 20
+"""Memory for the bodies of requests that are received and resolved at the same time."""
+ROUTERS = (
+    *(endpoints.router, responses.creating, responses.router, conversations.router),
+    *(ollama.router, pull.router, batches.router, files.router, streams.router, models.router, models.counted),
+    *(sessions.router, requests.router, engine.router, engine.asleep, status.router, page.router),
+)
 
 
 class OnlyModel:
@@ -96,21 +67,11 @@ class OnlyModel:
     def __init__(self, runtime: Runtime) -> None:
         self.loaded = (runtime,)
 
-    async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def give(
+        self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
+    ) -> None:
         scope["runtime"] = self.loaded[0]
-        await app(scope, receive, send)
-
-
-class ModelMiddleware:
-    """The innermost ASGI middleware: each request gets its model."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        await scope["app"].state.server.models.give(self._app, scope, receive, send)
+        await answer(scope, receive, send)
 
 
 def create_app(client: EngineClient, source: ModelSource, modules: Modules | None = None) -> FastAPI:
@@ -172,8 +133,10 @@ def application(
             if data is not None:
                 shared = durable(data, app, tenants, config, partial(_clients, served), peers)
                 parts = await ending.enter_async_context(shared)
-                registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
-            app.state.server = Server(config, served, gateways, background, parts, registry)
+                name, results = served.loaded[0].model.names[0], parts.batches.results
+                registry.register(ReadCollector(partial(kept_metrics, partial(getattr, parts, "seen"), results, name)))
+            bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
+            app.state.server = Server(config, served, gateways, background, parts, registry, bodies)
             if parts is not None:
                 ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
             yield
@@ -188,52 +151,15 @@ def application(
         redoc_url=None,
     )
     errors.install(app)
-    for router in routers:
+    for router in (*routers, *ROUTERS):
         app.include_router(router)
-    _add_routes(app)
+    describe_bodies(app, ROUTERS)
     _add_middleware(app, config, tenants, gateways, spans, held)
     return app
 
 
 def _clients(models: Models) -> list[EngineClient]:
     return [each.client for each in models.loaded]
-
-
-def _add_routes(app: FastAPI) -> None:
-    generating = (completions, chat, messages, responses, conversations, decisions, systemone, vectors)
-    others = (
-        invocations,
-        ollama,
-        batch_routes,
-        files,
-        streams,
-        models,
-        tokenize,
-        llama_cpp,
-        sessions,
-        requests,
-        engine,
-        status,
-        page,
-    )
-    for module in (*generating, *others):
-        app.include_router(module.router)
-    app.include_router(pull_router())
-    with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
-    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest, SystemOneRequest)
-    with_bodies(
-        app,
-        EmbeddingRequest,
-        ConversationEmbeddingRequest,
-        PoolingRequest,
-        ClassificationRequest,
-        ScoreRequest,
-        RerankRequest,
-    )
-    with_bodies(app, CohereEmbedRequest, LabelScoreRequest, OllamaPullRequest, CallRequest)
-    with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, WarmRequest, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
-    with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
 def _add_middleware(
@@ -249,7 +175,6 @@ def _add_middleware(
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
-    app.add_middleware(ModelMiddleware)
     if config.data_dir is not None:
         app.add_middleware(streams.ResumptionMiddleware)
     app.add_middleware(HeldMiddleware, budget=Budget(held))

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from quire.engine.link.client import EngineClient
 from quire.server.bursts import TRANSPORT, Bursts, BurstTransport
-from quire.server.errors import INVALID, error_body
+from quire.server.errors import INVALID, Failure
 
 log = logging.getLogger("quire.server")
 
@@ -204,7 +204,7 @@ class Connection(HttpToolsProtocol):
             return
         status, message = self._refusal
         if self._in_head or (self._answering and not self.cycle.response_started):
-            body = error_body(message, INVALID, None, None)
+            body = Failure(status, message, INVALID).openai()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -55,22 +55,6 @@ class Durable:
     @property
     def store(self) -> Store:
         return self.data.store
-
-    @property
-    def kept(self) -> Mapping[str, int]:
-        return self.seen.sizes
-
-    @property
-    def open_batches(self) -> int:
-        return self.seen.counts[OPEN]
-
-    @property
-    def batch_requests(self) -> Mapping[str, int]:
-        return {result: self.seen.counts[result] for result in self.batches.results}
-
-    @property
-    def resumed_streams(self) -> int:
-        return self.seen.counts["resumed"]
 
 
 @asynccontextmanager

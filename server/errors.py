@@ -57,22 +57,20 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 """Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
-MESSAGES = "/v1/messages"
-"""The routes below it are Anthropic's."""
 SYSTEM_ONE = "/v1/systemone"
-"""TypeSafe's."""
+"""The route of TypeSafe's API."""
 OLLAMA = "/api/"
-"""The routes below it are Ollama's."""
+"""The beginning of the paths of Ollama's API."""
 RETRY_AFTER_SECONDS = "1"
 UNEXPECTED = "The server had an error while processing your request. The log says more"
 
 
 def install(app: FastAPI) -> None:
     """Answer the typed errors that routes raise. UnexpectedErrorMiddleware answers others."""
-    app.add_exception_handler(QuireError, _quire_error)
+    app.add_exception_handler(QuireError, _typed_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(sqlite3.OperationalError, _disk_error)
+    app.add_exception_handler(sqlite3.OperationalError, _typed_error)
 
 
 _TOO_LONG = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
@@ -92,49 +90,60 @@ class Failure:
 
     def body(self, path: str) -> bytes:
         """The JSON body in the form of the API that the path belongs to."""
-        if path == MESSAGES or path.startswith(MESSAGES + "/"):
-            return self.anthropic()
-        if path.startswith(OLLAMA):
-            return self.ollama()
-        if path == SYSTEM_ONE:
-            return self.system_one()
-        return error_body(self.message, self.kind, self.param, self.code)
+        return next((form for paths, form in FORMS if paths.fullmatch(path)), Failure.openai)(self)
 
     def on(self, path: str) -> Failure:
         """As the API that the path belongs to numbers it."""
         return replace(self, status=422) if path == SYSTEM_ONE and self.status == HTTPStatus.BAD_REQUEST else self
+
+    def openai(self) -> bytes:
+        # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
+        told = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return encode_ascii({"error": told})
+
+    def ollama(self) -> bytes:
+        """A message alone."""
+        return encode_ascii({"error": self.message})
 
     def system_one(self) -> bytes:
         """What is wrong with a body, as FastAPI tells it; of anything else its type."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
-        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
-        kind = ANTHROPIC.get(self.status, other)
-        return encode_ascii({"detail": {"error_type": kind, "message": self.message}})
-
-    def ollama(self) -> bytes:
-        """A message alone."""
-        return encode_ascii({"error": self.message})
+        return encode_ascii({"detail": {"error_type": self._type, "message": self.message}})
 
     def anthropic(self) -> bytes:
         """It has no field for the parameter, so the message names it."""
-        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
             found = _TOO_LONG.search(message)
             sizes = f"{found[2]} tokens > {found[1]} maximum. " if found else ""
             message = f"prompt is too long: {sizes}{message}"
-        return encode_ascii({"type": "error", "error": {"type": ANTHROPIC.get(self.status, other), "message": message}})
+        return encode_ascii({"type": "error", "error": {"type": self._type, "message": message}})
+
+    @property
+    def _type(self) -> str:
+        """Anthropic's, by the status."""
+        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
+        return ANTHROPIC.get(self.status, other)
+
+
+FORMS = (
+    (re.compile(r"/v1/messages(/.*)?", re.DOTALL), Failure.anthropic),
+    (re.compile(rf"{OLLAMA}.*", re.DOTALL), Failure.ollama),
+    (re.compile(SYSTEM_ONE), Failure.system_one),
+)
+"""The APIs that have a form of errors of their own, by the paths of their routes."""
 
 
 def failure(error: Exception) -> Failure:
     """What is told of an error inside a stream; one that is not typed is logged."""
     if isinstance(error, QuireError):
-        status, kind = _row(error)
+        status, kind = next((status, kind) for base, status, kind in TABLE if isinstance(error, base))
         return Failure(status, error.message, kind, error.param, error.code)
     if isinstance(error, sqlite3.OperationalError):
-        return _not_kept(error)
+        logger.error("data_dir: %s", error)
+        return Failure(503, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
     logger.error("a stream failed", exc_info=error)
     return Failure(500, UNEXPECTED, SERVER, None, "internal_error")
 
@@ -147,13 +156,7 @@ def http_failure(error: HTTPException) -> Failure:
 
 def stream_error(error: Exception) -> bytes:
     """An error inside a stream of OpenAI's chunks, as its last event."""
-    told = failure(error)
-    return DATA + error_body(told.message, told.kind, told.param, told.code) + END
-
-
-def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
-    return encode_ascii({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return DATA + failure(error).openai() + END
 
 
 def answer(path: str, told: Failure, headers: dict[str, str] | None = None) -> Response:
@@ -162,12 +165,7 @@ def answer(path: str, told: Failure, headers: dict[str, str] | None = None) -> R
     return Response(told.body(path), told.status, headers, "application/json")
 
 
-def _row(error: QuireError) -> tuple[int, str]:
-    return next((status, kind) for base, status, kind in TABLE if isinstance(error, base))
-
-
-async def _quire_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, QuireError)
+async def _typed_error(request: Request, error: Exception) -> Response:
     told = failure(error)
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if told.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if isinstance(error, RateLimited):
@@ -175,16 +173,6 @@ async def _quire_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestQuarantined | ModelUnloadable):
         headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
     return answer(request.url.path, told, headers)
-
-
-async def _disk_error(request: Request, error: Exception) -> Response:
-    return answer(request.url.path, _not_kept(error), {"Retry-After": RETRY_AFTER_SECONDS})
-
-
-def _not_kept(error: Exception) -> Failure:
-    """What is to be kept cannot be."""
-    logger.error("data_dir: %s", error)
-    return Failure(HTTPStatus.SERVICE_UNAVAILABLE, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -44,9 +44,6 @@ from quire.server.streams import Streams
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 
-BODIES_BYTES = 48 << 20
-"""Memory for the bodies of requests that are received and resolved at the same time."""
-
 
 @dataclass(slots=True)
 class Runtime:
@@ -67,7 +64,6 @@ class Runtime:
     live_view: LiveView
     request_log: RequestLog
     others: OtherProcesses
-    bodies: Bodies
     workers: WorkerPool
     grammars: GrammarChecker
     turns: LoopTurns
@@ -84,8 +80,11 @@ class Models(Protocol):
     def loaded(self) -> Sequence[Runtime]:
         """Those that can answer."""
 
-    async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let `app` answer a request, with the model in its scope that it is for."""
+    async def give(
+        self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
+    ) -> None:
+        """Let `answer` handle a request, with the model in its scope that it is for. `awake`: it needs the model's
+        engine. `named`: it may name its model; else any one that is loaded will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,9 @@ class Server:
     """None without --data-dir."""
     registry: CollectorRegistry
     """Metrics of what is no model's."""
+    bodies: Bodies
+    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a model is downloaded: one at a time."""
 
     @property
     def store(self) -> Store | None:
@@ -205,7 +207,6 @@ def _runtime(
         live_view=LiveView(client, metrics.rolling),
         request_log=log,
         others=OtherProcesses(client, metrics, log, model.tokenizer.decode),
-        bodies=Bodies(int(config.max_body_size * 2**20), BODIES_BYTES),
         workers=workers,
         grammars=GrammarChecker(workers),
         turns=turns,

@@ -1,10 +1,10 @@
-"""What a served model is: its names, and all that turns text into its tokens and back."""
+"""A served model: its names, and everything that turns text into its tokens and back."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from starlette.requests import Request
@@ -33,29 +33,57 @@ _SHOWN, _COMPARED = 20, 200
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    names: tuple[str, ...]
-    """Names that requests may use, at least one; the first is the model's own."""
-    context_length: int
-    """Most tokens of a prompt and its answer together."""
+class ModelSource:
+    """The part of a ServedModel that is sent to another process, which makes the rest of it."""
+
+    config: ServerConfig
+    tokenizer: Tokenizer
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
     """Sampling parameters of the model's generation_config.json."""
-    tokenizer: Tokenizer
-    formats: ChatFormats
+    context_length: int = 0
+    """Most tokens of a prompt and its answer together. Known when the engine has started, as `tasks` are."""
     tasks: tuple[Task, ...] = ("generate",)
-    """What requests may ask of it."""
+    """The kinds of requests that it can answer."""
     pooling: Pooling | None = None
     """How it makes vectors."""
     images: ImageReader | None = None
     """How it reads images; None where requests may not bring any."""
     no_images: str = TEXT_ALONE
     """Why they may not."""
+
+    def started(self, model: ServedModel) -> ModelSource:
+        """With what the engine says of the model."""
+        return replace(
+            self,
+            context_length=model.context_length,
+            tasks=model.tasks,
+            images=model.images,
+            no_images=model.no_images,
+        )
+
+    def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
+        """Raises ModelError for a chat template that is not valid Jinja."""
+        return ServedModel(
+            **{each.name: getattr(self, each.name) for each in fields(ModelSource)},
+            names=self.config.model_names,
+            formats=ChatFormats.chosen(self.config, self.tokenizer),
+            media_domains=tuple(self.config.allowed_media_domains),
+            adapters=adapters,
+            expendable=expendable,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(ModelSource):
+    names: tuple[str, ...]
+    """Names that requests may use, at least one; the first is the model's own."""
+    formats: ChatFormats
     media_domains: tuple[str, ...] = ()
     """Hosts from which images are fetched."""
     fetched: Mapping[str, bytes] = field(default_factory=dict)
-    """Images of the request that is resolved, by address."""
+    """The images of the request that is being resolved, by address."""
     adapters: Collection[str] = ()
     """Names of the adapters beside it, which requests may use too; they come and go."""
     created: int = 0
@@ -63,7 +91,7 @@ class ServedModel:
     fingerprint: str = ""
     """Answers with the same fingerprint and seed have the same tokens."""
     expendable: bool = False
-    """Whether the process that this is in may be killed, as workers may: then it takes what may never end."""
+    """Whether this process may be killed, as workers may: then it takes work that may never end."""
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
@@ -92,50 +120,6 @@ class ServedModel:
             made = " and ".join(MADE[each] for each in self.tasks)
             way = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""
             raise InvalidRequest(f"The model `{self.names[0]}` makes {made}, not {MADE[task]}{way}", param="model")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """What a ServedModel is made of, as it is sent to another process."""
-
-    config: ServerConfig
-    tokenizer: Tokenizer
-    vocab_size: int
-    sampling_defaults: Mapping[str, float]
-    context_length: int = 0
-    """Known when the engine has started, as `tasks` are."""
-    tasks: tuple[Task, ...] = ("generate",)
-    pooling: Pooling | None = None
-    images: ImageReader | None = None
-    no_images: str = TEXT_ALONE
-
-    def started(self, model: ServedModel) -> ModelSource:
-        """With what the engine says of the model."""
-        return replace(
-            self,
-            context_length=model.context_length,
-            tasks=model.tasks,
-            images=model.images,
-            no_images=model.no_images,
-        )
-
-    def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
-        """Raises ModelError for a chat template that is not valid Jinja."""
-        return ServedModel(
-            names=self.config.model_names,
-            context_length=self.context_length,
-            vocab_size=self.vocab_size,
-            sampling_defaults=self.sampling_defaults,
-            tokenizer=self.tokenizer,
-            formats=ChatFormats.chosen(self.config, self.tokenizer),
-            tasks=self.tasks,
-            pooling=self.pooling,
-            images=self.images,
-            no_images=self.no_images,
-            media_domains=tuple(self.config.allowed_media_domains),
-            adapters=adapters,
-            expendable=expendable,
-        )
 
 
 def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from benchmarks.claims.memory import preemption, sharing, waste
 from benchmarks.claims.plan import plans
 from benchmarks.claims.speed import batching, cache, chunks, grammars, guesses
+from benchmarks.common.options import options
 
 CLAIMS = {
     each.__name__: each for each in (waste, sharing, preemption, batching, cache, chunks, guesses, grammars, plans)
@@ -15,11 +15,11 @@ CLAIMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *CLAIMS], metavar="NAME", help=", ".join(CLAIMS))
-    print("| | measured | switched off | said |\n|---|---|---|---|")
+    names = {"nargs": "*", "choices": [[], *CLAIMS], "metavar": "NAME", "help": ", ".join(CLAIMS)}
+    args = options(__doc__, {"names": names}, "python -m benchmarks.claims")
+    print("| | measured | without the feature | claimed |\n|---|---|---|---|")
     began = time.perf_counter()
-    for name in parser.parse_args().names or CLAIMS:
+    for name in args.names or CLAIMS:
         for row in CLAIMS[name]():
             print(f"| {row.claim} | {row.measured} | {row.beside} | {row.said} |", flush=True)
     print(f"\n{time.perf_counter() - began:.0f} s")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from benchmarks.claims.run import Row, answer, engine, lengths, random_prompt, request
+from benchmarks.claims.run import Row, engine, lengths
+from benchmarks.common.engines import at_once, random_prompt, request
 from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.core.scheduler import Scheduler
 
@@ -102,7 +103,7 @@ def preemption() -> Iterator[Row]:
         for memory in (None, 2.0):
             with engine(num_kv_blocks=pages, kv_offload_memory=memory) as made:
                 before, began = made.stats.preemptions, time.perf_counter()
-                answer(made, [(0.0, each) for each in requests])
+                at_once(made, requests)
                 figures.append((time.perf_counter() - began, made.stats.preemptions - before))
         (again, times), (fetched, _) = figures
         claim = f"preemption, prompts of {prompt} tokens ({times} preemptions)"

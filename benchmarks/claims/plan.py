@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.claims.run import Row
+from benchmarks.common.engines import folder_of
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,8 +60,7 @@ def plans() -> Iterator[Row]:
 
 
 def _plan(config: dict[str, object], *flags: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        program = [str(Path(sys.executable).with_name("quire")), "plan", folder, *flags, "--json"]
+    with folder_of(config) as folder:
+        program = [str(Path(sys.executable).with_name("quire")), "plan", str(folder), *flags, "--json"]
         found: dict[str, Any] = json.loads(subprocess.run(program, check=True, capture_output=True).stdout)
         return found

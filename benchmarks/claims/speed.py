@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Iterator
 
-from benchmarks.claims.run import Answered, Row, answer, engine, lengths, percentile, random_prompt, request
+from benchmarks.claims.run import Row, engine, lengths
+from benchmarks.common.engines import Answered, answer, at_once, percentile, random_prompt, request
 from quire.engine.config import DEMO_MODEL, SpeculativeConfig
 from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ def batching() -> Iterator[Row]:
             began = time.perf_counter()
             found: dict[str, Answered] = {}
             for group in [requests[at : at + _BATCH] for at in range(0, len(load), _BATCH)] if static else [requests]:
-                found |= answer(made, [(0.0, each) for each in group])
+                found |= at_once(made, group)
             seconds = time.perf_counter() - began
             late = percentile([each.tokens[-1] - began for each in found.values()], 0.5)
             figures.append((sum(tokens for _, tokens in load) / seconds, late))
@@ -45,9 +46,9 @@ def cache() -> Iterator[Row]:
     with engine(num_kv_blocks=600, enable_prefix_caching=False) as made:
         for length in (256, 1024, 4096):
             prompt = random_prompt(length, length)
-            found = answer(made, [(0.0, request("cached", prompt, 9))])["cached"]
+            found = at_once(made, [request("cached", prompt, 9)])["cached"]
             cached = sorted(found.gaps)[len(found.gaps) // 2]
-            whole = found.tokens[0] - found.arrived
+            whole = found.first
             yield Row(
                 f"KV cache, a token behind {length:,}",
                 said,
@@ -115,5 +116,5 @@ def grammars() -> Iterator[Row]:
 def _alone(made: Engine, each: Request) -> float:
     """Seconds from its first token to its last."""
     made.reset_prefix_cache()
-    found = answer(made, [(0.0, each)])[each.id]
+    found = at_once(made, [each])[each.id]
     return found.tokens[-1] - found.tokens[0]

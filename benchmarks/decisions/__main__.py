@@ -13,12 +13,10 @@ import argparse
 import asyncio
 import random
 import statistics
-import time
 from typing import Any
 
-import httpx
-
-from benchmarks.speculation import processor_seconds
+from benchmarks.common.options import options
+from benchmarks.common.servers import by_turns, compared, post_all, processor_seconds
 
 WORDS = (
     "the",
@@ -53,54 +51,35 @@ def body(model: str, questions: int, words: int, draw: random.Random) -> dict[st
     return {"model": model, "state": " ".join(draw.choices(WORDS, k=words)), "questions": asked}
 
 
-async def measured(url: str, model: str, args: argparse.Namespace, seed: int) -> float:
-    """Questions a second."""
-    draw, waiting = random.Random(seed), asyncio.Semaphore(args.concurrency)
-    bodies = [body(model, args.questions, args.words, draw) for _ in range(args.requests)]
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-
-        async def ask(one: dict[str, Any]) -> None:
-            async with waiting:
-                response = await client.post("/v1/systemone", json=one)
-                response.raise_for_status()
-                assert len(response.json()["answers"]) == args.questions
-
-        began = time.perf_counter()
-        await asyncio.gather(*(ask(one) for one in bodies))
-        return args.requests * args.questions / (time.perf_counter() - began)
-
-
 async def run(args: argparse.Namespace) -> None:
-    rates: dict[str, list[float]] = {server: [] for server in args.servers}
     worked: dict[str, list[float]] = {server: [] for server in args.servers}
-    count, seed = args.requests * args.questions, int(time.time())
-    for turn in range(-1, args.rounds):
-        for server in args.servers:
-            url, model, *pid = server.split("=")
-            before = processor_seconds(int(pid[0])) if pid else 0.0
-            rate = await measured(url, model, args, seed + turn)
-            if turn >= 0:  # the first is to warm up
-                rates[server].append(rate)
-                worked[server].append((processor_seconds(int(pid[0])) - before) / count if pid else 0.0)
-    for server in args.servers:
-        told = (
-            f"{statistics.median(rates[server]):.2f} questions/s ({' '.join(f'{each:.2f}' for each in rates[server])})"
-        )
-        spent = " ".join(f"{each:.3f}" for each in worked[server])
-        pairs = [first / rate for first, rate in zip(rates[args.servers[0]], rates[server], strict=True)]
-        told += f", the first server is x {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
-        print(f"{server}: {told}, {statistics.median(worked[server]):.3f} s of processors each ({spent})", flush=True)
+    count = args.requests * args.questions
+
+    async def measure(server: str, seed: int) -> float:
+        """Questions a second."""
+        url, model, *pid = server.split("=")
+        draw = random.Random(seed)
+        bodies = [body(model, args.questions, args.words, draw) for _ in range(args.requests)]
+        before = processor_seconds(int(pid[0])) if pid else 0.0
+        seconds, answers = await post_all(url, "/v1/systemone", bodies, args.concurrency)
+        assert all(len(each["answers"]) == args.questions for each in answers)
+        worked[server].append((processor_seconds(int(pid[0])) - before) / count if pid else 0.0)
+        return count / seconds
+
+    rates = await by_turns(args.servers, args.rounds, measure, warm=True)
+    for server, found in rates.items():
+        spent = worked[server][1:]
+        told = f"{compared(rates[args.servers[0]], found, 2)} questions/s"
+        shown = " ".join(f"{each:.3f}" for each in spent)
+        print(f"{server}: {told}, {statistics.median(spent):.3f} s of processors each ({shown})", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="URL=MODEL")
-    parser.add_argument("--questions", type=int, default=16, help="of a request")
-    parser.add_argument("--words", type=int, default=400, help="of its text")
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(run(parser.parse_args()))
+    servers = {"nargs": "+", "metavar": "URL=MODEL"}
+    asked = {"--questions": {"default": 16, "help": "of a request"}, "--words": {"default": 400, "help": "of its text"}}
+    asyncio.run(
+        run(options(__doc__, {"servers": servers, **asked, "--requests": 8, "--concurrency": 1, "--rounds": 3}))
+    )
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ before each step, as if the system had no room for any of it; so each expert tha
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import EngineConfig
+from benchmarks.common.engines import dummy, folder_of, request
+from benchmarks.common.options import options
 from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
 from quire.kernels.cpu.decoder.mapped import MappedExperts
 
 SHAPE: dict[str, Any] = {
@@ -33,8 +30,7 @@ STEPS = 24
 def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
     """Milliseconds of a token, the median of STEPS; and the tokens."""
     made.reset_prefix_cache()
-    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
-    made.add(Request(id="a", prompt_ids=list(range(10, 26)), params=params, seed=0))
+    made.add(request("a", range(10, 26), STEPS + 1))
     store, took, ids = made.runner.model.on_disk, [], []  # type: ignore[attr-defined]
     while made.busy:
         if drop and isinstance(store, MappedExperts):
@@ -66,21 +62,14 @@ def told(name: str, made: Engine, *, drop: bool, guesses: bool = True) -> list[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=4)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as model:
-        (Path(model) / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": args.layers}))
-        common: dict[str, Any] = {"model": model, "load_format": "dummy", "skip_tokenizer_init": True}
-        common |= {"kv_cache_memory": 0.25}
-
-        made = Engine(EngineConfig(**common))
+    args = options(__doc__, {"folder": Path, "--layers": 4})
+    with folder_of(SHAPE | {"num_hidden_layers": args.layers}) as model:
+        made = dummy(model, kv_cache_memory=0.25)
         wanted = told("in memory", made, drop=False)
         del made
         gc.collect()
-        on_disk = common | {"experts_on_disk": str(args.folder)}
-        made = Engine(EngineConfig(**on_disk))
+        on_disk: dict[str, Any] = {"kv_cache_memory": 0.25, "experts_on_disk": str(args.folder)}
+        made = dummy(model, **on_disk)
         print(next(note for note in made.info.notes if note.startswith("experts:")))
         found = [told("on disk, dropped, no guesses", made, drop=True, guesses=False)]
         found.append(told("on disk, dropped", made, drop=True))
@@ -90,7 +79,7 @@ def main() -> None:
         del made
         gc.collect()
         for share in (0.25, 0.75):
-            made = Engine(EngineConfig(**on_disk, experts_in_memory=share * size / 2**30))
+            made = dummy(model, **on_disk, experts_in_memory=share * size / 2**30)
             found.append(told(f"on disk, dropped, {share:.0%} kept in memory", made, drop=True))
             del made
             gc.collect()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.common.options import options
 from benchmarks.flight.plan import PLAN
 from benchmarks.flight.process import Run, run_stage
 from benchmarks.flight.table import told
@@ -18,12 +18,16 @@ _LEAST_SECONDS = 5.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flight", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("flight"), help="folder of the results")
-    parser.add_argument("--seconds", type=float, default=560.0, help="of all stages and second runs together")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: all of it small, to try it out")
-    parser.add_argument("--only", nargs="+", choices=sorted(PLAN), help="these stages alone")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "--out": {"default": Path("flight"), "help": "folder of the results"},
+            "--seconds": {"default": 560.0, "help": "of all stages and second runs together"},
+            "--device": {"default": "cuda", "choices": ["cuda", "cpu"], "help": "cpu: all of it small, to try it out"},
+            "--only": {"nargs": "+", "choices": sorted(PLAN), "help": "these stages alone"},
+        },
+        "python -m benchmarks.flight",
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.seconds
     runs = [

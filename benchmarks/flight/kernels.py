@@ -7,7 +7,6 @@ from functools import partial
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.flight.experts import experts
@@ -15,10 +14,11 @@ from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.flight.machine import select_reason
 from benchmarks.gpu import times
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
-from quire.kernels.gpu.mixed import Division
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.reference import Reference
 from quire.kernels.select import BACKENDS, select_backend
 from quire.kernels.softmax import Softmax
+from tests.kernels.ragged import page, random_part, to_device
 
 _SHAPES = ((32, 8, 128), (14, 2, 64), (28, 4, 128), (16, 8, 256), (24, 8, 96))
 """Heads of Llama 3 8B, of Qwen2.5 0.5B and 7B (groups of 7), of Gemma, of Phi."""
@@ -66,33 +66,12 @@ def _metadata(
     device: torch.device, counts: list[int], contexts: list[int], block: int
 ) -> tuple[AttentionMetadata, int]:
     """The last counts[s] of contexts[s] tokens of each sequence, with pages of its own; and the number of pages."""
-    each = [-(-context // block) for context in contexts]
-    table = torch.zeros((len(contexts), max(each)), dtype=torch.int32)
-    first = 0
-    positions, slots = [], []
-    for row, (count, context, pages) in enumerate(zip(counts, contexts, each, strict=True)):
-        table[row, :pages] = torch.arange(first, first + pages, dtype=torch.int32)
-        at = torch.arange(context - count, context)
-        positions.append(at)
-        slots.append(first * block + at)
-        first += pages
-    lens, queries = (torch.tensor(values, dtype=torch.int32) for values in (contexts, counts))
-    metadata = AttentionMetadata(
-        query_start=F.pad(queries.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
-        context_lens=lens.to(device),
-        key_start=F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
-        block_table=table.to(device),
-        positions=torch.cat(positions).to(device),
-        slots=torch.cat(slots).to(device),
-        max_query_len=max(counts),
-        max_context_len=max(contexts),
-    )
-    starts = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).numpy()
-    division = Division.of(queries.numpy(), lens.numpy(), starts)
-    if division is None:
-        return metadata, first
-    begins = [torch.tensor(each, device=device) for each in (division.query_start, division.key_start)]
-    return division.divide(metadata, *begins, block), first
+    paged, generator = Reference(), torch.Generator()
+    paged.block_size = block
+    lengths = zip(contexts, counts, strict=True)
+    parts = [random_part(context, count, 1, 1, 1, torch.float32, generator) for context, count in lengths]
+    cache, _, metadata = page(paged, parts)
+    return to_device(metadata, device), len(cache)
 
 
 def products(device: torch.device, say: Say) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
+from tests.engine.harness import run
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
@@ -76,16 +77,8 @@ def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
 
 def _run(engine: Engine, **params: Any) -> dict[str, list[int]]:
     """The tokens of greedy answers to all prompts, together."""
-    chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | params))
-    for index, prompt in enumerate(_PROMPTS):
-        engine.add(Request(id=str(index), prompt_ids=prompt, params=chosen, seed=index))
-    found: dict[str, list[int]] = {}
-    while engine.busy:
-        for output in engine.step():
-            if output.error is not None:
-                raise ValueError(output.error)
-            found.setdefault(output.id, []).extend(output.new_ids)
-    return found
+    asked = [request(str(index), prompt, 24, seed=index, **params) for index, prompt in enumerate(_PROMPTS)]
+    return {name: each.ids for name, each in at_once(engine, asked).items()}
 
 
 def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
@@ -93,7 +86,11 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     from transformers import AutoModelForCausalLM
 
     engine = _engine(folder, device, dtype=str(dtype).removeprefix("torch."))
-    ours = {str(index): _prompt_logprobs(engine, str(index), prompt) for index, prompt in enumerate(_PROMPTS)}
+    asked = [request(str(index), prompt, 1, prompt_logprobs=0) for index, prompt in enumerate(_PROMPTS)]
+    ours = {
+        name: [each.logprob for each in answer.prompt_logprobs or () if each]
+        for name, answer in run(engine, asked).items()
+    }
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     worst = 0.0
     with torch.inference_mode():
@@ -106,17 +103,6 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     if not worst < _MOST[dtype]:
         raise ValueError(f"log probabilities differ by {worst:.3g} in the mean, at most {_MOST[dtype]}")
     return f"log probabilities differ by {worst:.2g} in the mean from transformers'; {engine.info.backend}"
-
-
-def _prompt_logprobs(engine: Engine, name: str, prompt: Sequence[int]) -> list[float]:
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    engine.add(Request(id=name, prompt_ids=list(prompt), params=params, seed=0))
-    found: list[float] = []
-    while engine.busy:
-        for output in engine.step():
-            if output.prompt_logprobs is not None:
-                found = [each.logprob for each in output.prompt_logprobs if each is not None]
-    return found
 
 
 def _features(folder: Path, device: torch.device, say: Say) -> None:

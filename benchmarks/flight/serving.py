@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
 import random
-import socket
-import subprocess
-import sys
-import threading
 import time
 from itertools import accumulate
-from urllib.request import Request as HttpRequest
-from urllib.request import urlopen
 
 import torch
 
-from benchmarks.claims.run import Answered, answer, percentile
+from benchmarks.common.engines import Answered, answer, at_once, percentile
+from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
-from benchmarks.gpu import limits, measure, model_directory, request, start
+from benchmarks.gpu import asked, limits, measure, model_directory, start
 from quire.engine.loop import Engine
 
 
@@ -49,9 +44,9 @@ def _arrivals(engine: Engine, streams: int) -> str:
     chance = random.Random(0)
     at = list(accumulate(chance.expovariate(40.0) for _ in range(2 * streams)))
     length, tokens = (64, 8) if streams < 256 else (512, 128)
-    answer(engine, [(0.0, request("warm", length, 4))])
+    at_once(engine, [asked("warm", length, 4)])
     began = time.perf_counter()
-    found = answer(engine, [(when, request(f"arrival{index}", length, tokens)) for index, when in enumerate(at)])
+    found = answer(engine, [(when, asked(f"arrival{index}", length, tokens)) for index, when in enumerate(at)])
     seconds = time.perf_counter() - began
     return _told(list(found.values()), seconds)
 
@@ -59,7 +54,7 @@ def _arrivals(engine: Engine, streams: int) -> str:
 def _told(found: list[Answered], seconds: float) -> str:
     made = sum(len(each.tokens) for each in found)
     gaps = [gap for each in found for gap in each.gaps]
-    first = [each.tokens[0] - each.arrived for each in found]
+    first = [each.first for each in found]
     return (
         f"{made / seconds:.0f} tokens/s; first token {percentile(first, 0.5) * 1e3:.0f} ms, p99 "
         f"{percentile(first, 0.99) * 1e3:.0f}; between tokens p99 {percentile(gaps, 0.99) * 1e3:.1f} ms"
@@ -68,52 +63,16 @@ def _told(found: list[Answered], seconds: float) -> str:
 
 def http(device: torch.device, say: Say) -> None:
     """The shipped model, started the way users do, and 64 chats at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "quire", "serve", "--device", device.type, "--port", str(port)]
     began = time.monotonic()
-    server = subprocess.Popen(command, stdout=sys.stderr)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not _ready(url):
-            if server.poll() is not None:
-                say(Finding("quire serve", f"ended with {server.returncode}", held=False))
-                return
-            time.sleep(0.2)
+    with served("--device", device.type) as server:
         say(Finding("quire serve", f"ready after {time.monotonic() - began:.1f} s"))
-        tried(say, "64 chats at once over HTTP", lambda: _chats(url, 64))
-    finally:
-        server.terminate()
-        server.wait(20)
-
-
-def _ready(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health", timeout=2) as answered:
-            return bool(answered.status == 200)
-    except OSError:
-        return False
+        tried(say, "64 chats at once over HTTP", lambda: _chats(server.url, 64))
 
 
 def _chats(url: str, count: int) -> str:
-    found: list[int] = []
-
-    def chat(number: int) -> None:
-        messages = [{"role": "user", "content": f"Tell me of hen number {number}."}]
-        body = {"model": "quire-demo", "messages": messages, "max_tokens": 64, "seed": number, "ignore_eos": True}
-        asked = HttpRequest(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urlopen(asked, timeout=50) as answered:
-            found.append(json.load(answered)["usage"]["completion_tokens"])
-
-    threads = [threading.Thread(target=chat, args=(number,)) for number in range(count)]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(found) != count:
-        raise ValueError(f"{len(found)} of {count} were answered")
-    return f"{sum(found) / (time.monotonic() - began):.0f} tokens/s, {os.cpu_count()} cores"
+    asked = {"model": "quire-demo", "max_tokens": 64, "ignore_eos": True}
+    said = [[{"role": "user", "content": f"Tell me of hen number {number}."}] for number in range(count)]
+    bodies = [asked | {"messages": messages, "seed": number} for number, messages in enumerate(said)]
+    seconds, answers = asyncio.run(post_all(url, "/v1/chat/completions", bodies, count))
+    tokens = sum(each["usage"]["completion_tokens"] for each in answers)
+    return f"{tokens / seconds:.0f} tokens/s, {os.cpu_count()} cores"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common.options import options
 from benchmarks.flight import kernels, machine, models, serving
 from benchmarks.flight.finding import Finding, Say
 from benchmarks.flight.plan import PLAN
@@ -27,11 +27,10 @@ assert STAGES.keys() == PLAN.keys()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=sorted(STAGES))
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    device = {"default": "cuda", "choices": ["cuda", "cpu"]}
+    args = options(
+        __doc__, {"stage": {"choices": sorted(STAGES)}, "--device": device, "--out": {"type": Path, "required": True}}
+    )
     wrong = 0
     with args.out.open("w", encoding="utf-8", buffering=1) as output:
 

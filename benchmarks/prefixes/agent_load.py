@@ -16,16 +16,16 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import truediv
 
 import httpx
+
+from benchmarks.common.options import options
+from benchmarks.common.servers import served
 
 TURNS, FIRST, ADDED, ANSWERED = 43, 1100, 86, 24
 """Tokens of the first prompt, and those that a turn adds before and by its answer: 142,000 in sum."""
@@ -33,7 +33,6 @@ IDS = range(300, 1900)
 TOOLS = 8
 THOUGHT, SAID = 12, 18
 """Tokens of an answer with thoughts, which the next prompt lacks, and of what it says."""
-PORT = 18_437
 Change = Callable[[int, list[int], list[list[int]], list[int]], list[int]]
 """(turn, system prompt, tools, the rest) to a prompt."""
 
@@ -127,36 +126,21 @@ def converse(client: Client, seed: str, kind: str, scale: int, fill: int) -> Tol
     return told
 
 
-@contextmanager
-def served(pages: int) -> Iterator[str]:
-    command = [sys.executable, "-P", "-m", "quire", "serve", "--port", str(PORT), "--num-kv-blocks", str(pages)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{PORT}"
-    try:
-        while True:
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=int, default=4)
-    parser.add_argument("--url", nargs="+", metavar="URL=MODEL", default=[])
-    parser.add_argument("--fill", type=int, default=6000, help="tokens that others have computed every five turns")
-    parser.add_argument("--kinds", nargs="+", choices=list(CHANGES), default=list(CHANGES))
-    parser.add_argument("--rounds", type=int, default=1)
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        {
+            "--scale": 4,
+            "--url": {"nargs": "+", "metavar": "URL=MODEL", "default": []},
+            "--fill": {"default": 6000, "help": "tokens that others have computed every five turns"},
+            "--kinds": {"nargs": "+", "choices": list(CHANGES), "default": list(CHANGES)},
+            "--rounds": 1,
+        },
+    )
     if args.url:
         return compare([Client(*server.split("=")) for server in args.url], args)
-    with served(args.fill // 16) as url:
-        compare([Client(url, "quire-demo")], args)
+    with served("--num-kv-blocks", str(args.fill // 16)) as server:
+        compare([Client(server.url, "quire-demo")], args)
 
 
 def compare(clients: list[Client], args: argparse.Namespace) -> None:

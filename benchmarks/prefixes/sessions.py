@@ -8,19 +8,14 @@ memory as a tier or without, and with the hint that it is about to go on. The to
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import statistics
-import tempfile
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count
+from typing import Any
 
-from benchmarks.kv_tiers import SHAPE
-from quire.engine.config import EngineConfig
+from benchmarks.common.engines import SMOL_135M, Answered, at_once, dummy, folder_of, random_prompt, request
+from benchmarks.common.options import options
 from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
 
 MORE = 32
 """Tokens that a turn adds."""
@@ -53,62 +48,39 @@ class Found:
     hint: list[float] = field(default_factory=list)
 
 
-class Asker:
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._number = engine, 0
-
-    def ask(self, prompt: list[int], answer: int = 4, **fields: object) -> tuple[float, int, list[int]]:
-        """Seconds to the first token, cached tokens, and the tokens."""
-        self._number += 1
-        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        self._engine.add(Request(id=f"{self._number}", prompt_ids=prompt, params=params, seed=0, **fields))
-        began, first, cached, ids = time.perf_counter(), 0.0, 0, list[int]()
-        while self._engine.busy:
-            for output in self._engine.step():
-                first = first or time.perf_counter() - began
-                cached, ids = output.cached_tokens, ids + output.new_ids
-        return first, cached, ids
-
-
 def measure(engine: Engine, way: Way, tokens: int, rounds: int) -> Found:
-    asker, found = Asker(engine), Found()
+    found, numbers = Found(), count()
+
+    def ask(prompt: list[int], answer: int = 4, **fields: Any) -> Answered:
+        return at_once(engine, [request(name := str(next(numbers)), prompt, answer, **fields)])[name]
+
     for number in range(rounds):
-        prompts = [some(tokens, 10 * number + place) for place in range(2)]
+        prompts = [random_prompt(tokens, 10 * number + place) for place in range(2)]
         for loaded, prompt in enumerate(prompts):
             name = way.session and f"{way.session}{number}/{loaded}"
-            _, _, answer = asker.ask(prompt, session=name)
+            answered = ask(prompt, session=name).ids
             for other in range(OTHERS * loaded):
-                asker.ask(some(tokens, 10_000 + 10 * number + other), answer=1)
+                ask(random_prompt(tokens, 10_000 + 10 * number + other), answer=1)
             if loaded and way.warmed:
-                found.hint.append(asker.ask(prompt + answer, answer=1, keep_seconds=60.0)[0])
-            seconds, cached, ids = asker.ask([*prompt, *answer, *some(MORE, number)], session=name)
-            (found.later if loaded else found.at_once).append(seconds)
+                found.hint.append(ask(prompt + answered, answer=1, keep_seconds=60.0).first)
+            turn = ask([*prompt, *answered, *random_prompt(MORE, number)], session=name)
+            (found.later if loaded else found.at_once).append(turn.first)
             if loaded:
-                found.cached.append(cached)
-            found.ids.append(ids)
+                found.cached.append(turn.cached)
+            found.ids.append(turn.ids)
     return found
 
 
-def some(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(1, SHAPE["vocab_size"]), k=count)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPE))
+    args = options(__doc__, {"--tokens": 512, "--rounds": 5})
+    with folder_of(SMOL_135M) as folder:
         print(
             f"{'first token, ms':32}{'at once':>9}{'later':>9}{'ratio':>7}{'cached':>8}{'hint':>7}  tokens", flush=True
         )
         wanted: Found | None = None
         for way in WAYS:
-            options = {"kv_offload_memory": 4.0} if way.host else {}
-            pages = 3 * args.tokens // 16 + 24
-            config = EngineConfig(model=folder, load_format="dummy", skip_tokenizer_init=True, num_kv_blocks=pages)
-            engine = Engine(config.model_copy(update=options))
+            tier = {"kv_offload_memory": 4.0} if way.host else {}
+            engine = dummy(folder, num_kv_blocks=3 * args.tokens // 16 + 24, **tier)
             found = measure(engine, way, args.tokens, args.rounds)
             engine.close()
             wanted = wanted or found

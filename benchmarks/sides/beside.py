@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import time
 from dataclasses import dataclass
-from itertools import count
 
+from benchmarks.common.options import options
+from benchmarks.common.servers import by_turns, compared
 from quire.server.cli.bench.client import StreamClient
 from quire.server.cli.bench.serve import closed_loop, make_jobs
 from quire.server.cli.bench.stats import summarize
@@ -63,38 +63,33 @@ async def rate(server: str, case: Case, seed: int, vocab: int) -> float:
 
 
 async def run(args: argparse.Namespace) -> None:
-    seeds = count(int(time.time()))
-    for case in cases(args):
-        found: dict[str, list[float]] = {server: [] for server in args.servers}
-        for _ in range(args.rounds):
-            seed = next(seeds)
-            for server in args.servers:
-                found[server].append(await rate(server, case, seed, args.vocab))
-                await asyncio.sleep(PAUSE)
-        columns = [told(found[args.servers[0]], rates) for rates in found.values()]
+    for number, case in enumerate(cases(args)):
+
+        async def measure(server: str, seed: int, case: Case = case, part: int = number) -> float:
+            found = await rate(server, case, 1000 * seed + part, args.vocab)
+            await asyncio.sleep(PAUSE)
+            return found
+
+        rates = await by_turns(args.servers, args.rounds, measure)
+        columns = [compared(rates[args.servers[0]], each) for each in rates.values()]
         print(f"{case.name:16}{' | '.join(columns)}", flush=True)
 
 
-def told(first: list[float], rates: list[float]) -> str:
-    """A server's rates, and how many times as fast the first one was."""
-    ratios = [ours / theirs for ours, theirs in zip(first, rates, strict=True)]
-    text = f"{statistics.median(rates):9.1f} ({' '.join(f'{rate:.1f}' for rate in rates)})"
-    if first is rates:
-        return text
-    return f"{text}, x {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="URL=MODEL[=close]")
-    parser.add_argument("--streams", type=int, nargs="*", default=(1, 8, 32))
-    parser.add_argument("--prompts", type=int, nargs="*", default=(1024,), help="tokens of prompts, four at a time")
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--waves", type=int, default=1, help="requests for each stream of a turn")
-    parser.add_argument("--vocab", type=int, default=4000, help="token ids are below this")
-    parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(run(parser.parse_args()))
+    args = options(
+        __doc__,
+        {
+            "servers": {"nargs": "+", "metavar": "URL=MODEL[=close]"},
+            "--streams": {"nargs": "*", "default": (1, 8, 32)},
+            "--prompts": {"nargs": "*", "default": (1024,), "help": "tokens of prompts, four at a time"},
+            "--input-len": 128,
+            "--output-len": 64,
+            "--waves": {"default": 1, "help": "requests for each stream of a turn"},
+            "--vocab": {"default": 4000, "help": "token ids are below this"},
+            "--rounds": 3,
+        },
+    )
+    asyncio.run(run(args))
 
 
 if __name__ == "__main__":

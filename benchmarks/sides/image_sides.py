@@ -13,12 +13,12 @@ import asyncio
 import base64
 import io
 import random
-import statistics
-import time
 from typing import Any
 
-import httpx
 from PIL import Image
+
+from benchmarks.common.options import options
+from benchmarks.common.servers import by_turns, compared, post_all
 
 CELLS = 16
 """A picture is so many colours wide and high, smoothly drawn larger, so that its file is small."""
@@ -37,50 +37,29 @@ def body(model: str, side: int, draw: random.Random) -> dict[str, Any]:
     return {"model": model, "messages": said, "max_tokens": 1, "temperature": 0}
 
 
-async def measured(server: str, args: argparse.Namespace, seed: int) -> tuple[float, int]:
-    """Images a second, and a prompt's tokens."""
-    url, model = server.split("=")
-    draw, waiting, tokens = random.Random(seed), asyncio.Semaphore(args.concurrency), 0
-    bodies = [body(model, args.side, draw) for _ in range(args.images)]
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-
-        async def ask(one: dict[str, Any]) -> None:
-            nonlocal tokens
-            async with waiting:
-                response = await client.post("/v1/chat/completions", json=one)
-                response.raise_for_status()
-                tokens = response.json()["usage"]["prompt_tokens"]
-
-        began = time.perf_counter()
-        await asyncio.gather(*(ask(one) for one in bodies))
-        return args.images / (time.perf_counter() - began), tokens
-
-
 async def run(args: argparse.Namespace) -> None:
-    rates: dict[str, list[float]] = {server: [] for server in args.servers}
-    tokens, seed = dict.fromkeys(args.servers, 0), int(time.time())
-    for turn in range(args.rounds):
-        for server in args.servers:
-            rate, tokens[server] = await measured(server, args, seed + turn)
-            rates[server].append(rate)
-    for server in args.servers:
-        pairs = [first / rate for first, rate in zip(rates[args.servers[0]], rates[server], strict=True)]
-        told = " ".join(f"{rate:.3f}" for rate in rates[server])
-        print(
-            f"{server}: {statistics.median(rates[server]):.3f} images/s ({told}), {tokens[server]} tokens each,"
-            f" the first server is x {statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})",
-            flush=True,
-        )
+    tokens: dict[str, int] = {}
+
+    async def measure(server: str, seed: int) -> float:
+        """Images a second."""
+        url, model = server.split("=")
+        draw = random.Random(seed)
+        bodies = [body(model, args.side, draw) for _ in range(args.images)]
+        seconds, answers = await post_all(url, "/v1/chat/completions", bodies, args.concurrency)
+        tokens[server] = answers[-1]["usage"]["prompt_tokens"]
+        return args.images / seconds
+
+    rates = await by_turns(args.servers, args.rounds, measure)
+    for server, found in rates.items():
+        told = compared(rates[args.servers[0]], found, 3)
+        print(f"{server}: {told} images/s, {tokens[server]} tokens each", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="URL=MODEL")
-    parser.add_argument("--side", type=int, default=512, help="of a picture, in pixels")
-    parser.add_argument("--images", type=int, default=4, help="of a turn")
-    parser.add_argument("--concurrency", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(run(parser.parse_args()))
+    servers = {"nargs": "+", "metavar": "URL=MODEL"}
+    side, images = {"default": 512, "help": "of a picture, in pixels"}, {"default": 4, "help": "of a turn"}
+    flags = {"servers": servers, "--side": side, "--images": images, "--concurrency": 2, "--rounds": 3}
+    asyncio.run(run(options(__doc__, flags)))
 
 
 if __name__ == "__main__":

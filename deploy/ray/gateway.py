@@ -28,7 +28,6 @@ from quire.server.access.tenants import Tenants
 from quire.server.app import with_cors
 from quire.server.config import ServerConfig
 from quire.server.errors import (
-    MESSAGES,
     RETRY_AFTER_SECONDS,
     UnexpectedErrorMiddleware,
     answer,
@@ -157,7 +156,7 @@ async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> 
             raise RuntimeError("the answer was cut off") from error  # as the connection then is
         told = _told(error)
         anthropic = b"event: error\ndata: %b\n\n" % failure(told).anthropic()
-        last = anthropic if call.path == MESSAGES else stream_error(told)
+        last = anthropic if call.path == "/v1/messages" else stream_error(told)
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

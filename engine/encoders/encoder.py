@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -192,9 +191,24 @@ class _Layer:
         for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm, *self._head_norms):
             table |= {} if part is None else part.parameters()
         for place, name in enumerate(self._scale_names):
-            table[name] = Parameter((self.hidden,), torch.float32, partial(self.scales.__setitem__, place))
+            table[name] = held(self.scales, place, (self.hidden,), torch.float32)
         up = self.up.parameters()
         return table | ({name: _halves_swapped(each) for name, each in up.items()} if self.gate_last else up)
+
+
+def held(
+    found: Any,
+    key: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    make: Callable[[Tensor], Any] = lambda tensor: tensor,
+) -> Parameter:
+    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns."""
+
+    def put(tensor: Tensor) -> None:
+        found[key] = make(tensor)
+
+    return Parameter(shape, dtype, put)
 
 
 def _halves_swapped(parameter: Parameter) -> Parameter:
@@ -238,7 +252,6 @@ class Encoder:
             None if name is None else LayerNormWeights(name, spec.hidden_size, bias=spec.norm_bias)
             for name in (names.embedding_norm, names.final_norm)
         )
-        self._relative: Tensor | None = None
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
@@ -246,10 +259,12 @@ class Encoder:
         sizes = ((names.words, spec.vocab_size), (names.positions, spec.positions), (names.segments, spec.segments))
         for name, rows in sizes:
             if name is not None and rows:
-                table[f"{name}.weight"] = Parameter((rows, spec.hidden_size), self.dtype, self._putter(name))
+                table[f"{name}.weight"] = held(self._tables, name, (rows, spec.hidden_size), self.dtype)
         if names.relative is not None:
             shape = (spec.buckets, spec.num_heads)
-            table[f"{names.relative}.weight"] = Parameter(shape, torch.float32, self._put_relative)
+            table[f"{names.relative}.weight"] = held(
+                self._tables, names.relative, shape, torch.float32, self._by_distance
+            )
         for part in (self._embedding_norm, self._final_norm, *self._layers):
             table |= {} if part is None else part.parameters()
         return table
@@ -269,6 +284,7 @@ class Encoder:
         """The same of an image's patches; and what the layers `taps` give, ascending. turns [T, head_dim] float32: of
         each patch, as Rope.cos_sin has it for a position."""
         backend, spec, tapped = self._backend, self.spec, list[Tensor]()
+        bias = self._tables.get(spec.names.relative or "")
         if turns is not None:
             every = torch.arange(len(x), device=self.device)
             others = tuple(replace(each, turns=every) for each in metadata.others)
@@ -283,7 +299,7 @@ class Encoder:
                 x if layer.attention_norm is None or not spec.pre_norm else self._normed(x, layer.attention_norm)
             )
             q = backend.rope_store(layer.qkv.packed(attended_to, NO_ADAPTERS), rope, keys, values, where)
-            softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=self._relative)
+            softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=bias)
             attended = backend.paged_attention(q, keys, values, where, softmax).flatten(1)
             x = self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x)
             if index in taps:
@@ -339,17 +355,11 @@ class Encoder:
             x += table[0] if segments is None or self.spec.segments < 2 else F.embedding(segments, table)
         return x if self._embedding_norm is None else self._normed(x, self._embedding_norm)
 
-    def _putter(self, name: str) -> Callable[[Tensor], None]:
-        def put(tensor: Tensor) -> None:
-            self._tables[name] = tensor
-
-        return put
-
-    def _put_relative(self, tensor: Tensor) -> None:
+    def _by_distance(self, tensor: Tensor) -> Tensor:
         """[buckets, heads] to what is added to scores by distance: see Softmax.bias."""
         longest = self.max_model_len
         distances = torch.arange(-(longest - 1), longest, device=tensor.device)
-        self._relative = F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
+        return F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
 
 
 def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:

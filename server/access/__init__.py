@@ -1,1 +1,1 @@
-"""Who may send requests, how many and how large ones."""
+"""Who may send requests, how many, and how large."""

@@ -1,13 +1,14 @@
-"""Whether a generation may come in: is the server open, is there room in the queue, do its key's limits allow it."""
+"""Decides whether a call is admitted: whether the server is open, the queue has room, and the key's limits allow it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.engine.link.client import EngineClient
@@ -24,7 +25,7 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "
 
 
 class Admitted:
-    """A call that came in, until it is settled."""
+    """A call that was admitted, until it is settled."""
 
     def __init__(self, reservation: Reservation, tokens: Budget, tenant: str, prompt_tokens: int) -> None:
         self._reservation = reservation
@@ -120,8 +121,31 @@ def admission_of(request: Request) -> Admission:
     return admission
 
 
-class CountedRoute(APIRoute):
-    """Counts a call among its key's requests a minute, before the body is read. Answers tell the key's limits in
+class ModelRoute(APIRoute):
+    """A route that needs a model, which the request names in its body, in its path, or in the query parameter `model`.
+
+    `handle` is overridden, not only the handler that it calls, because the request needs its model until the last byte
+    of the answer is sent.
+    """
+
+    awake: ClassVar[bool] = True
+    """Whether requests need the model's engine."""
+    named: ClassVar[bool] = True
+    """Whether requests name their model; else any one that is loaded will do."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        give = scope["app"].state.server.models.give
+        await give(super().handle, scope, receive, send, awake=self.awake, named=self.named)
+
+
+class IdleRoute(ModelRoute):
+    """A route that needs no running engine, or wakes the engine itself."""
+
+    awake = False
+
+
+class CountedRoute(IdleRoute):
+    """Counts a call against its key's requests per minute before the body is read. Answers report the key's limits in
     x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -141,8 +165,22 @@ class CountedRoute(APIRoute):
         """Raise the error that refuses a call whatever its body says."""
 
 
+class StoredRoute(CountedRoute):
+    """A counted route for data of the whole server, whichever model made it."""
+
+    named = False
+
+
+class FileRoute(CountedRoute):
+    """A counted route that needs no model."""
+
+    handle = APIRoute.handle
+
+
 class GenerationRoute(CountedRoute):
     """A counted route whose calls need room in the engine's queue."""
+
+    awake = True
 
     def check(self, request: Request) -> None:
         admission_of(request).check_open(tenant_of(request.scope))

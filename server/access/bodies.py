@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: each of bounded size, and all that are under way within one budget of memory."""
+"""Reads the bodies of requests: each up to a maximum size, and all together within a budget of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: 
 
 @dataclass(eq=False, slots=True)
 class Body:
-    """A body that is being received or worked on."""
+    """A body that is being received or parsed."""
 
     owner: str
     """The tenant's name; empty on a server without keys."""

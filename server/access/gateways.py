@@ -1,7 +1,5 @@
-"""What trusted gateways tell of a request: whose it is among those that share a key, and how urgent.
-
-The headers are those of Kubernetes' Gateway API Inference Extension.
-"""
+"""What trusted gateways say about a request: to which of several users of one key it belongs, and how urgent it is. The
+headers are those of Kubernetes' Gateway API Inference Extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests hold of memory when their bodies have been worked on, until their answers have been sent."""
+"""The memory that requests occupy after their bodies have been parsed, until their answers have been sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOLD = "quire.hold"
 
 
 class Hold:
-    """What one request holds. Up to FREE_BYTES are not counted: its connection has a buffer as large."""
+    """The memory of one request. Up to FREE_BYTES are not counted: its connection has a buffer of that size."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 

@@ -1,4 +1,4 @@
-"""Web pages of other origins: which may call the server, and a word to the operator where pages ask in vain."""
+"""Which web pages of other origins may call the server; and a hint to the operator if pages are refused."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class PreflightMiddleware:
-    """Names the flag in the log, once, when browsers ask again and again whether a page may call the server, and it
-    may not: the page itself is told nothing that its user could understand."""
+    """Logs the name of the flag, once, when browsers repeatedly ask whether a page may call the server and it may not.
+    The page itself gets no message that its user could understand."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.encoding import encode_ascii
-from quire.server.protocol.stored.batches import URLS
+from quire.server.protocol.kept import URLS
 
 
 class _Entry(msgspec.Struct):

@@ -48,10 +48,7 @@ _DRAIN_SECONDS = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that catches no signals, calls `on_ready` when it listens, and drains before it stops.
-
-    sse-starlette finds a stopping server by its signal handlers, so it never ends a stream of this one.
-    """
+    """A uvicorn server that catches no signals, calls `on_ready` when it listens, and drains before it stops."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Of an app whose lifespan has begun. Raises ConfigError for certificates that cannot be used."""

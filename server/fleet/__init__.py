@@ -1,1 +1,1 @@
-"""Several models behind one address, each with an engine of its own, within one bound of memory."""
+"""Several models at one address, each with its own engine, within one limit of memory."""

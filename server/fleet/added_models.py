@@ -1,4 +1,5 @@
-"""The models that were added while the server ran, kept in its data folder for its next start."""
+"""The models that were added while the server ran. They are stored in its data folder, so that its next start has
+them."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
-from quire.server.adapters import write_kept
+from quire.server.adapters import keep
 from quire.server.fleet.config import FleetConfig, ModelEntry
 
 log = logging.getLogger(__name__)
 
-_FILE = "models.json"
+_FILE, _WHAT = "models.json", "the added models"
 
 
 class AddedModels:
@@ -42,11 +43,11 @@ class AddedModels:
 
     def add(self, name: str, settings: Mapping[str, Any]) -> None:
         self._settings[name] = settings
-        self._keep()
+        keep(self._file, self._settings, _WHAT)
 
     def forget(self, name: str) -> None:
         del self._settings[name]
-        self._keep()
+        keep(self._file, self._settings, _WHAT)
 
     def _kept(self) -> dict[str, Any]:
         if self._file is None or not self._file.exists():
@@ -59,12 +60,3 @@ class AddedModels:
             log.error("the models added before cannot be read from %s: %s", self._file, error)
             return {}
         return dict(kept)
-
-    def _keep(self) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_kept(self._file, self._settings)
-        except OSError as error:
-            log.error("the added models cannot be kept for the next start: %s", error)

@@ -1,25 +1,23 @@
-"""The application of several models: each request is for the model that it names, which is loaded first if need be."""
+"""The application for several models. Each request goes to the model that it names, which is loaded first if
+necessary."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI
-from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
 from quire.engine.folder import explained
-from quire.server.access.bodies import READ, Bodies
+from quire.server.access.bodies import READ
 from quire.server.access.tenants import Tenants
 from quire.server.app import application
 from quire.server.config import ServerConfig
@@ -29,30 +27,12 @@ from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
 from quire.server.protocol.questions.systemone import alias_of_own
 from quire.server.resolve.translated.ollama import untagged
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
 from quire.server.routes.models import cards, listed
 from quire.server.routes.ollama.endpoints import held, named, tagged
-from quire.server.runtime import BODIES_BYTES, Models, Runtime
+from quire.server.runtime import Models, Runtime, server_of
+from quire.server.sse import CLIENT_CLOSED_REQUEST, unless_left
 
 router = APIRouter(include_in_schema=False)
-_ASLEEP = frozenset(
-    {
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/sleep",
-        "/wake_up",
-        "/update_weights",
-        "/v1/messages/count_tokens",
-    }
-)
-"""What is posted here needs no engine, or wakes it itself."""
-_OF_ALL = frozenset({"/v1/models", "/api/tags", "/api/ps", "/metrics", "/load", "/health", "/live", "/ready", "/ping"})
-_CHANGES = "/v1/models/load", "/v1/models/unload", "/api/pull"
-_FILES = "/v1/files"
-"""Bodies that are sent here are forms."""
-_STORED = ("/v1/streams/", "/v1/responses/", "/v1/conversations", "/v1/requests/", "/v1/batches", _FILES)
-"""Paths of what is the whole server's, whichever model made it."""
 
 
 class _Named(msgspec.Struct):
@@ -89,7 +69,7 @@ def fleet_app(
     async def models() -> AsyncIterator[Models]:
         try:
             await fleet.start()
-            yield FleetModels(fleet, settings, added, config)
+            yield FleetModels(fleet, settings, added)
         finally:
             await fleet.stop()
 
@@ -99,69 +79,52 @@ def fleet_app(
 class FleetModels:
     """Where nothing names a model, a request is for the first; the query parameter `model` names one too."""
 
-    def __init__(self, fleet: Fleet, settings: FleetConfig, added: AddedModels, config: ServerConfig) -> None:
+    def __init__(self, fleet: Fleet, settings: FleetConfig, added: AddedModels) -> None:
         self.fleet, self.settings, self.added = fleet, settings, added
-        self.bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
 
     @property
     def loaded(self) -> list[Runtime]:
         return self.fleet.loaded
 
-    async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def give(
+        self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
+    ) -> None:
         """It gets the body read, which has its place in the budget until it takes the body over."""
-        answering = ExceptionMiddleware(partial(self._give, app), scope["app"].exception_handlers)
-        await answering(scope, receive, send)
-
-    async def _give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        path, name = scope["path"], QueryParams(scope["query_string"]).get("model") or None
-        with_body = scope["method"] in ("POST", "PUT", "PATCH")
-        if path in _OF_ALL or path.startswith(_FILES) or (with_body and path in _CHANGES):
-            return await app(scope, receive, send)
-        if not with_body:
-            if name is None and path.startswith(_STORED):
-                return await app(scope, receive, send)
-            if name is None and path.startswith("/v1/models/"):
-                name = path.removeprefix("/v1/models/")
-            scope["runtime"] = await self.load(self._member(path, name), receive)
-            return await app(scope, receive, send)
+        request, path = Request(scope, receive), scope["path"]
+        name = request.query_params.get("model") or request.path_params.get("model")
+        if request.method not in ("POST", "PUT", "PATCH"):
+            if named:
+                scope["runtime"] = await self.load(self._member(path, name), receive)
+            return await answer(scope, receive, send)
         try:
-            async with self.bodies.read(Request(scope, receive)) as body:
+            async with server_of(request).bodies.read(request) as body:
                 scope[READ] = body
                 name = name if (found := _named(path, b"".join(body.pieces))) is None else found
-                member = self._member(path, name)
-                idle = path in _ASLEEP or (name is None and path.startswith(_STORED))
-                with nullcontext() if idle else self.fleet.wanted(member):
+                member = self._member(path, name) if named else self._any()
+                with self.fleet.wanted(member) if awake else nullcontext():
                     scope["runtime"] = await self.load(member, receive)
-                    await app(scope, receive, send)
+                    await answer(scope, receive, send)
         except ClientDisconnect:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from None
 
+    def _any(self) -> Member:
+        """A model that is loaded, or the first."""
+        return next((member for member in self.fleet.members if member.runtime is not None), self.fleet.members[0])
+
     def _member(self, path: str, name: str | None) -> Member:
-        """The model of this name, or for what is no model's one that is loaded, or the first. Raises ModelNotFound."""
-        if name is not None:
-            names = [each for member in self.fleet.members for each in member.names]
-            if path == SYSTEM_ONE and alias_of_own(name, names):
-                return self.fleet.members[0]
-            return self.fleet.find(untagged(name, names) if path.startswith(OLLAMA) else name)
+        """The model of this name, by default the first. Raises ModelNotFound."""
         members = self.fleet.members
-        there = (member for member in members if member.runtime is not None and path.startswith(_STORED))
-        return next(there, members[0])
+        names = [each for member in members for each in member.names]
+        if name is None or (path == SYSTEM_ONE and alias_of_own(name, names)):
+            return members[0]
+        return self.fleet.find(untagged(name, names) if path.startswith(OLLAMA) else name)
 
     async def load(self, member: Member, receive: Receive) -> Runtime:
         """Wait until it is loaded. Raises what the load raises; HTTPException when nobody waits for it any more."""
         if member.runtime is not None:
             return member.runtime
         with self.fleet.wanted(member):
-            load = asyncio.create_task(self.fleet.load(member))
-            left = asyncio.create_task(_left(receive))
-            try:
-                await asyncio.wait((load, left), return_when=asyncio.FIRST_COMPLETED)
-                if not load.done():
-                    raise HTTPException(CLIENT_CLOSED_REQUEST)
-                return load.result()
-            finally:
-                load.cancel()
-                left.cancel()
+            return await unless_left(receive, self.fleet.load(member))
 
 
 @router.api_route("/health", methods=["GET", "HEAD"], response_model=None)
@@ -250,7 +213,7 @@ def _told(member: Member) -> dict[str, str]:
 
 async def _decoded(request: Request, kind: type[Change]) -> Change:
     try:
-        async with _models_of(request).bodies.read(request) as body:
+        async with server_of(request).bodies.read(request) as body:
             asked = msgspec.json.decode(b"".join(body.pieces), type=kind)
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
@@ -268,8 +231,3 @@ def _named(path: str, body: bytes) -> str | None:
         return found.model or found.name if path.startswith(OLLAMA) else found.model
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None  # which the route will tell
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

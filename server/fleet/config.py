@@ -1,4 +1,4 @@
-"""The file of `quire serve --models`: which models there are, and how much memory those that are awake may take."""
+"""The file of `quire serve --models`: the models, and how much memory the models that are awake may take together."""
 
 from __future__ import annotations
 

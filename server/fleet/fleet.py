@@ -1,8 +1,8 @@
-"""Decides which models are awake: those that are asked for, as long as their memory is within the bound.
+"""Decides which models are awake: those that are requested, as long as their memory is within the limit.
 
-One task makes all changes, one at a time. A model is loaded when it is first asked for, sleeps when nobody has asked
-for it for a while, and makes room for another, the least recently used first: at once where it has no open request,
-else after its slice of time. Its open requests wait while it sleeps, and go on where they were.
+One task makes all changes, one at a time. A model is loaded when it is first requested and sleeps when nobody has
+requested it for a while. It also makes room for another model, the least recently used one first: at once if it has no
+open request, else after its slice of time. Its open requests wait while it sleeps, and continue afterwards.
 """
 
 from __future__ import annotations

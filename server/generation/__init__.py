@@ -1,1 +1,1 @@
-"""A resolved call on its way through the engine, up to the bytes of its answer."""
+"""How a resolved call runs through the engine, and how its output becomes the bytes of the answer."""

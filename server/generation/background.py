@@ -58,7 +58,7 @@ class Running:
         self.changed = asyncio.Event()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """The events behind the one with this number, up to the last."""
+        """The events after the one with this number, up to the last."""
         assert self.events is not None
         at = after + 1
         while True:
@@ -74,8 +74,8 @@ class Running:
 
 
 class Background:
-    """All that run in this process. An answer that another process works on is told of, followed and cancelled through
-    that one."""
+    """All answers that run in this process. Requests about an answer that another process generates are passed on to
+    that process."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -94,7 +94,7 @@ class Background:
         return self._running.get(key)
 
     async def so_far(self, key: Key) -> bytes | None:
-        """A response as it is now, as JSON; None: no process works on it."""
+        """The response in its current state, as JSON. None if no process works on it."""
         if (holder := await self._elsewhere(key)) is not None:
             return await self._peers.ask(holder, _SO_FAR, json.dumps(key).encode())
         running = self._running.get(key)
@@ -103,7 +103,8 @@ class Background:
         return running.writer.so_far("in_progress")
 
     async def follow(self, key: Key, after: int) -> AsyncGenerator[bytes] | None:
-        """The events of an answer behind the one with this number, up to the last; None: no process works on it."""
+        """The events of an answer after the one with this number, up to the last. None if no process works on the
+        answer."""
         if (running := self._running.get(key)) is not None:
             return running.follow(after)
         holder = await self._elsewhere(key)
@@ -113,8 +114,8 @@ class Background:
         return None if key in self._running else await self._peers.holder(*key)
 
     async def _from_elsewhere(self, key: Key, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """The same from the process that works on it, or did a moment ago; or from the one that takes it up when that
-        has ended: its events are the same."""
+        """The same events from the process that works on the answer or has just finished it. If that process ends, from
+        the one that continues the answer; its events are the same."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEN_UP_SECONDS
         while loop.time() < until:
@@ -138,8 +139,8 @@ class Background:
     def start(
         self, key: Key, running: Running, events: AsyncIterator[bytes], ended: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run an answer through to its end: `events` are what its writer writes. `ended` is awaited at the end, however
-        it comes, while `find` still knows the answer."""
+        """Run an answer to its end. `events`: what its writer writes. `ended` is awaited at the end, even after a
+        failure, while `find` still returns the answer."""
         self._running[key] = running
         running.task = asyncio.create_task(self._run(key, running, events, ended))
 
@@ -176,7 +177,8 @@ class Background:
         asyncio.get_running_loop().call_later(_ENDED_SECONDS, forget)
 
     def leave(self, key: Key, running: Running, seconds: float) -> None:
-        """Its reader has left: it goes on for so long, or ends now where MOST_LEFT of its owner do already."""
+        """Called when the reader has left: the answer goes on for so many seconds, or ends now if MOST_LEFT answers of
+        its owner already run without a reader."""
         owner = key[0]
         if running.ended or running.task is None:
             return
@@ -194,7 +196,7 @@ class Background:
         running.task.add_done_callback(ended)
 
     async def cancel(self, key: Key) -> bool:
-        """End one early, and wait until it has ended. Whether there was one."""
+        """End an answer early and wait until it has ended. Returns whether there was one."""
         running = self._running.get(key)
         if running is None or running.task is None:
             holder = await self._elsewhere(key)
@@ -232,6 +234,6 @@ class Background:
 
 
 def _told(said: bytes) -> tuple[int, bool, bytes]:
-    """How many events another process tells, whether they are the last, and what they are."""
+    """The number of events in another process's answer, whether they are the last ones, and the events."""
     count, ended, events = said.split(b" ", 2)
     return int(count), ended == b"1", events

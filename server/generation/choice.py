@@ -1,4 +1,4 @@
-"""One choice of an answer in the making: the engine's outputs in, deltas out."""
+"""One choice of an answer while it is generated: takes the engine's outputs and returns deltas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 
 
 class Choice:
-    """Push the engine's outputs, get the deltas."""
+    """Takes the engine's outputs and returns deltas."""
 
     def __init__(self, index: int, prompt: Prompt, spec: GenerationSpec, tokenizer: Tokenizer) -> None:
         params = spec.params

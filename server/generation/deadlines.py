@@ -9,10 +9,8 @@ from quire.engine.link.output_stream import OutputStream
 
 
 class Deadlines:
-    """A deadline that passes ends the stream of outputs with an error.
-
-    Both are in seconds from now; None: no deadline. Call `cancel` when the call is over.
-    """
+    """Ends the stream of outputs with an error when a deadline passes. Both deadlines are in seconds from now; None: no
+    deadline. Call `cancel` when the call is over."""
 
     def __init__(self, stream: OutputStream, *, timeout: float | None, queue_timeout: float | None) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""A call on its way through the engine: what sampling and beam search have in common."""
+"""A call while the engine generates its answer: what sampling and beam search have in common."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Journal(Protocol):
 
 
 class Sink(Protocol):
-    """What takes steps in the place of a reader."""
+    """Takes steps instead of the reader of a stream."""
 
     def ready(self) -> bool:
         """Whether it can take one at once; if not, the reader gets it."""
@@ -123,8 +123,8 @@ class Generation(ABC):
         """
 
     def shorten(self, sink: Sink) -> None:  # noqa: B027 - nothing, where a step is not made at once
-        """Spare the reader of `deltas` its wake-ups: from now on the sink takes what comes while it waits. Called
-        between two steps."""
+        """Spare the reader of `deltas` its wake-ups: from now on the sink takes whatever arrives while the reader
+        waits. Call it between two steps."""
 
     @abstractmethod
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Generation(ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether every choice came to its own end; False when some were cut short."""
+        """Whether every choice ended by itself; False if some were cut off."""
         return not self._cut_short and all(choice.finished for choice in self._choices)
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps pieces of work that take milliseconds from holding the event loop one right behind the other."""
+"""Prevents pieces of work that take milliseconds from blocking the event loop directly after one another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 
 class LoopTurns:
-    """`async with turns:` gives its block a turn of the event loop for itself, among all blocks of these turns."""
+    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same LoopTurns
+    runs."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""Generation by sampling: prompts and parameters in, text deltas out, step by step."""
+"""Generation by sampling: takes prompts and parameters, and returns text deltas step by step."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Sampling(Generation):
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
     def _known(self) -> Progress:
-        """What the engine need not compute again. Nothing where log probabilities are asked for, which the journal does
-        not have."""
+        """The tokens that the engine need not compute again. Empty if log probabilities are requested, which the
+        journal does not contain."""
         spec, count = self._spec, self._spec.num_choices
         had = spec.progress
         if had is None or not had.ids:

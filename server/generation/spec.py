@@ -5,12 +5,49 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
-from quire.server.generation.questions import Question
-from quire.server.generation.response_fields import ResponseFields
 from quire.server.store.progress import Progress
+from quire.server.store.store import Item
+
+QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
+"""labels: how likely each token is among all; shares: among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that one token answers: one of /v1/decisions, or the labels of a score."""
+
+    type: QuestionType
+    name: str | None
+    options: Sequence[str | bool]
+    """The possible answers: yes and no of a predicate, values of a choice, the levels' labels of a score."""
+    tokens: Sequence[int]
+    """The token that stands for each option."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFields:
+    """The fields of a call of the Responses API that do not concern its generation."""
+
+    repeated: bytes
+    """The request's fields that the answer repeats: a JSON object, written once."""
+    custom: frozenset[str] = frozenset()
+    """Names of the custom tools."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The namespace and the name in it, of the tools that have one."""
+    sealed: bool = False
+    """Whether reasoning items carry their text as encrypted_content too."""
+    store: bool = False
+    background: bool = False
+    input: Sequence[Item] = ()
+    """The items to store: those of this request alone."""
+    previous: str | None = None
+    """The id of the response before it."""
+    conversation: str | None = None
+    """The id of the conversation that it is part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +74,52 @@ class RepetitionRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSpec:
-    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+class CallSpec:
+    """The part of a resolved call that is the same for generations and vectors."""
 
     id: str
     """No other call has it. The ids of its sequences begin with it."""
     id_prefix: str = ""
-    """What its id begins with, as every answer's of this endpoint."""
+    """The beginning of the ids of all answers of this endpoint."""
+    name: str = ""
+    """The answer's id, if the caller chose one; another call may have the same."""
     model: str
     """The name that the answer gives the model."""
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    """n is the number of choices that are generated for each prompt."""
-    keep: int
-    """Choices for each prompt that a whole answer shows, the most likely ones; n at most."""
-    name: str = ""
-    """The answer's id, if its caller chose one; another call may have the same."""
-
+    adapter: Adapter | None = None
+    """The adapter that this name stands for, if it is an adapter's."""
     tenant: str = ""
     """The tenant charged."""
     weight: float = 1.0
     """The tenant's share."""
     priority: int = 0
     cache_salt: str = ""
-    session: str = ""
-    """The conversation that it is a turn of, by its caller's name for it."""
-    keep_seconds: float = 0.0
-    """For how long it asks to be kept; 0: not."""
-    adapter: Adapter | None = None
-    """What its model's name stands for, where that is an adapter's."""
-    grammar_field: str | None = None
-    """The request's field that gives the grammar of its answers, where one does."""
     timeout: float | None = None
     """Seconds in which the answer must be complete."""
     queue_timeout: float | None = None
-    """Seconds in which the first token must come."""
+    """Seconds in which the first token, or the first vector, must come."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the response."""
+
+    @property
+    def answer_id(self) -> str:
+        return self.name or self.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec(CallSpec):
+    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """n is the number of choices that are generated for each prompt."""
+    keep: int
+    """The number of choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+    session: str = ""
+    """The conversation that it is a turn of, by the caller's name for it."""
+    keep_seconds: float = 0.0
+    """How long the conversation is to be kept; 0: it is not."""
+    grammar_field: str | None = None
+    """The request's field that gives the grammar of the answers, where one does."""
 
     beam_search: bool = False
     """Search for the n most likely hypotheses instead of sampling."""
@@ -108,8 +156,6 @@ class GenerationSpec:
     """Of a call of the Responses API."""
     questions: Sequence[Question] = ()
     """Of a call of the Decisions API, one for each prompt."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the response."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Of the answer, in seconds of the Unix clock."""
@@ -119,10 +165,6 @@ class GenerationSpec:
     """What an answer that is made again had before."""
     attempt: int = 0
     """How often the answer was made before."""
-
-    @property
-    def answer_id(self) -> str:
-        return self.name or self.id
 
     @property
     def num_choices(self) -> int:

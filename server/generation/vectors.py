@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
-from quire.engine.types import Adapter, Image, PoolingParams, Request, RequestOutput, Span
+from quire.engine.types import Image, PoolingParams, Request, RequestOutput, Span
 from quire.server.generation.deadlines import Deadlines
+from quire.server.generation.spec import CallSpec
 from quire.server.observe.metrics import Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The identity of an answer."""
-
-    id: str
-    model: str
-    created: int
-    weights_version: str = ""
-    """Of the weights that computed the last vector."""
-
-
-class VectorAnswer(Protocol):
-    """What an endpoint makes of a call's vectors."""
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        """JSON. vectors: float32, one for each of the spec's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +26,20 @@ class VectorInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VectorSpec:
-    """What to make vectors of and how to answer them."""
+class VectorSpec(CallSpec):
+    """The texts to make vectors of, and how to answer them."""
 
-    id: str
-    """No other call has it. The ids of its sequences begin with it."""
-    model: str
-    """The name that the answer gives the model."""
     inputs: Sequence[VectorInput]
     answer: VectorAnswer
-    name: str = ""
-    """The answer's id, if its caller chose one; another call may have the same."""
-    adapter: Adapter | None = None
-    """Of the model that makes them."""
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    cache_salt: str = ""
-    timeout: float | None = None
-    """Seconds in which the answer must be complete."""
-    queue_timeout: float | None = None
-    """Seconds in which the first vector must come."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the response."""
-
-    @property
-    def answer_id(self) -> str:
-        return self.name or self.id
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(each.ids) for each in self.inputs)
+
+
+VectorAnswer = Callable[[VectorSpec, str, Sequence[np.ndarray]], bytes]
+"""Writes a call's answer as JSON. It is given the spec, the version of the weights that computed the last vector, and
+the vectors in float32, one for each of the spec's inputs."""
 
 
 class Vectors:

@@ -1,1 +1,1 @@
-"""Images of requests: where they come from, and which bytes these are."""
+"""The images of requests: where they come from, and their bytes."""

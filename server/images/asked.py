@@ -20,7 +20,7 @@ NO_FETCHING = (
 
 
 class NeedsImages(QuireError):
-    """Images must be fetched before the request can be resolved; it is resolved again with what they are."""
+    """Images must be fetched before the request can be resolved. After that it is resolved again with their content."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -62,8 +62,8 @@ def images_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked
 
 
 def check_shown(text: str, mark: str, messages: Sequence[ChatMessage]) -> None:
-    """Raises InvalidRequest where a template wrote fewer marks of images than there are: those of tools' results are
-    what some leave out."""
+    """Raises InvalidRequest if the template wrote fewer marks than there are images: some templates leave out the
+    images of tools' results."""
     found = list(_parts(messages))
     if text.count(mark) < len(found):
         where = next((where for where, role, _ in found if role != "user"), found[-1][0])

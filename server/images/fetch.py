@@ -30,7 +30,7 @@ _EMBEDDING = tuple(ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:f
 
 
 class Forbidden(Exception):
-    """A host has no address that may be reached."""
+    """A host has no address that the server may connect to."""
 
 
 def is_public(address: str) -> bool:

@@ -1,65 +1,158 @@
-"""Metrics that are read off a server when somebody asks: what was refused, and which adapters are in use."""
+"""Metrics whose values are read when somebody asks for them: those of engines, of refused calls, of adapters in use,
+and of what is stored in --data-dir."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.engine.link.client import EngineClient
+from quire.server.store.data import OPEN, Look
+
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+LABELS = ("model_name", "engine")
+GAUGES = (
+    ("vllm:num_requests_running", "Requests in the running batch.", "running"),
+    ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
+    ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
+    ("quire:kv_pages_kept", "Pages kept for conversations that pause, handed out last.", "kept_blocks"),
+    ("quire:sessions_kept", "Conversations for which pages are kept.", "kept_sessions"),
+    ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
+)
+COUNTERS = (
+    ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+    ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
+    ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
+    ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
+    ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
+    ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
+    ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
+    ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
+    ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
+    ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
+    ("quire:experts_disk_bytes", "Bytes that the engine has read from disks, where experts are on one.", "disk_bytes"),
+    ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
+)
+STATES = (
+    ("quire:engine_asleep", "1 while weights and KV cache are let go.", "asleep"),
+    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
+)
+TIERS: tuple[tuple[Kind, str, str, str], ...] = (
+    (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
+    (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
+    (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
+    (CounterMetricFamily, "quire:kv_tier_hit_tokens", "Tokens whose KV came from a tier.", "fetched_tokens"),
+    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
+    (CounterMetricFamily, "quire:kv_tier_fetch_seconds", "Seconds that fetching pages took.", "fetch_seconds"),
+    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
+)
+SUPERVISION = (
+    ("quire:engine_deaths", "Engines that died under way.", "deaths"),
+    ("quire:request_replays", "Requests submitted again after a death.", "replays"),
+    ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
+)
 
 
-def by_label(
-    model_name: str,
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    text: str,
-    label: str,
-    values: Sequence[Mapping[str, float]],
-) -> Metric:
-    """`values`: for each engine, by that label."""
-    family = kind(name, text, labels=["model_name", "engine", label])
-    for engine, each in enumerate(values):
-        for key, value in each.items():
-            family.add_metric([model_name, str(engine), key], value)
-    return family
+class ReadCollector(Collector):
+    """Collects what a function reads."""
 
-
-class RefusalCollector(Collector):
-    """Counts the calls that this process refused, and the answers that it gave up."""
-
-    def __init__(self, client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> None:
-        self._client = client
-        self._model_name = model_name
-        self._rejections = rejections
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        text = "Answers given up because nobody read them."
-        counter = CounterMetricFamily("quire:slow_readers", text, labels=["model_name"])
-        counter.add_metric([self._model_name], self._client.slow_readers)
-        yield counter
-        name, text = "vllm:admission_rejections", "Requests answered 503, by why."
-        yield by_label(self._model_name, CounterMetricFamily, name, text, "reason", [self._rejections])
+        return self._read()
 
 
-class AdapterCollector(Collector):
-    """Names the adapters of the open requests, in the labels of a metric whose value is the time."""
+def family(kind: Kind, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    """`values`: by tuples of the values of the labels."""
+    made = kind(name, text, labels=labels)
+    for each, value in values.items():
+        made.add_metric(each, value)
+    return made
 
-    def __init__(self, client: EngineClient, max_loras: int) -> None:
-        self._client = client
-        self._max_loras = str(max_loras)
 
-    def collect(self) -> Iterable[Metric]:
-        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the open requests.", labels=labels)
-        waiting, running = (
-            ",".join(sorted({adapter.name for adapter in adapters}))
-            for adapters in (self._client.waiting_adapters, self._client.running_adapters)
-        )
-        family.add_metric([self._max_loras, waiting, running], time.time())
-        yield family
+def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
+    """The latest statistics of the engines. The engine's number is a label."""
+    engines, link = client.link.engines, client.link
+    stats = [each.stats for each in engines]
+
+    def single(kind: Kind, name: str, text: str, values: Sequence[float]) -> Metric:
+        """`values`: one for each engine."""
+        found = {(model_name, str(engine)): value for engine, value in enumerate(values)}
+        return family(kind, name, text, LABELS, found)
+
+    def several(kind: Kind, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]) -> Metric:
+        """`values`: for each engine, by another label."""
+        pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
+        found = {(model_name, str(engine), key): value for engine, key, value in pairs}
+        return family(kind, name, text, (*LABELS, label), found)
+
+    for name, text, field in GAUGES:
+        yield single(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
+    # Who waits here waits for a slot or for pages; nothing else holds a request back.
+    reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
+    name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
+    yield several(GaugeMetricFamily, name, text, "reason", reasons)
+    for name, text, field in STATES:
+        yield single(GaugeMetricFamily, name, text, [float(getattr(each, field)) for each in engines])
+    used = [each.used_blocks / each.total_blocks if each.total_blocks else 0.0 for each in stats]
+    yield single(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", used)
+    for name, text, field in COUNTERS:
+        yield single(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
+    right, text = [each.accepted_drafts for each in stats], "Guessed tokens that were right"
+    name = "vllm:spec_decode_num_accepted_tokens"
+    yield single(CounterMetricFamily, name, f"{text}.", [sum(each) for each in right])
+    if any(right):
+        places = [{str(place): count for place, count in enumerate(each)} for each in right]
+        text = f"{text}, by their place in the guess."
+        yield several(CounterMetricFamily, f"{name}_per_pos", text, "position", places)
+    for kind, name, text, field in TIERS if any(each.tiers for each in stats) else ():
+        tiers = [{tier.name: getattr(tier, field) for tier in each.tiers} for each in stats]
+        yield several(kind, name, text, "tier", tiers)
+    for name, text, field in SUPERVISION:
+        yield family(CounterMetricFamily, name, text, LABELS[:1], {(model_name,): getattr(link, field)})
+
+
+def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
+    """The calls that this process refused, by reason, and the answers that it gave up."""
+    text = "Answers given up because nobody read them."
+    yield family(CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers})
+    found = {(model_name, "0", reason): count for reason, count in rejections.items()}
+    name, text = "vllm:admission_rejections", "Requests answered 503, by why."
+    yield family(CounterMetricFamily, name, text, (*LABELS, "reason"), found)
+
+
+def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
+    """The adapters of the open requests, in the labels of a metric whose value is the time."""
+    labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    used = (client.waiting_adapters, client.running_adapters)
+    names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in used]
+    text = "Adapters of the open requests."
+    yield family(GaugeMetricFamily, "vllm:lora_requests_info", text, labels, {(str(max_loras), *names): time.time()})
+
+
+def kept_metrics(look: Callable[[], Look], results: Collection[str], model_name: str) -> Iterator[Metric]:
+    """Metrics of what outlives the server's process: batches, streams, and stored bytes. `look`: the latest figures of
+    all processes together. `results`: the possible results of a request of a batch."""
+    seen, model = look(), LABELS[:1]
+    text = "Batches that have not ended."
+    yield family(GaugeMetricFamily, "quire:batches", text, model, {(model_name,): seen.counts[OPEN]})
+    text = "Requests of batches that have their result, by what it is."
+    counts = {(model_name, result): seen.counts[result] for result in results}
+    yield family(CounterMetricFamily, "quire:batch_requests", text, (*model, "result"), counts)
+    text = "Answers that were asked for again, and went on."
+    yield family(CounterMetricFamily, "quire:streams_resumed", text, model, {(model_name,): seen.counts["resumed"]})
+    sizes = {(model_name, kind): size for kind, size in seen.sizes.items()}
+    text = "Bytes of what is kept in --data-dir."
+    yield family(GaugeMetricFamily, "quire:kept_bytes", text, (*model, "kind"), sizes)
 
 
 def length_buckets(longest: int) -> list[int]:

@@ -30,8 +30,8 @@ DECODING: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "reco
 
 
 def operation_of(job: str) -> str:
-    """The name of an operation: the conventions' own, or what its id begins with. `job`: the server's id of a call, or
-    that of one of its sequences."""
+    """The name of an operation, as the conventions define it, or else the prefix of its id. `job`: the server's id of a
+    call, or that of one of its sequences."""
     kind = job.replace("_", "-").partition("-")[0]
     return OPERATIONS.get(kind, kind)
 

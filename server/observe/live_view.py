@@ -48,12 +48,12 @@ class LiveView:
         self._streams.discard(stream)
 
     def close(self) -> None:
-        """End every stream; otherwise a server that waits for its open requests would wait for ever."""
+        """End all streams. Otherwise a server that waits for its open requests would wait forever."""
         for stream in list(self._streams):
             stream.close()
 
     async def _publish(self) -> None:
-        """Publish a state again and again while there are streams. A failure ends the streams, so that none hangs."""
+        """Publish a state at intervals while there are streams. A failure ends the streams, so that none hangs."""
         try:
             while self._streams:
                 snapshot = await self._snapshot()
@@ -69,7 +69,7 @@ class LiveView:
             self._task = None
 
     async def _snapshot(self) -> EngineSnapshot | None:
-        """None when the engine is in a long step, or is being replaced."""
+        """None while the engine is in a long step or is being replaced."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()

@@ -6,19 +6,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.history import Step, Timeline, TimelinePhase
-from quire.engine.core.stats import TierStats
 from quire.engine.link.client import EngineClient
 from quire.engine.types import EngineInfo
-from quire.server.observe.collectors import AdapterCollector, RefusalCollector, by_label, length_buckets
+from quire.server.observe.collectors import (
+    LABELS,
+    ReadCollector,
+    adapter_metrics,
+    engine_metrics,
+    length_buckets,
+    refusal_metrics,
+)
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.prefix_use import MissCounters
 from quire.server.observe.rolling_stats import RollingStats
@@ -54,52 +59,6 @@ PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
 )
 """Name, help text, and the phases of a timeline whose seconds the metric sums."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
-GAUGES = (
-    ("vllm:num_requests_running", "Requests in the running batch.", "running"),
-    ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
-    ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
-    ("quire:kv_pages_kept", "Pages kept for conversations that pause, handed out last.", "kept_blocks"),
-    ("quire:sessions_kept", "Conversations for which pages are kept.", "kept_sessions"),
-    ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
-)
-COUNTERS = (
-    ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
-    ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
-    ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
-    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
-    ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
-    ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
-    ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
-    ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
-    ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
-    ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
-    ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
-    ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
-    ("quire:experts_disk_bytes", "Bytes that the engine has read from disks, where experts are on one.", "disk_bytes"),
-    ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
-)
-STATES = (
-    ("quire:engine_asleep", "1 while weights and KV cache are let go.", "asleep"),
-    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
-)
-Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-TIERS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
-    (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
-    (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
-    (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
-    (CounterMetricFamily, "quire:kv_tier_hit_tokens", "Tokens whose KV came from a tier.", "fetched_tokens"),
-    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
-    (CounterMetricFamily, "quire:kv_tier_fetch_seconds", "Seconds that fetching pages took.", "fetch_seconds"),
-    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
-)
-SUPERVISION = (
-    ("quire:engine_deaths", "Engines that died under way.", "deaths"),
-    ("quire:request_replays", "Requests submitted again after a death.", "replays"),
-    ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
-)
-
 
 ENGINE = "0"
 """vLLM numbers its engines, and dashboards made for it ask for the number. What is measured of requests, whichever
@@ -115,19 +74,18 @@ class Metrics:
         """`rejections` counts the calls that were not admitted, by reason."""
         self.model_name = model_name
         self._engines = CollectorRegistry()  # what all API processes know alike
-        self._engines.register(EngineCollector(client, model_name))
+        self._engines.register(ReadCollector(partial(engine_metrics, client, model_name)))
         self._registry = CollectorRegistry()  # what this process counts
-        self._registry.register(RefusalCollector(client, model_name, rejections))
+        self._registry.register(ReadCollector(partial(refusal_metrics, client, model_name, rejections)))
         told = "Seconds between the steps that gave a request tokens."
         self._between = SpanCollector("vllm:inter_token_latency_seconds", told, model_name, TOKEN_SECONDS)
         self._registry.register(self._between)
         self.rolling = RollingStats(client, self._between.add)
         client.history.gap_listeners.append(self.rolling.next_token)
-        labels = ("model_name", "engine")
         lengths = length_buckets(max_model_len)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(name, text, labels, buckets=tuple(buckets), registry=self._registry)
+            made = Histogram(name, text, LABELS, buckets=tuple(buckets), registry=self._registry)
             child = made.labels(model_name, ENGINE)
             assert isinstance(child, Histogram)
             return child
@@ -157,16 +115,22 @@ class Metrics:
         self._sources = list(
             by("vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources).values()
         )
-        cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
+        cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", LABELS, registry=self._registry)
         self._cached_total = cached_total.labels(model_name, ENGINE)
         client.history.listeners.append(self._stepped)
         others = (MissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
         client.history.end_listeners += [self._ended, *(each.ended for each in others)]
-        prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
+        prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", LABELS, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name, ENGINE)
         self._success = by("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
-        self.questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
+        self._questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
         self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
+
+    def asked(self, questions: Iterable[str]) -> None:
+        """Count questions by type. Other types are ignored."""
+        for question in questions:
+            if question in self._questions:
+                self._questions[question].inc()
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -223,7 +187,7 @@ class Metrics:
 
     def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""
-        self._engines.register(AdapterCollector(client, max_loras))
+        self._engines.register(ReadCollector(partial(adapter_metrics, client, max_loras)))
 
     def _stepped(self, step: Step) -> None:
         if step.counts:
@@ -267,7 +231,7 @@ def _counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str, values: Sequence[str]
 ) -> dict[str, Counter]:
     """One for each value of a label."""
-    counter = Counter(name, text, ("model_name", "engine", label), registry=registry)
+    counter = Counter(name, text, (*LABELS, label), registry=registry)
     return {value: counter.labels(model_name, ENGINE, value) for value in values}
 
 
@@ -292,59 +256,7 @@ class SpanCollector(Collector):
         self._sum += sum(spans)
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=("model_name", "engine"))
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         family.add_metric(self._labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
         yield family
-
-
-class EngineCollector(Collector):
-    """Reads the engine's latest statistics when Prometheus asks."""
-
-    def __init__(self, client: EngineClient, model_name: str) -> None:
-        self._client = client
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        stats = [each.stats for each in self._client.link.engines]
-        for name, text, field in GAUGES:
-            yield self._family(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
-        # Who waits here waits for a slot or for pages; nothing else holds a request back.
-        reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
-        name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
-        yield by_label(self._model_name, GaugeMetricFamily, name, text, "reason", reasons)
-        for name, text, field in STATES:
-            states = [float(getattr(each, field)) for each in self._client.link.engines]
-            yield self._family(GaugeMetricFamily, name, text, states)
-        used = [each.used_blocks / each.total_blocks if each.total_blocks else 0.0 for each in stats]
-        yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", used)
-        for name, text, field in COUNTERS:
-            yield self._family(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
-        yield from self._accepted([each.accepted_drafts for each in stats])
-        yield from self._tiers([each.tiers for each in stats])
-        for name, text, field in SUPERVISION:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], getattr(self._client.link, field))
-            yield counter
-
-    def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterable[Metric]:
-        """Those of tiers of KV pages, where there are some."""
-        for kind, name, text, field in TIERS if any(tiers) else ():
-            values = [{tier.name: getattr(tier, field) for tier in each} for each in tiers]
-            yield by_label(self._model_name, kind, name, text, "tier", values)
-
-    def _accepted(self, by_place: Sequence[Sequence[int]]) -> Iterable[Metric]:
-        totals, text = [sum(each) for each in by_place], "Guessed tokens that were right."
-        yield self._family(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens", text, totals)
-        text = "Guessed tokens that were right, by their place in the guess."
-        values = [{str(place): count for place, count in enumerate(each)} for each in by_place]
-        if any(by_place):
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-            yield by_label(self._model_name, CounterMetricFamily, name, text, "position", values)
-
-    def _family(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
-        """`values`: one for each engine."""
-        family = kind(name, text, labels=["model_name", "engine"])
-        for engine, value in enumerate(values):
-            family.add_metric([self._model_name, str(engine)], value)
-        return family

@@ -1,5 +1,5 @@
-"""What the other API processes of this server know, where --api-server-count starts several: each of them counts a part
-of the metrics, and a question about a request may come to any of them."""
+"""What the other API processes of this server know, if --api-server-count starts several. Each process counts a part of
+the metrics, and a question about a request may reach any of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXPLAIN, _RECENT, _CANCEL, _TURNS, _LAST = "explain", "recent", "cancel", "turn
 
 
 class OtherProcesses:
-    """Asks them, and answers what they ask. A lone process asks nobody."""
+    """Asks the other processes, and answers their questions. A single process asks nobody."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, log: RequestLog, decode: Decode) -> None:
         """`decode`: makes text of tokens."""
@@ -48,15 +48,15 @@ class OtherProcesses:
             }
 
     async def counts(self) -> list[Count]:
-        """What they have counted, and those that have ended."""
+        """The counts of the other processes, including those that have ended."""
         found = self._inherited()
         for said in await self._ask(LASTING):
             found += summed.decode(said)
         return found
 
     def explained(self, name: str, caller: Mapping[str, Any]) -> bytes | None:
-        """The explanation of a request, as JSON, if it is known here and the caller, an ASGI scope, may see it. What
-        prompts say is shown to those alone whose prompts they are."""
+        """The explanation of a request as JSON, if this process knows the request and the caller (an ASGI scope) may
+        see it. The content of prompts is shown only to the owner of the prompt."""
         log, scope = self._log, dict(caller)
         record = log.find(name, scope)
         if record is None:
@@ -83,12 +83,12 @@ class OtherProcesses:
         return max((each for each in found if each is not None), key=lambda each: each.ended, default=None)
 
     async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
-        """What one of them says of a request that the tenant may see; None: they know none."""
+        """The explanation by another process of a request that the tenant may see. None if no process knows it."""
         said = await self._ask(_EXPLAIN, _encode((name, tenant.name, tenant.admin)))
         return said[0] if said else None
 
     async def recent(self, limit: int) -> list[dict[str, Any]]:
-        """What recent_answers says in each."""
+        """The result of recent_answers in each of the other processes."""
         return [msgspec.json.decode(said) for said in await self._ask(_RECENT, _encode(limit))]
 
     async def cancel(self, request_id: str, tenant: str | None) -> int:

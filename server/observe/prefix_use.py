@@ -1,5 +1,5 @@
-"""What is told of a prompt and the prefix cache, in figures and words: what was found, what could have been and why it
-was not; and the turns of a conversation beside each other."""
+"""What is reported of a prompt and the prefix cache, in figures and words: what was found, what could have been found
+and why it was not; and the turns of a conversation in comparison."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.engine.core.history import History, Timeline
 from quire.engine.types import MissReason, Nearest
+from quire.server.observe.collectors import LABELS
 from quire.server.observe.request_log import RequestLog, RequestRecord
 
 Decode = Callable[[Sequence[int]], str]
@@ -31,7 +32,8 @@ OWN_LOAD = "their pages had to make room; what this key had computed since fills
 
 
 def prefix_use(timeline: Timeline, decode: Decode | None) -> dict[str, Any] | None:
-    """Of one sequence; None where nothing is known. `decode`: makes text of tokens, for those who may read them."""
+    """The report of one sequence; None if nothing is known. `decode` turns tokens into text, for callers that may read
+    it."""
     report = timeline.prefix
     if report is None:
         return None
@@ -44,8 +46,7 @@ def prefix_use(timeline: Timeline, decode: Decode | None) -> dict[str, Any] | No
 
 
 def turns(log: RequestLog, history: History, conversation: str, is_mine: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """The turns of a conversation that are remembered here, one for each answer, the first first; `is_mine`: see
-    `explanation`."""
+    """The remembered turns of a conversation, one for each answer, oldest first. `is_mine`: see `explanation`."""
     found: dict[str, dict[str, Any]] = {}
     for timeline in (*history.ended, *history.open):
         of = timeline.prefix
@@ -107,12 +108,11 @@ class MissCounters:
     """Prompt tokens that could have been cached, by why they were not."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        labels = ("model_name", "engine", "reason")
         text = "Prompt tokens that were computed before, but were not found in the prefix cache."
-        tokens = Counter("quire:prefix_missed_tokens", text, labels, registry=registry)
+        tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
         self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in WORDS}
         text = "Seconds of steps that computing them again took."
-        seconds = Counter("quire:prefix_missed_seconds", text, labels[:2], registry=registry)
+        seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
         self._seconds = seconds.labels(model_name, "0")
 
     def ended(self, timeline: Timeline) -> None:

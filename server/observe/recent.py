@@ -1,5 +1,5 @@
-"""What the engine page shows of the last answers, of whose they were, and of the adapters. No texts: neither the log of
-requests nor the engine's history holds any."""
+"""What the engine page shows of recent answers, their tenants, and the adapters. It contains no texts: neither the log
+of requests nor the engine's history has any."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recent_answers(log: RequestLog, history: History, limit: int) -> dict[str, A
 
 
 def merged(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """One of what `recent_answers` says in several processes, at least one."""
+    """The results of `recent_answers` in several processes (at least one) as one."""
     answers = [answer for part in parts for answer in part["data"]]
     answers.sort(key=lambda each: -(each["created"] + each["wall_ms"] / 1000))
     tenants: dict[str, dict[str, Any]] = {}
@@ -72,7 +72,8 @@ def adapters(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _end(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """When it was over, by time.monotonic(): one in the background goes on after its response. None: it is not."""
+    """When the answer was complete, by time.monotonic(); a background answer goes on after its response. None if it is
+    not complete."""
     if record.ended is None or any(each.ended is None for each in sequences):
         return None
     return max([record.ended, *(each.ended or 0.0 for each in sequences)])

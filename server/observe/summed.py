@@ -1,4 +1,4 @@
-"""Metrics of several processes added up, such as each of them counts for itself."""
+"""The sum of metrics that several processes count, each for itself."""
 
 from __future__ import annotations
 

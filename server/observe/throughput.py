@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds while requests run: what the engine computes, and what waits."""
+"""Logs a line every ten seconds while requests run: what the engine computes, and how much is waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 10.0
 
 
 async def tell_throughput(client: EngineClient, seconds: float = SECONDS) -> None:
-    """Goes on until it is cancelled. Says nothing of a time in which nothing ran."""
+    """Runs until it is cancelled. Logs nothing for intervals in which nothing ran."""
     before = client.link.stats
     while True:
         await asyncio.sleep(seconds)
@@ -24,7 +24,7 @@ async def tell_throughput(client: EngineClient, seconds: float = SECONDS) -> Non
 
 
 def throughput(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """What lies between two looks at the engine's statistics."""
+    """The difference between two statistics of the engine, as text."""
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generated = (now.generation_tokens - before.generation_tokens) / seconds
     said = f"{prompt:.0f} prompt and {generated:.0f} generated tokens/s; {now.running} running, {now.waiting} waiting"

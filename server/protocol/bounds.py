@@ -1,13 +1,24 @@
-"""The most that a body's fields may hold. Validation stops at the first breach, before it looks at what is beyond."""
+"""The limits of the fields of bodies. Validation stops at the first field that exceeds one, before it reads the
+rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import GetCoreSchemaHandler, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    StrictInt,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from quire.engine.errors import InvalidRequest
 
 MAX_FIELDS = 256
 """Fields of a body, those without effect included."""
@@ -63,3 +74,23 @@ class AtMost:
 
 
 Word = Annotated[str, StringConstraints(max_length=MAX_WORD)]
+Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
+TextsOrIds = str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)]
+
+
+class Open(BaseModel):
+    """A part of a body whose other fields are kept, for the chat template."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+def one_complaint(
+    param: str, value: Any, validate: ValidatorFunctionWrapHandler, why: Callable[[Any], str] = lambda value: ""
+) -> Any:
+    """Refuse wrong TextsOrIds with one message. Pydantic would give one for each token and for each type that it could
+    be. `why`: a better message about the value; "": there is none."""
+    try:
+        return validate(value)
+    except ValidationError:
+        forms = "a string, a list of token ids, or a list of strings and lists of token ids"
+        raise InvalidRequest(why(value) or f"{param} must be {forms}", param=param) from None

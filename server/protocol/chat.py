@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost
+from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.tools import ToolCalls, ToolChoice, Tools
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class TextPart(Open):
     type: Literal["text", "input_text", "refusal"] = "text"
     text: str
 
@@ -30,17 +28,13 @@ class TextPart(BaseModel):
         return part
 
 
-class ImageUrl(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class ImageUrl(Open):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
     """low: the image takes few tokens."""
 
 
-class ImagePart(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class ImagePart(Open):
     type: Literal["image_url"]
     image_url: ImageUrl
 
@@ -60,10 +54,8 @@ def _part_kind(given: Any) -> str:
 Part = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[ImagePart, Tag("[image]")], Discriminator(_part_kind)]
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Open):
     """One turn. Other fields (name, tool_call_id, reasoning_content …) are passed on to the template."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: str
     content: str | Annotated[list[Part], AtMost(MAX_PARTS)] | None = None

@@ -1,4 +1,5 @@
-"""What all request bodies share: a null means unset, and a parameter that is not honoured is named or refused."""
+"""What all bodies of requests share: null means that a field is not set, and a parameter that has no effect is named or
+refused."""
 
 from __future__ import annotations
 
@@ -77,19 +78,30 @@ SOUND_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """What ids that callers choose may be: safe in logs and headers."""
 
 
-class RequestBody(BaseModel):
-    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+class Given(BaseModel):
+    """A part of a body. Fields that it does not name are without effect. A null means that a field is not set."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        if len(body) > MAX_FIELDS:
+    def drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class RequestBody(Given):
+    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
             raise InvalidRequest(f"The body has {len(body)} fields, at most {MAX_FIELDS} are read")
-        return {name: value for name, value in body.items() if value is not None}
+        return body
 
     def misspelt(self) -> str:
         """As below, of all fields that were not given."""
@@ -143,7 +155,8 @@ class StreamOptions(RequestBody):
 
 
 class KvTransferParams(RequestBody):
-    """What vLLM's prefill servers hand to those that decode. Keys and values are not transferred, ids are used."""
+    """What vLLM's prefill servers pass on to decode servers. Only the token ids are used; keys and values are not
+    transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], AtMost(MAX_ENTRIES)] = Field(default_factory=list)
     """Of the whole prompt, which is not tokenized again."""

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
-from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_ENTRIES, AtMost
+from quire.server.protocol.bounds import TextsOrIds, one_complaint
 from quire.server.protocol.common import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16
 MAX_BEST_OF = 128
 
 
-def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Refuse a wrong prompt with one message. Pydantic would give one for each token and for each type it could be."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise InvalidRequest(
-            "prompt must be a string, a list of token ids, or a list of strings and lists of token ids",
-            param="prompt",
-        ) from None
-
-
-Texts = Annotated[list[str], AtMost(MAX_ENTRIES)]
-Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
-Prompts = Annotated[str | Texts | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)], WrapValidator(_one_complaint)]
-
-
 class CompletionRequest(GenerationBody):
-    prompt: Prompts
+    prompt: Annotated[TextsOrIds, WrapValidator(partial(one_complaint, "prompt"))]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)

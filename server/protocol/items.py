@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, AtMost
-from quire.server.protocol.translated import Given
+from quire.server.protocol.common import Given
 
 CUSTOM_INPUT = "input"
 """The one argument of a custom tool, as the model is shown it."""
@@ -22,7 +22,8 @@ def full_name(namespace: str, name: str) -> str:
 
 
 def sealed(thought: str) -> str:
-    """What a reasoning item has as encrypted_content: its text, for the client to send back. It is no secret."""
+    """The encrypted_content of a reasoning item: its text in encoded form, for the client to send back. It is not
+    secret."""
     return base64.b64encode(thought.encode()).decode()
 
 
@@ -118,7 +119,7 @@ class Reasoning(Given):
 
 
 def type_of(given: Any) -> Any:
-    """Of an item; a message need not say that it is one."""
+    """The type of an item; a message may omit it."""
     return given.get("type") or "message" if isinstance(given, dict) else getattr(given, "type", None)
 
 

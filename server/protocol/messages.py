@@ -9,8 +9,9 @@ from pydantic import Discriminator, Field, Tag
 
 from quire.engine.types import MAX_STOP_STRINGS
 from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost
+from quire.server.protocol.common import Given
 from quire.server.protocol.tools import Name
-from quire.server.protocol.translated import Given, TranslatedBody
+from quire.server.protocol.translated import TranslatedBody
 
 
 class CacheControl(Given):
@@ -19,7 +20,7 @@ class CacheControl(Given):
 
 
 class Marked(Given):
-    """What may say for how long all up to its end is kept."""
+    """A block that can have a cache_control mark, which says how long the prompt up to its end is kept."""
 
     cache_control: CacheControl | None = None
 
@@ -61,7 +62,7 @@ class ThinkingBlock(Given):
 
 
 class RedactedThinkingBlock(Given):
-    """What nobody here can read: it is left out."""
+    """Thinking that this server cannot read. It is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 

@@ -8,20 +8,19 @@ from pydantic import Field
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
-from quire.server.protocol.common import MAX_STOP_STRINGS, RequestBody
+from quire.server.protocol.common import MAX_STOP_STRINGS, Given, RequestBody
 from quire.server.protocol.pooling import Texts
 from quire.server.protocol.tools import Tools
-from quire.server.protocol.translated import Given
 
 
-class CalledFunction(Given):
+class OllamaFunction(Given):
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolCall(Given):
+class OllamaCall(Given):
     id: str | None = None
-    function: CalledFunction
+    function: OllamaFunction
 
 
 class OllamaMessage(Given):
@@ -30,13 +29,13 @@ class OllamaMessage(Given):
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
     """Files in base64."""
-    tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] = Field(default_factory=list)
+    tool_calls: Annotated[list[OllamaCall], AtMost(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
 class Options(RequestBody):
-    """Ollama's words for what a chat has under other names. Those that are not here have no effect."""
+    """Ollama's names for fields that a chat has under other names. Options that are not listed here have no effect."""
 
     num_predict: int | None = None
     """Most tokens of the answer; negative: as many as the context holds."""

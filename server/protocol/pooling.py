@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import PoolingTask
-from quire.server.protocol.bounds import MAX_ENTRIES, MAX_PROMPTS, MAX_SALT, AtMost
+from quire.server.protocol.bounds import MAX_PROMPTS, MAX_SALT, AtMost, TextsOrIds, one_complaint
 from quire.server.protocol.chat import Messages
 from quire.server.protocol.common import SOUND_ID, RequestBody
 
@@ -22,26 +23,13 @@ _IMAGE_KEYS = ("image", "image_url", "content")
 """What an input that is an object has in the APIs of Jina, vLLM and Cohere where it is an image, or may be."""
 
 
-def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Refuse a wrong input with one message instead of one for each token and each type that it could be."""
-    try:
-        return validate(value)
-    except ValidationError:
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, dict) and any(key in each for key in _IMAGE_KEYS):
-                raise InvalidRequest(f"input: {NO_IMAGES}", param="input") from None
-        raise InvalidRequest(
-            "input must be a string, a list of token ids, or a list of strings and lists of token ids",
-            param="input",
-        ) from None
+def _why(given: Any) -> str:
+    """What is said of an input that shows an image."""
+    parts = (each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict))
+    return f"input: {NO_IMAGES}" if any(key in each for each in parts for key in _IMAGE_KEYS) else ""
 
 
-Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
 Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
-Inputs = Annotated[
-    str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)],
-    WrapValidator(_one_complaint),
-]
 
 
 class PoolingBody(RequestBody):
@@ -70,7 +58,7 @@ class PoolingBody(RequestBody):
 
 
 class InputBody(PoolingBody):
-    input: Inputs
+    input: Annotated[TextsOrIds, WrapValidator(partial(one_complaint, "input", why=_why))]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_NAME)
     """The name of a text of the model's own to put before each input, such as "query"."""

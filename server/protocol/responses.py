@@ -9,9 +9,10 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
+from quire.server.protocol.common import Given
 from quire.server.protocol.items import InputWithReferences
 from quire.server.protocol.tools import Name
-from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
+from quire.server.protocol.translated import EXTENSIONS, TranslatedBody
 
 MAX_INCLUDED = 32
 MAX_METADATA = 16

@@ -6,15 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from quire.server.protocol.bounds import MAX_CALLS, MAX_TOOLS, AtMost
+from quire.server.protocol.bounds import MAX_CALLS, MAX_TOOLS, AtMost, Open
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 """OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use name spaces too."""
 
 
-class FunctionSpec(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class FunctionSpec(Open):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -22,9 +20,7 @@ class FunctionSpec(BaseModel):
     strict: bool | None = None
 
 
-class ToolSpec(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class ToolSpec(Open):
     type: Literal["function"] = "function"
     function: FunctionSpec
 
@@ -52,18 +48,14 @@ class NamedTool(BaseModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
+class CalledFunction(Open):
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
     """JSON in a string, as OpenAI has it, or the object itself, as some clients send it."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(Open):
     """A call in an assistant's earlier turn."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     id: str | None = None
     type: Literal["function"] = "function"

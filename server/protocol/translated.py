@@ -1,11 +1,10 @@
-"""What the bodies of other APIs share: each is translated to a chat's, and takes more of its fields by their names."""
+"""What the bodies of other APIs share: each is translated to a chat, and accepts the chat's other fields under their
+own names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
-
-from pydantic import BaseModel, ConfigDict, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.chat import ChatRequest
@@ -21,19 +20,6 @@ EXTENSIONS = (
     *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
 )
 """Fields of a chat that mean the same in every API."""
-
-
-class Given(BaseModel):
-    """A part of such a body. What it does not name is without effect here. A null means unset."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class TranslatedBody(RequestBody):

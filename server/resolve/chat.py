@@ -12,6 +12,8 @@ from quire.server.config import ServerConfig
 from quire.server.formats.grammars import after_thinking, either, framed
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.generation.answers.chunks import ChatWriter
+from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
@@ -38,6 +40,7 @@ def chat_call(
     model: ServedModel,
     config: ServerConfig,
     *,
+    writer: MakesWriter = ChatWriter,
     id_prefix: str = "chatcmpl-",
     ignored: Sequence[str] = (),
 ) -> Resolved:
@@ -65,6 +68,7 @@ def chat_call(
         message = replace(message, in_blocks=model.formats.in_blocks)
     return resolved(
         body,
+        writer=writer,
         id_prefix=id_prefix,
         model=name,
         prompts=[prompt],
@@ -91,7 +95,7 @@ def ignored_by_template(body: ChatRequest, template: str) -> list[str]:
 
 
 def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: ServedModel) -> MessageFormat | None:
-    """How to read the answers; None when all of their text is content."""
+    """How to parse the answers. None if all of their text is content."""
     reasoning, frame = model.formats.reasoning, model.formats.frame
     if reasoning is None and tools.format is None and frame is None:
         return None

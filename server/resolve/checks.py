@@ -15,7 +15,7 @@ MAX_PROMPT_LOGPROBS = 100_000
 
 
 class NeedsWorker(Exception):
-    """What a body asks for may only be done in a worker process, which can be killed."""
+    """The body asks for something that only a worker process may do, because a worker can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
@@ -47,7 +47,7 @@ def carried(params: SamplingParams) -> dict[str, int]:
 
 
 def check_carried(params: SamplingParams, answers: int) -> None:
-    """Bounds what goes to the engine, where each of the answers has lists of its own."""
+    """Limits what is sent to the engine in total, as each of the answers carries its own lists."""
     sizes = carried(params)
     if sum(sizes.values()) * answers > MAX_CARRIED:
         most = max(sizes, key=lambda name: sizes[name])

@@ -1,4 +1,4 @@
-"""What the endpoints that generate resolve in the same way: the fields that completions and chat share."""
+"""What all endpoints that generate text resolve alike: the fields that completions and chat share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.formats.message import MessageFormat
+from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
@@ -36,14 +37,18 @@ class _Ids(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A call that can be generated once its grammars are found to compile."""
+    """A resolved call, which can run once its grammars are known to compile."""
 
     spec: GenerationSpec
-    """Without its tenant, of whom only the server's own process knows."""
+    """Without its tenant, whom only the server's own process knows."""
+    writer: MakesWriter
+    """Writes the answer in the form of the API that was asked."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
     parts: Sequence[tuple[str, Grammar]] = ()
     """What the last grammar is made of, each with the field that it comes from."""
+    receipts: bool = True
+    """Whether the answer can have a receipt: not where nothing is generated that anybody reads."""
 
 
 def measured(
@@ -67,6 +72,7 @@ def measured(
 def resolved(
     body: GenerationBody,
     *,
+    writer: MakesWriter,
     id_prefix: str,
     model: str,
     prompts: Sequence[Prompt],
@@ -121,7 +127,7 @@ def resolved(
         receipt=body.receipt,
         headers=headers,
     )
-    return Resolved(spec, grammars, parts)
+    return Resolved(spec, writer, grammars, parts)
 
 
 def _check_grammars(grammars: Sequence[tuple[str, Grammar]]) -> None:

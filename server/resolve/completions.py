@@ -9,6 +9,8 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.no_tokenizer import check_textless
 from quire.server.config import ServerConfig
+from quire.server.generation.answers.chunks import CompletionWriter
+from quire.server.generation.answers.writer import MakesWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import check_logprobs
@@ -26,7 +28,12 @@ def resolve_completion(given: bytes, model: ServedModel, config: ServerConfig) -
 
 
 def completion_call(
-    body: CompletionRequest, model: ServedModel, config: ServerConfig, *, ignored: Sequence[str] = ()
+    body: CompletionRequest,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    writer: MakesWriter = CompletionWriter,
+    ignored: Sequence[str] = (),
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
@@ -52,6 +59,7 @@ def completion_call(
     prompts = completion_prompts(body, model)
     return resolved(
         body,
+        writer=writer,
         id_prefix="cmpl-",
         model=name,
         prompts=prompts,

@@ -1,18 +1,18 @@
-"""From what SageMaker sends to a container to the spec of what its body asks for."""
+"""From the body that SageMaker sends to a container to the spec that it asks for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.vectors import VectorSpec
-from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import misspelt
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.resolve.chat import chat_call
+from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.completions import completion_call
+from quire.server.resolve.completions import resolve_completion
 from quire.server.resolve.pairs import resolve_rerank, resolve_score
-from quire.server.resolve.parse import read_object, validated
+from quire.server.resolve.parse import read_object
 from quire.server.resolve.pooling import resolve_classification, resolve_embedding
 from quire.server.served_model import ServedModel
 
@@ -25,6 +25,13 @@ KINDS = {
     "queries": "text_1",
 }
 """By the field that tells what a body asks for."""
+RESOLVES: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | VectorSpec]] = {
+    "messages": resolve_chat,
+    "prompt": resolve_completion,
+    "input": resolve_embedding,
+    "query": resolve_rerank,
+    "text_1": resolve_score,
+}
 
 
 def resolve_invocation(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | VectorSpec:
@@ -37,13 +44,6 @@ def resolve_invocation(given: bytes, model: ServedModel, config: ServerConfig) -
         hint = "" if kinds else misspelt(body, KINDS)
         raise InvalidRequest(f"give either messages or prompt, input, query or text_1{hint}", param="messages")
     (kind,) = kinds
-    if kind == "messages":
-        return chat_call(validated(body, ChatRequest), model, config)
-    if kind == "prompt":
-        return completion_call(validated(body, CompletionRequest), model, config)
-    if kind == "query":
-        return resolve_rerank(given, model, config)
-    if kind == "text_1":
-        return resolve_score(given, model, config)
     labels = "classify" in model.tasks and "embed" not in model.tasks
-    return (resolve_classification if labels else resolve_embedding)(given, model, config)
+    resolve = resolve_classification if kind == "input" and labels else RESOLVES[kind]
+    return resolve(given, model, config)

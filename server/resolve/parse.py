@@ -14,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
 from quire.server.access.bodies import NO_OBJECT
+from quire.server.config import ServerConfig
 from quire.server.protocol.common import misspelt
+from quire.server.served_model import ServedModel
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -32,6 +34,11 @@ _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
 def parse(body: bytes, model: type[Model]) -> Model:
     """Raises InvalidRequest naming the field; lists of values end the validation with their first wrong entry."""
     return validated(read_object(body), model)
+
+
+def body_as(given: bytes, model: ServedModel, config: ServerConfig, *, body: type[Model]) -> Model:
+    """A body as this model, in the form of work on a body: see server/routes/bodies.py."""
+    return parse(given, body)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -67,8 +74,8 @@ def too_deep(body: bytes) -> bool:
 
 
 def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseModel]) -> str:
-    """What pydantic found, one complaint per place: of the members of a union the first, or one that is our own.
-    `given`: the body, whose misspelt names and words are told."""
+    """What pydantic found, with one complaint for each place: for a union the first one, or one of ours. `given`: the
+    body, whose misspelt names and words the message quotes."""
     by_place: dict[str, str] = {}
     for one in details:
         place = _where(one["loc"])
@@ -93,7 +100,7 @@ def _meant(detail: Any, given: dict[str, Any], model: type[BaseModel]) -> str:
 
 
 def _at(given: Any, place: Sequence[str | int]) -> Any:
-    """What a body has at a place, which has names of union members between those of fields."""
+    """The value at a place of the body. The place may contain names of union members between those of fields."""
     for part in place:
         if part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int):
             given = given[part]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.pairs import encode_cut
 from quire.engine.types import PoolingParams, Task
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.vectors import EmbeddingsAnswer, LabelsAnswer
+from quire.server.generation.answers.vectors import embeddings, labels
 from quire.server.generation.vectors import VectorAnswer, VectorInput, VectorSpec
-from quire.server.protocol.bounds import MAX_PROMPTS
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.pooling import (
@@ -26,7 +26,7 @@ from quire.server.protocol.pooling import (
 )
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse, read_object, validated
-from quire.server.resolve.prompts import chat_prompt, check_fits
+from quire.server.resolve.prompts import chat_prompt, check_count, check_fits, cut, cut_limit, listed
 from quire.server.served_model import ServedModel
 
 _OF_CHATS = (
@@ -44,15 +44,16 @@ def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) ->
     if asked.get("messages") is not None and asked.get("input") is None:
         return _of_conversation(validated(asked, ConversationEmbeddingRequest), asked, model, config)
     body = validated(asked, EmbeddingRequest)
-    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format, size=token_size(body, model)), model, config)
+    answer = partial(embeddings, body.encoding_format, "embedding", token_size(body, model))
+    return embedding_spec(body, answer, model, config, whole=False)
 
 
 def embedding_spec(
-    body: EmbeddingRequest, answer: VectorAnswer, model: ServedModel, config: ServerConfig
+    body: EmbeddingRequest, answer: VectorAnswer, model: ServedModel, config: ServerConfig, *, whole: bool = True
 ) -> VectorSpec:
-    """Raises as above."""
+    """`whole`: each text must have one vector. Raises as above."""
     check_asked(body, "embed", model)
-    if not isinstance(answer, EmbeddingsAnswer):
+    if whole:
         check_whole(model)
     params = embedding_params(body, model)
     return vector_spec(body, "embd", input_ids(body, model), params, answer, model, config)
@@ -67,7 +68,7 @@ def _of_conversation(
     chat = validated({"add_generation_prompt": False, **same}, ChatRequest)
     prompt = chat_prompt(chat, model, None, trusted=False)
     check_vector_length(prompt.ids, model, "messages")
-    answer = EmbeddingsAnswer(body.encoding_format, size=token_size(body, model))
+    answer = partial(embeddings, body.encoding_format, "embedding", token_size(body, model))
     spec = vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
     shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
     return replace(spec, inputs=shown)
@@ -97,7 +98,8 @@ def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> V
         if body.dimensions is not None:
             raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
         params = PoolingParams(task=task, activation=body.activation)
-    answer = EmbeddingsAnswer(body.encoding_format, "pooling", None if task == "classify" else token_size(body, model))
+    size = None if task == "classify" else token_size(body, model)
+    answer = partial(embeddings, body.encoding_format, "pooling", size)
     return vector_spec(body, "pool", input_ids(body, model), params, answer, model, config)
 
 
@@ -106,8 +108,8 @@ def resolve_classification(given: bytes, model: ServedModel, config: ServerConfi
     body = parse(given, ClassificationRequest)
     check_asked(body, "classify", model)
     params = PoolingParams(task="classify", activation=body.activation)
-    labels = () if model.pooling is None else model.pooling.labels
-    return vector_spec(body, "classify", input_ids(body, model), params, LabelsAnswer(labels), model, config)
+    answer = partial(labels, () if model.pooling is None else model.pooling.labels)
+    return vector_spec(body, "classify", input_ids(body, model), params, answer, model, config)
 
 
 def check_asked(body: PoolingBody, task: Task, model: ServedModel) -> None:
@@ -142,6 +144,7 @@ def vector_spec(
         )
     return VectorSpec(
         id=f"{prefix}-{secrets.token_hex(16)}",
+        id_prefix=f"{prefix}-",
         name="" if body.request_id is None else f"{prefix}-{body.request_id}",
         model=model.answer_name(body.model),
         inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],
@@ -156,16 +159,7 @@ def vector_spec(
 
 def input_ids(body: InputBody, model: ServedModel) -> list[list[int]]:
     """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
-    given = body.input
-    inputs: Sequence[str | list[int]]
-    if isinstance(given, str):
-        inputs = [given]
-    elif given and isinstance(given[0], int):
-        inputs = [[one for one in given if isinstance(one, int)]]
-    else:
-        inputs = [one for one in given if not isinstance(one, int)]
-    if not inputs:
-        raise InvalidRequest("input cannot be empty", param="input")
+    inputs = listed(body.input, "input")
     check_count(len(inputs), "input")
     texts = [one for one in inputs if isinstance(one, str)]
     if body.prompt_name is not None and len(texts) < len(inputs):
@@ -178,9 +172,8 @@ def input_ids(body: InputBody, model: ServedModel) -> list[list[int]]:
 def checked_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
     """An input that is given as token ids, cut where that is asked for. Raises InvalidRequest."""
     check_token_ids(ids, model.vocab_size, "input")
-    limit = cut_limit(body, model)
-    if limit is not None and len(ids) > limit:
-        ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
+    limit = pooled_limit(body, model)
+    ids = ids if limit is None else cut(ids, limit, body.truncation_side)
     check_vector_length(ids, model, "input")
     return ids
 
@@ -190,7 +183,7 @@ def text_ids(
 ) -> list[list[int]]:
     """Token ids of texts. Raises InvalidRequest naming the parameter."""
     check_count(len(texts), param)
-    limit = cut_limit(body, model)
+    limit = pooled_limit(body, model)
     if special is None:
         special = body.add_special_tokens if isinstance(body, InputBody) else True
     for text in texts:
@@ -219,22 +212,9 @@ def named_prompt(name: str | None, model: ServedModel) -> str:
     return prompts[name]
 
 
-def cut_limit(body: PoolingBody, model: ServedModel) -> int | None:
-    """The most tokens of an input that are kept. Raises InvalidRequest."""
-    limit, longest = body.truncate_prompt_tokens, model.context_length
-    if limit is None or limit == -1:
-        return None if limit is None else longest
-    if limit == 0 or limit > longest:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
-            param="truncate_prompt_tokens",
-        )
-    return limit
-
-
-def check_count(count: int, param: str) -> None:
-    if count > MAX_PROMPTS:
-        raise InvalidRequest(f"{param} takes at most {MAX_PROMPTS} inputs, got {count}", param=param)
+def pooled_limit(body: PoolingBody, model: ServedModel) -> int | None:
+    """The most tokens of an input that are kept; None: all. Raises InvalidRequest."""
+    return cut_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 
 def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -36,22 +36,11 @@ CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
 def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
     """The prompts, at least one. Raises InvalidRequest naming the parameter."""
     prompt = body.prompt
-    given: Sequence[str | list[int]]
-    if body.known_ids:
-        if body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)):
-            message = "kv_transfer_params: prompt_token_ids are those of one prompt, without a suffix"
-            raise InvalidRequest(message, param="kv_transfer_params")
-        given = [body.known_ids]
-    elif isinstance(prompt, str):
-        given = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        given = [[token_id for token_id in prompt if isinstance(token_id, int)]]
-    else:
-        given = [one for one in prompt if not isinstance(one, int)]
-    if not given:
-        raise InvalidRequest("prompt cannot be empty", param="prompt")
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
+    if body.known_ids and (body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))):
+        message = "kv_transfer_params: prompt_token_ids are those of one prompt, without a suffix"
+        raise InvalidRequest(message, param="kv_transfer_params")
+    given = listed(body.known_ids or prompt, "prompt")
+    check_count(len(given), "prompt", "prompts")
     texts = [one for one in given if isinstance(one, str)]
     special = body.add_special_tokens and not body.suffix
     encoded = iter(encode(model, texts, special, "prompt", cut=body.truncate_prompt_tokens is not None))
@@ -76,6 +65,25 @@ def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prom
     if not body.echo:
         return [Prompt(each.ids) for each in prompts]
     return echoed(prompts, body, model.tokenizer)
+
+
+def listed(given: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
+    """The texts and lists of token ids of a field that may be one text, one list of token ids, or a list of these.
+    Raises InvalidRequest where there is none."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    found: list[str | list[int]] = (
+        [ids] if ids and isinstance(given[0], int) else [one for one in given if not isinstance(one, int)]
+    )
+    if not found:
+        raise InvalidRequest(f"{param} cannot be empty", param=param)
+    return found
+
+
+def check_count(count: int, param: str, what: str = "inputs") -> None:
+    if count > MAX_PROMPTS:
+        raise InvalidRequest(f"{param} takes at most {MAX_PROMPTS} {what}, got {count}", param=param)
 
 
 def echoed(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
@@ -139,7 +147,7 @@ def chat_prompt(
 
 
 def known_prompt(body: ChatRequest, model: ServedModel, asked: Sequence[Asked]) -> Prompt:
-    """The ids that another server has made of the conversation. Raises InvalidRequest."""
+    """The token ids that another server has made of the conversation. Raises InvalidRequest."""
     if asked or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
@@ -171,7 +179,8 @@ def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequen
 
 
 def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
-    """A rendered conversation with all that stands for its images. Raises as above."""
+    """A rendered conversation in which each image's mark is replaced by all tokens that stand for the image. Raises as
+    above."""
     asked = asked_images(messages, model)
     if not asked:
         return text
@@ -200,7 +209,7 @@ def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, An
 
 
 def continued(body: ChatRequest, text: str) -> str:
-    """The final message as it ends the rendered `text`: templates may take the spaces at its ends away."""
+    """The final message as it appears at the end of the rendered `text`: templates may strip its spaces."""
     final = str(normalize(body.messages[-1].as_dict())["content"])
     return final if text.endswith(final) else final.strip()
 
@@ -228,19 +237,26 @@ def room(max_tokens: int | None, default: int, model: ServedModel) -> int:
 def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedModel) -> Prompt:
     """The prompt's last truncate_prompt_tokens tokens, or its first; for -1 it is `room` tokens. Raises
     InvalidRequest."""
-    limit = body.truncate_prompt_tokens
-    if limit is None:
+    limit = cut_limit(body.truncate_prompt_tokens, model.context_length, room)
+    if limit is None or len(prompt.ids) <= limit:
         return prompt
-    longest = model.context_length
-    if limit == 0 or limit > longest:
+    return Prompt(cut(prompt.ids, limit, body.truncation_side))
+
+
+def cut_limit(limit: int | None, longest: int, most: int) -> int | None:
+    """The most tokens that truncate_prompt_tokens leaves of a prompt; None: all. `most`: what -1 stands for. Raises
+    InvalidRequest."""
+    if limit == 0 or (limit or 0) > longest:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
             param="truncate_prompt_tokens",
         )
-    limit = room if limit == -1 else limit
-    if len(prompt.ids) <= limit:
-        return prompt
-    return Prompt(prompt.ids[:limit] if body.truncation_side == "right" else prompt.ids[-limit:])
+    return most if limit == -1 else limit
+
+
+def cut(ids: list[int], limit: int, side: str) -> list[int]:
+    """`side`: where tokens are cut off."""
+    return ids[:limit] if side == "right" or len(ids) <= limit else ids[-limit:]
 
 
 def encode(
@@ -275,7 +291,7 @@ def check_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def slices(text: str) -> Iterator[str]:
-    """Pieces of at most SLICE characters, which end before a space where there is one in their second half."""
+    """Pieces of at most SLICE characters. A piece ends before a space if there is one in its second half."""
     start = 0
     while len(text) - start > SLICE:
         space = text.rfind(" ", start + SLICE // 2, start + SLICE)

@@ -1,12 +1,16 @@
-"""From a hint that a conversation's next turn is about to come to the spec that computes what it had."""
+"""From a hint that a conversation's next turn is coming to the spec that brings the conversation into the cache."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from quire.engine.prefixes.turns import Turn
 from quire.server.config import ServerConfig
+from quire.server.generation.answers.warmed import WarmedWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.sessions import WarmRequest
+from quire.server.protocol.kept import WarmRequest
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import completion_call
 from quire.server.resolve.parse import parse
@@ -20,9 +24,10 @@ def asked_warm(given: bytes, model: ServedModel, config: ServerConfig) -> tuple[
     return body, ignored_header(body.ignored_params(), config.strict)
 
 
-def warm_call(turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig) -> Resolved:
-    """The last turn as a prompt, of which one token is generated, for nobody. The engine knows the conversation by its
-    tokens, and keeps it as long as its last request said. Raises ModelNotFound where its adapter is gone."""
+def warm_call(session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig) -> Resolved:
+    """The last turn as a prompt, for which one token is generated and thrown away. The engine recognises the
+    conversation by its tokens, and keeps it as long as its last request asked. Raises ModelNotFound if its adapter is
+    gone."""
     ids = turn.ids[: model.context_length - 1]
     wanted = {
         "model": turn.adapter or None,
@@ -32,4 +37,6 @@ def warm_call(turn: Turn, body: WarmRequest, model: ServedModel, config: ServerC
         "cache_salt": body.cache_salt,
         "session_ttl": body.session_ttl or turn.keep_seconds or None,
     }
-    return completion_call(CompletionRequest.model_validate(wanted), model, config)
+    writer = partial(WarmedWriter, session)
+    call = completion_call(CompletionRequest.model_validate(wanted), model, config, writer=writer)
+    return replace(call, receipts=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
@@ -14,6 +15,8 @@ from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import renderer_for, with_images
 from quire.server.served_model import ServedModel
 
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -24,11 +27,8 @@ class Reply:
 
 def tokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    body = parse(given, TokenizeRequest)
-    model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
-    text, param, special = _text(body, model, config)
-    check_text(text, param)
+    body, headers = _asked(given, TokenizeRequest, model, config)
+    text, special = _text(body, model, config)
     special = special if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(text, add_special_tokens=special)
     strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
@@ -45,25 +45,33 @@ def templated(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     if body.messages is None:
         raise InvalidRequest(f"messages: field required{body.misspelt()}", param="messages")
     headers = ignored_header(body.ignored_params(), config.strict)
-    text, param, _ = _text(body, model, config)
-    check_text(text, param)
-    return Reply(encode_json({"prompt": text}), headers)
+    return Reply(encode_json({"prompt": _text(body, model, config)[0]}), headers)
 
 
-def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tuple[str, str, bool]:
-    """What is to be tokenized, the field that it comes from, and whether special tokens are added by default."""
+def _asked(given: bytes, kind: type[Body], model: ServedModel, config: ServerConfig) -> tuple[Body, dict[str, str]]:
+    """The body, and headers of the answer."""
+    body = parse(given, kind)
+    model.answer_name(body.model)
+    return body, ignored_header(body.ignored_params(), config.strict)
+
+
+def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tuple[str, bool]:
+    """The text to be tokenized, and whether special tokens are added by default."""
+    text, param, special = body.prompt or "", "prompt", True
     if body.content is not None:
-        return body.content, "content", body.add_special
-    if body.messages is None:
-        return body.prompt or "", "prompt", True
-    text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
-        [message.as_dict() for message in body.messages],
-        tools=[spec.as_dict() for spec in body.tools],
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-    )
-    return with_images(text, body.messages, model), "messages", False
+        text, param, special = body.content, "content", body.add_special
+    elif body.messages is not None:
+        param, special = "messages", False
+        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
+            [message.as_dict() for message in body.messages],
+            tools=[spec.as_dict() for spec in body.tools],
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+        text = with_images(text, body.messages, model)
+    check_text(text, param)
+    return text, special
 
 
 def _piece(text: bytes) -> str | list[int]:
@@ -75,9 +83,7 @@ def _piece(text: bytes) -> str | list[int]:
 
 def detokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    body = parse(given, DetokenizeRequest)
-    model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
+    body, headers = _asked(given, DetokenizeRequest, model, config)
     check_token_ids(body.tokens, model.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Reply(encode_json({"prompt": text, "content": text}), headers)

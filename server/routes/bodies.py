@@ -1,15 +1,15 @@
-"""How routes take the bodies of requests: within bounds, off the event loop where they are not small."""
+"""How routes handle the bodies of requests: within limits, and outside the event loop unless they are small."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,23 +21,24 @@ from quire.server.access.bodies import Body
 from quire.server.access.held import hold
 from quire.server.again import Here, pinned, why_not_again
 from quire.server.config import ServerConfig
-from quire.server.generation.spec import GenerationSpec
+from quire.server.generation.spec import CallSpec, GenerationSpec
 from quire.server.images.asked import NeedsImages
 from quire.server.images.fetch import Fetcher
 from quire.server.observe.request_log import HEADER, is_sound
 from quire.server.protocol.common import IGNORED, ignored_header
 from quire.server.resolve.checks import NeedsWorker
 from quire.server.resolve.common import Resolved, measured
+from quire.server.resolve.parse import Model, body_as
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
-from quire.server.sse import closing_on_disconnect
+from quire.server.sse import CLIENT_CLOSED_REQUEST, unless_left
 from quire.server.store.progress import Progress
 from quire.server.streams import BODY, KEY, PATHS, RESUMED
 
 Result = TypeVar("Result")
+Spec = TypeVar("Spec", bound=CallSpec)
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]
 
-CLIENT_CLOSED_REQUEST = 499
 WEIGHTS_VERSION = "X-Weights-Version"
 """The header of an answer that names the weights: those of its last token, of a stream those that it began with."""
 RECEIPT = "X-Receipt"
@@ -56,10 +57,9 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
     Raises what Bodies.read, WorkerPool.run and Hold.grow raise; HTTPException, which nobody will see, when the client
     has left.
     """
-    runtime = runtime_of(request)
     keep = server_of(request).streams is not None and request.scope["path"] in PATHS
     try:
-        async with runtime.bodies.read(request) as body:
+        async with server_of(request).bodies.read(request) as body:
             pieces = tuple(body.pieces) if keep else ()
             made = await _here_or_there(request, body, work)
             if keep:
@@ -68,6 +68,11 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
             return made
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+
+
+async def parsed(request: Request, body: type[Model]) -> Model:
+    """The request's body as this model. Raises what `worked_on` raises, and InvalidRequest naming the field."""
+    return await worked_on(request, partial(body_as, body=body))
 
 
 async def resolved_spec(request: Request, resolve: Work[Resolved]) -> GenerationSpec:
@@ -83,10 +88,18 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
     """The same of a call that is resolved."""
     tenant = tenant_of(request.scope)
     if call.grammars:
-        await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
-    spec = call.spec
-    urgency = server_of(request).gateways.priority(request.scope)
-    spec = replace(
+        await unless_left(request.receive, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
+    spec = replace(of_caller(request, call.spec), grammar_field=call.grammars[-1][0] if call.grammars else None)
+    if call.receipts:
+        receipt = wants_receipt(request, spec)
+        spec = replace(spec, receipt=receipt, recorded=receipt or runtime_of(request).receipts.log is not None)
+    return await _pinned(request, spec) if BODY in request.scope else _without_key(request, spec)
+
+
+def of_caller(request: Request, spec: Spec) -> Spec:
+    """The spec with what the server knows of its caller. Raises ModelNotFound where its adapter has been unloaded."""
+    tenant, urgency = tenant_of(request.scope), server_of(request).gateways.priority(request.scope)
+    return replace(
         spec,
         name=spec.name or chosen_name(request, spec.id_prefix),
         tenant=tenant.name,
@@ -94,16 +107,12 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         priority=spec.priority if urgency is None else urgency,
         cache_salt=tenant.salt(spec.cache_salt),
         adapter=chosen_adapter(request, spec.model),
-        grammar_field=call.grammars[-1][0] if call.grammars else None,
-        receipt=(receipt := wants_receipt(request, spec)),
-        recorded=receipt or runtime_of(request).receipts.log is not None,
     )
-    return await _pinned(request, spec) if BODY in request.scope else _without_key(request, spec)
 
 
 def _without_key(request: Request, spec: GenerationSpec) -> GenerationSpec:
-    """A spec that cannot be asked for again, whose answer says so where an Idempotency-Key asks for that. Raises
-    InvalidRequest instead when the server is strict."""
+    """A spec that cannot be asked for again. If the request has an Idempotency-Key, a header of the answer says that it
+    has no effect. Raises InvalidRequest instead if the server is strict."""
     if KEY not in request.headers:
         return spec
     before = spec.headers.get(IGNORED)
@@ -133,7 +142,7 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
 
 
 def wants_receipt(request: Request, spec: GenerationSpec) -> bool:
-    """Raises InvalidRequest where it cannot have one."""
+    """Raises InvalidRequest if the request asks for a receipt that it cannot have."""
     asked = request.headers.get(RECEIPT, "").lower() in ("1", "true")
     if asked and (spec.beam_search or request.scope["path"].startswith("/api/")):
         what = "use_beam_search" if spec.beam_search else "Ollama's API"
@@ -155,7 +164,7 @@ def here_of(request: Request) -> Here:
 
 
 def owner_of(request: Request) -> str:
-    """Whose what is kept is: the key's digest, as its name may pass to another key."""
+    """Whose data this is: the digest of the key, because a key's name may be given to another key."""
     return tenant_of(request.scope).digest.hex()
 
 
@@ -188,12 +197,12 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
     tenant = tenant_of(request.scope)
     try:
         working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant, slow=slow)
-        made, size = await _unless_left(request, working)
+        made, size = await unless_left(request.receive, working)
     except NeedsImages as needed:
-        fetched = await _unless_left(request, Fetcher(runtime.config.allowed_media_domains).all(needed.urls))
+        fetched = await unless_left(request.receive, Fetcher(runtime.config.allowed_media_domains).all(needed.urls))
         hold(request.scope, sum(map(len, fetched.values())))
         again = partial(measured, work=partial(with_fetched, work=work, fetched=fetched))
-        made, size = await _unless_left(request, runtime.workers.run(again, body.pieces, tenant, slow=slow))
+        made, size = await unless_left(request.receive, runtime.workers.run(again, body.pieces, tenant, slow=slow))
     try:
         hold(request.scope, size)
     except Exception:
@@ -205,34 +214,25 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
 def with_fetched(
     given: bytes, model: ServedModel, config: ServerConfig, *, work: Work[Result], fetched: dict[str, bytes]
 ) -> Result:
-    """What `work` makes of a body some of whose images were fetched."""
+    """The result of `work` for a body of which some images had to be fetched."""
     return work(given, replace(model, fetched=fetched), config)
 
 
-async def _unless_left(request: Request, working: Coroutine[Any, Any, Result]) -> Result:
-    """The result of what workers do, unless the client leaves: then a worker at it is killed. Raises HTTPException."""
-    task = asyncio.create_task(working)
+class Documented(dict[str, Any]):
+    """What the OpenAPI description says of a route that takes one of these bodies, for FastAPI's `openapi_extra`."""
 
-    def left() -> None:
-        task.cancel()
-
-    async with closing_on_disconnect(request.receive, left):
-        await asyncio.wait([task])
-    if task.cancelled():
-        raise HTTPException(CLIENT_CLOSED_REQUEST)
-    return task.result()
+    def __init__(self, *models: type[BaseModel]) -> None:
+        references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]
+        schema = references[0] if len(models) == 1 else {"anyOf": references}
+        super().__init__(requestBody={"required": True, "content": {"application/json": {"schema": schema}}})
+        self.models = models
 
 
-def documented(*models: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI description says of a route that takes one of these bodies. `with_bodies` adds their parts."""
-    references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]
-    schema = references[0] if len(models) == 1 else {"anyOf": references}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def with_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
-    """Let the application's OpenAPI description have the schemas of these bodies."""
+def describe_bodies(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Add the schemas of the bodies that these routers take to the application's OpenAPI description."""
     describe = app.openapi
+    extras = [route.openapi_extra for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    models = {model: None for extra in extras if isinstance(extra, Documented) for model in extra.models}
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

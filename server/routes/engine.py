@@ -1,6 +1,6 @@
-"""The engine, for the server's operators: GET /v1/engine/events, a stream of what the dashboard shows,
-/v1/engine/requests, the last answers, and /v1/engine/trace, a recording for Perfetto; its weights: sleep, wake, and
-others in place."""
+"""The engine, for the server's operators: GET /v1/engine/events, the stream behind the dashboard; /v1/engine/requests,
+the last answers; /v1/engine/trace, a recording for Perfetto; and routes that let the engine sleep, wake it, and replace
+its weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from quire.engine import VERSION
 from quire.engine.core.executor import call_of, results_of
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, Timeout
 from quire.engine.link.broadcast import Group, Tensor
+from quire.server.access.admission import IdleRoute, ModelRoute
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.recent import adapters, merged, recent_answers
-from quire.server.protocol.weights import BroadcastTensor, CallRequest, UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.protocol.operators import BroadcastTensor, CallRequest, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
-from quire.server.routes.bodies import documented, worked_on
+from quire.server.routes.bodies import Documented, parsed, worked_on
 from quire.server.runtime import Runtime, runtime_of, tell_version
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import EventStream
 
-router = APIRouter()
+router = APIRouter(route_class=ModelRoute)
+asleep = APIRouter(route_class=IdleRoute)
+"""The routes that change whether a model sleeps."""
 
 
 @router.get(
@@ -85,7 +88,7 @@ def facts(runtime: Runtime, model: ServedModel) -> dict[str, object]:
     }
 
 
-@router.post("/sleep", response_model=None)
+@asleep.post("/sleep", response_model=None)
 async def sleep(
     request: Request,
     level: Annotated[int, Query(ge=1, le=2)] = 1,
@@ -101,7 +104,7 @@ async def sleep(
     return _state(request)
 
 
-@router.post("/wake_up", response_model=None)
+@asleep.post("/wake_up", response_model=None)
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
     """Take weights and KV cache back, both whatever vLLM's `tags` say. 503 where there is no room for them: then the
     model sleeps on."""
@@ -120,7 +123,7 @@ async def is_sleeping(request: Request) -> Response:
     return _state(request)
 
 
-@router.post("/update_weights", response_model=None, openapi_extra=documented(UpdateWeightsRequest))
+@asleep.post("/update_weights", response_model=None, openapi_extra=Documented(UpdateWeightsRequest))
 async def update_weights(request: Request) -> Response:
     """Serve other weights of the model's shape, without losing an open request: from a path, or with `tensors` over the
     group of /init_weights_group. 400 for what cannot be served: then the weights before go on."""
@@ -140,7 +143,7 @@ async def update_weights(request: Request) -> Response:
     return _state(request)
 
 
-@router.post("/init_weights_group", response_model=None, openapi_extra=documented(WeightsGroupRequest))
+@router.post("/init_weights_group", response_model=None, openapi_extra=Documented(WeightsGroupRequest))
 async def init_weights_group(request: Request) -> Response:
     """Join a torch.distributed group, whose rank 0 will send weights; answered when all members are there."""
     body = await worked_on(request, _group)
@@ -156,13 +159,13 @@ async def close_weights_group(request: Request) -> Response:
     return _state(request)
 
 
-@router.post("/collective_rpc", response_model=None, openapi_extra=documented(CallRequest))
+@router.post("/collective_rpc", response_model=None, openapi_extra=Documented(CallRequest))
 async def collective_rpc(request: Request) -> Response:
     """Call a method of the ranks by its name, between two steps, where --dev-endpoints lets it."""
     runtime = runtime_of(request)
     if not runtime.config.dev_endpoints:
         raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
-    body = await worked_on(request, _call)
+    body = await parsed(request, CallRequest)
     try:
         async with asyncio.timeout(body.timeout):
             found = await runtime.client.link.call(call_of(body.method, body.args, body.named))
@@ -172,10 +175,6 @@ async def collective_rpc(request: Request) -> Response:
         raise Overloaded("the engine sleeps, or is being replaced")
     results = json.dumps({"results": results_of(found)}, default=repr)
     return Response(results, media_type="application/json")
-
-
-def _call(body: bytes, model: ServedModel, config: ServerConfig) -> CallRequest:
-    return parse(body, CallRequest)
 
 
 def _update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:

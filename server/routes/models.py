@@ -1,5 +1,6 @@
-"""GET /v1/models: the names that requests may use, the model's own and those of its adapters; POST
-/v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's bodies and answers: adapters come and go."""
+"""What is known of a model: GET /v1/models, the names that requests may use, the model's own and those of its adapters;
+GET /props, as llama.cpp's server has it, and GET /tokenizer_info. POST /v1/load_lora_adapter and
+/v1/unload_lora_adapter, with vLLM's bodies and answers, let adapters come and go."""
 
 from __future__ import annotations
 
@@ -9,18 +10,25 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
+from quire.engine import VERSION
 from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
+from quire.server.access.admission import CountedRoute, ModelRoute
 from quire.server.adapters import Adapters
-from quire.server.config import ServerConfig
-from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.resolve.parse import parse
-from quire.server.routes.bodies import documented, worked_on
+from quire.server.encoding import encode_ascii
+from quire.server.protocol.operators import LoadAdapterRequest, UnloadAdapterRequest
+from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime import runtime_of
 from quire.server.served_model import MADE, ServedModel, model_of
 
-router = APIRouter()
+router = APIRouter(route_class=ModelRoute)
+counted = APIRouter(route_class=CountedRoute)
+USUAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What requests get where neither they nor the model's generation_config.json say otherwise."""
+LARGEST_INTEGER = 2**53
+"""Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
 
 
 @router.get("/v1/models")
@@ -81,21 +89,21 @@ def _read(model: ServedModel) -> list[str]:
     return ["text"] if model.images is None else ["text", "image"]
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=Documented(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter as a model of its own, from the next request on. Needs an admin's API key where there are keys.
 
     It is copied and checked before the answer, while streams go on.
     """
-    adapters, body = _adapters(request), await worked_on(request, _load_body)
+    adapters, body = _adapters(request), await parsed(request, LoadAdapterRequest)
     await adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
+@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=Documented(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
-    adapters, body = _adapters(request), await worked_on(request, _unload_body)
+    adapters, body = _adapters(request), await parsed(request, UnloadAdapterRequest)
     await adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -107,9 +115,51 @@ def _adapters(request: Request) -> Adapters:
     return adapters
 
 
-def _load_body(given: bytes, model: ServedModel, config: ServerConfig) -> LoadAdapterRequest:
-    return parse(given, LoadAdapterRequest)
+@counted.get("/props", response_model=None)
+async def props(request: Request) -> dict[str, Any]:
+    """What is known of the model: clients of llama.cpp's read the context's length and the chat template here."""
+    model, runtime = model_of(request), runtime_of(request)
+    special = model.tokenizer.special_tokens
+    usual = {**USUAL, **model.sampling_defaults}
+    usual["repeat_penalty"] = usual.pop("repetition_penalty")
+    return {
+        "default_generation_settings": {"n_ctx": model.context_length, "params": {**usual, "n_predict": -1}},
+        "total_slots": runtime.config.most_running,
+        "model_alias": model.names[0],
+        "model_path": model.names[0],
+        "chat_template": model.tokenizer.chat_templates.get("default") or "",
+        "bos_token": special.get("bos_token") or "",
+        "eos_token": special.get("eos_token") or "",
+        "modalities": {"vision": model.images is not None, "audio": False},
+        "build_info": f"quire {VERSION}",
+        "is_sleeping": runtime.client.link.asleep,
+    }
 
 
-def _unload_body(given: bytes, model: ServedModel, config: ServerConfig) -> UnloadAdapterRequest:
-    return parse(given, UnloadAdapterRequest)
+@counted.get("/tokenizer_info", response_model=None)
+def tokenizer_info(request: Request) -> Response:
+    """tokenizer_config.json as it is in effect, in vLLM's form: lm-eval's remote tokenizer reads it."""
+    return Response(encode_ascii(told_of_tokenizer(model_of(request))), 200, media_type="application/json")
+
+
+def told_of_tokenizer(model: ServedModel) -> dict[str, Any]:
+    """The entries of the file except paths of the machine that wrote it. Special tokens are strings, or null if there
+    is none. added_tokens_decoder and chat_template are included, whichever file of the model they come from."""
+    tokenizer = model.tokenizer
+    found = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
+    longest = found.get("model_max_length")
+    known = isinstance(longest, int) and 0 < longest <= LARGEST_INTEGER
+    eos = tokenizer.token(tokenizer.eos_token_ids[0]) if tokenizer.eos_token_ids else None
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **found,
+        "model_max_length": longest if known else model.context_length,
+        **{"bos_token": None, "eos_token": eos, "pad_token": None},
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_templates.get("default"),
+        "added_tokens_decoder": {
+            str(token_id): {name: getattr(token, name) for name in ADDED_TOKEN_FIELDS}
+            for token_id, token in sorted(added.items())
+        },
+    }

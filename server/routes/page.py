@@ -1,5 +1,5 @@
-"""GET / and /web/…: the files of the playground and the dashboard. GET /docs and /docs/…: the API to read and to try,
-by Swagger UI 5.35, whose files are part of the package."""
+"""GET / and /web/…: the files of the playground and the dashboard. GET /docs and /docs/…: the API's description, in
+Swagger UI 5.35, whose files are part of the package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ API_HEADERS = HEADERS | {
 
 
 class WebFiles(StaticFiles):
-    """Serves files with headers that let them talk to no server but this one."""
+    """Serves files with headers that allow their pages to talk to this server only."""
 
     def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
         super().__init__(directory=folder)

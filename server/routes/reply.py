@@ -1,15 +1,16 @@
-"""From a spec to the response: admit it, generate, and answer streamed or whole."""
+"""From a spec to the response: admit it, let the engine compute, and answer streamed or whole."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest
-from quire.server.access.admission import admission_of
+from quire.server.access.admission import Admitted, admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.held import hold_of
 from quire.server.again import computed_by
@@ -17,17 +18,22 @@ from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.background import Running
+from quire.server.generation.beam_search import BeamSearch
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
+from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.start import start
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, here_of, owner_of
+from quire.server.generation.vectors import Vectors, VectorSpec
+from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
-from quire.server.sse import EventStream, closing_on_disconnect
+from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
 from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, keep_alive
 
+Started = TypeVar("Started", Generation, Vectors)
+QUICK_NUMBERS = 2**14
+"""Of an answer; JSON of so many takes a few milliseconds, and a thread makes it of more."""
 STREAM_ID = "X-Stream-Id"
 """The header of a stream that can be resumed: GET /v1/streams/{id}."""
 
@@ -43,9 +49,11 @@ async def nothing() -> None:
 async def reply(
     request: Request, spec: GenerationSpec, writer: AnswerWriter, ended: Callable[[], Awaitable[None]] = nothing
 ) -> Response:
-    """`ended` is awaited when the writer has written all of an answer, before its end is sent.
+    """`ended` is awaited when the writer has written a whole answer, before the answer's last part is sent.
 
-    Raises what `begin` and Kept.call's function raise, and EngineError when the engine failed a whole answer."""
+    Raises what `begin` and Kept.call's function raise, and EngineError if the engine failed an answer that is not
+    streamed.
+    """
     runtime = runtime_of(request)
     keep = keep_alive(request, 0 if server_of(request).streams is None else runtime.config.stream_grace)
     if keep and not (spec.stream and spec.resumable):
@@ -81,7 +89,7 @@ def _streamed(
     ended: Callable[[], Awaitable[None]],
     keep: float,
 ) -> Response:
-    """`keep`: seconds for which it goes on without its reader."""
+    """`keep`: seconds for which the answer goes on without its reader."""
     runtime, transport = runtime_of(request), request.scope.get(TRANSPORT)
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
@@ -117,7 +125,8 @@ def _kept_alive(
     ended: Callable[[], Awaitable[None]],
     seconds: float,
 ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-    """The events of a stream that goes on for a while when its reader has left, and what its reader's end calls."""
+    """The events of a stream that goes on for a while after its reader has left, and the function to call when the
+    reader leaves."""
     background, key = server_of(request).background, (owner_of(request), spec.id)
     held = hold_of(request.scope).moved()
 
@@ -133,7 +142,7 @@ def _kept_alive(
 async def _folded(
     request: Request, spec: GenerationSpec, generation: Generation, count: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[Answer]:
-    """The whole answers. One that is none may be asked for anew, with the same Idempotency-Key."""
+    """The whole answers. A call that failed may be sent again with the same Idempotency-Key."""
     try:
         return await fold(generation.deltas(), count)
     except Exception:
@@ -145,7 +154,8 @@ async def _folded(
 async def journaled(
     request: Request, spec: GenerationSpec, generation: Generation, close: Callable[[], None]
 ) -> Callable[[], None]:
-    """What ends a call: one that can be asked for again is in the journal before its first event is sent."""
+    """The function that ends the call. A call that can be asked for again is in the journal before its first event is
+    sent."""
     streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
@@ -156,27 +166,78 @@ async def journaled(
         raise
 
 
-def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
-    """Admit a call and start its generation, which the function that comes with it must end.
+def admitted(
+    request: Request,
+    spec: GenerationSpec | VectorSpec,
+    start: Callable[[], Started],
+    *,
+    prompts: int,
+    n: int = 1,
+    max_tokens: int | None = None,
+) -> tuple[Started, Admitted]:
+    """Admit a call and `start` its work. Whoever ends the work settles the reservation.
 
-    Raises what Admission.admit raises, and EngineError when the engine is gone."""
-    model, runtime = model_of(request), runtime_of(request)
+    Raises what Admission.admit raises, and EngineError if the engine is gone.
+    """
     reservation = admission_of(request).admit(
         tenant_of(request.scope),
-        prompts=len(spec.prompts),
+        prompts=prompts,
         prompt_tokens=spec.prompt_tokens,
-        n=spec.params.n,
-        max_tokens=spec.params.max_tokens,
+        n=n,
+        max_tokens=max_tokens,
         priority=spec.priority,
     )
-    name = model.names[0] if spec.adapter is None else spec.adapter.name
-    runtime.request_log.begin(request.scope, spec.id, spec.answer_id, name)
+    name = model_of(request).names[0] if spec.adapter is None else spec.adapter.name
+    runtime_of(request).request_log.begin(request.scope, spec.id, spec.answer_id, name)
     try:
-        generation = start(spec, model, runtime.client, runtime.metrics, runtime.turns)
+        return start(), reservation
     except Exception:
         reservation.settle(0)
         raise
 
+
+async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
+    """Raises what `admitted` raises, and EngineError, Timeout and QueueTimeout."""
+    runtime, spec = runtime_of(request), of_caller(request, spec)
+    start = partial(Vectors, spec, runtime.client, runtime.metrics)
+    work, reservation = admitted(request, spec, start, prompts=len(spec.inputs))
+
+    def close() -> None:
+        work.close()
+        reservation.settle(spec.prompt_tokens)
+
+    async with closing_on_disconnect(request.receive, close):
+        vectors = await work.gathered()
+    if vectors is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    version = work.weights_version
+    if sum(map(len, vectors)) > QUICK_NUMBERS:
+        body = await runtime.turns.in_thread(spec.answer, spec, version, vectors)
+    else:
+        body = spec.answer(spec, version, vectors)
+    return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
+
+
+def start(spec: GenerationSpec, runtime: Runtime) -> Generation:
+    """The generation that a spec asks for. Raises EngineError when the engine is gone."""
+    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.turns
+    if spec.beam_search:
+        return BeamSearch(*common, context_length=runtime.model.context_length)
+    return Sampling(*common)
+
+
+def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
+    """Admit a call and start its generation. The caller must call the returned function when it is done. Raises what
+    `admitted` raises."""
+    runtime, params = runtime_of(request), spec.params
+    generation, reservation = admitted(
+        request,
+        spec,
+        partial(start, spec, runtime),
+        prompts=len(spec.prompts),
+        n=params.n,
+        max_tokens=params.max_tokens,
+    )
     closed = False
 
     def close() -> None:
@@ -191,8 +252,8 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
 
 
 class Chunks:
-    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that
-    it touches than by what is done."""
+    """Writes steps directly to a transport, as chunks of a body that has begun. It is kept small, because the memory
+    that it touches costs more for each token than what it does."""
 
     __slots__ = ("_generation", "_transport", "_usage", "_writer")
 
@@ -222,8 +283,8 @@ async def events_of(
     ended: Callable[[], Awaitable[None]],
     transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
-    the stream waits for the next are written there at once, but for the first and the last."""
+    """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
+    waits are written to it directly, except the first and the last."""
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening, first = writer.first(), True

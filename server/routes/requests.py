@@ -21,11 +21,11 @@ router = APIRouter()
     responses={404: {"description": "No open request has that id: it has ended, or never was."}},
 )
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
-    """Cancel an open request. Its own caller gets what there is so far, with finish_reason "abort".
+    """Cancel an open request. Its caller gets what has been generated so far, with finish_reason "abort".
 
-    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's, which explain tells
-    (chatcmpl-…-0). Of an id that callers chose for several answers all are cancelled.
-    Only an admin's API key cancels what came with another key.
+    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's (chatcmpl-…-0), as explain lists
+    them. If callers chose the same id for several answers, all of them are cancelled. Requests of another key can only
+    be cancelled with an admin's API key.
     """
     tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
@@ -38,20 +38,19 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/requests/{name:path}/explain", response_model=None)
 async def explain(name: str, request: Request) -> Response:
-    """Of an open request or one of the last: time per phase, prompt chunks, batches it was in, preemptions, replays;
-    what of its prompt the prefix cache had, could have had, and why it had not.
-
-    By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
-    """
+    """Where the time of an open or recent request went: time per phase, prompt chunks, the batches it was in,
+    preemptions, replays; and how much of its prompt was in the prefix cache, how much could have been, and why it was
+    not. The request is named by the answer's id or by X-Request-Id. With API keys, only for requests of the same key,
+    or with an admin's key."""
     found, _ = await _explained(name, request)
     return Response(found, media_type="application/json")
 
 
 @router.get("/v1/requests/{name:path}/conversation", response_model=None)
 async def conversation(name: str, request: Request) -> dict[str, Any]:
-    """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): of
-    each prompt the tokens that were cached, that could have been, and that were new. Prompts belong together where one
-    begins with the other, or has most of it."""
+    """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
+    each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong
+    to one conversation if one begins with the other, or with most of it."""
     found, runtime = await _explained(name, request)
     prefixes = [each["prefix"] for each in msgspec.json.decode(found)["sequences"] if each["prefix"] is not None]
     names = list(dict.fromkeys(each["conversation"] for each in prefixes))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -21,9 +21,9 @@ from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import documented, owner_of, resolved_spec
+from quire.server.routes.bodies import Documented, owner_of, resolved_spec
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
-from quire.server.routes.stored.pages import Limit, Order, answer, listed
+from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
@@ -33,7 +33,7 @@ from quire.server.streams import RESUMED
 
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
-Found = TypeVar("Found")
+"""The route whose calls the engine computes."""
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
 WORKED_ON = ("queued", "in_progress")
@@ -83,7 +83,7 @@ class Keeper:
         await asyncio.to_thread(store.put, self.owner, new)
 
 
-@creating.post("/v1/responses", response_model=None, openapi_extra=documented(ResponsesRequest))
+@creating.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     model, owner = model_of(request), owner_of(request)
@@ -145,8 +145,9 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
 
 async def _known(request: Request, spec: GenerationSpec) -> Response | None:
-    """The response of a call that had its Idempotency-Key before; None where the server ended between the call's row in
-    the journal and the response's own. Raises HTTPException while it is between them."""
+    """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
+    call to the journal and before it stored the response. Raises HTTPException while another request is at that
+    point."""
     try:
         return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
     except RequestNotFound:
@@ -158,7 +159,7 @@ async def _known(request: Request, spec: GenerationSpec) -> Response | None:
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def compact_response() -> None:
-    """Only a model that was trained to compact a conversation can."""
+    """Only a model that was trained for it can compact a conversation."""
     raise RequestNotFound("Conversations are not compacted here: send fewer items")
 
 
@@ -166,8 +167,8 @@ async def compact_response() -> None:
 async def retrieve_response(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
-    """A stored response. `stream`: its events behind the one with the number `starting_after`, for one that was created
-    in the background and streamed; of one that has ended the last event only."""
+    """A stored response. `stream`: the events after the one numbered `starting_after`, if the response was created in
+    the background and streamed; only the last event if it has ended."""
     kept = await _find(request, response_id)
     background, key = server_of(request).background, (owner_of(request), response_id)
     config, works = server_of(request).config, kept.about["status"] in WORKED_ON
@@ -212,7 +213,7 @@ async def list_input_items(
 ) -> Response:
     """The items of the response's own input."""
     await _find(request, response_id)
-    return await listed(request, store_of(request, response_id), owner_of(request), response_id, limit, order, after)
+    return await listed(request, store_of(request, response_id), response_id, limit, order, after)
 
 
 def store_of(request: Request, id: str) -> Store:
@@ -225,22 +226,19 @@ def store_of(request: Request, id: str) -> Store:
 
 async def _find(request: Request, response_id: str) -> ItemSummary:
     """Raises RequestNotFound."""
-    store = store_of(request, response_id)
-    return _there(await asyncio.to_thread(store.known, owner_of(request), "response", response_id), response_id)
+    known = store_of(request, response_id).known
+    return await found(request, known, "response", response_id, lacking=_unknown(response_id))
 
 
 async def _data(request: Request, response_id: str) -> bytes:
     """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
     hold(request.scope, (await _find(request, response_id)).length)
-    store = store_of(request, response_id)
-    stored = await asyncio.to_thread(store.get, owner_of(request), "response", response_id)
-    return _there(stored, response_id).data
+    get = store_of(request, response_id).get
+    return (await found(request, get, "response", response_id, lacking=_unknown(response_id))).data
 
 
-def _there(found: Found | None, response_id: str) -> Found:
-    if found is None:
-        raise RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
-    return found
+def _unknown(response_id: str) -> RequestNotFound:
+    return RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
 
 
 async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[bytes]:
@@ -251,6 +249,3 @@ async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[byte
 
 def _stay() -> None:
     """A follower that leaves ends nothing."""
-
-
-router.include_router(creating)

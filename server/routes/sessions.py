@@ -1,4 +1,4 @@
-"""POST /v1/sessions/{id}/warm: a conversation that paused is about to go on."""
+"""POST /v1/sessions/{id}/warm: announces that a paused conversation is about to go on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import GenerationRoute
 from quire.server.access.authentication import tenant_of
-from quire.server.generation.answers.warmed import WarmedWriter
-from quire.server.protocol.sessions import WarmRequest
+from quire.server.protocol.kept import WarmRequest
 from quire.server.resolve.sessions import asked_warm, warm_call
-from quire.server.routes.bodies import checked, documented, worked_on
+from quire.server.routes.bodies import Documented, checked, worked_on
 from quire.server.routes.reply import reply
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
@@ -25,15 +24,16 @@ router = APIRouter(route_class=GenerationRoute)
 @router.post(
     "/v1/sessions/{session_id:path}/warm",
     response_model=None,
-    openapi_extra=documented(WarmRequest),
+    openapi_extra=Documented(WarmRequest),
     responses={404: {"description": "No conversation with that session_id has ended here lately."}},
 )
 async def warm(session_id: str, request: Request) -> Response:
-    """Bring what a conversation had into the KV cache, from a tier or computed anew, so that its next turn begins at
-    once.
+    """Bring a conversation into the KV cache, from a lower tier or by computing it again, so that its next turn starts
+    at once.
 
-    The conversation is the one whose requests have this `session_id`, of the same key and cache_salt. Answers when it
-    is there; a caller need not wait for that. It is charged as a prompt of that length with an answer of one token.
+    The conversation consists of the requests with this `session_id`, the same key and the same cache_salt. The answer
+    comes when the conversation is in the cache; a caller need not wait for it. The call is charged as a prompt of that
+    length with an answer of one token.
     """
     body, headers = await worked_on(request, asked_warm)
     runtime, model = runtime_of(request), model_of(request)
@@ -43,6 +43,6 @@ async def warm(session_id: str, request: Request) -> Response:
         message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
         message += "; those with images are not remembered"
         raise RequestNotFound(message, param="session_id")
-    spec = await checked(request, warm_call(turn, body, model, runtime.config))
-    spec = replace(spec, headers=headers, receipt=False, recorded=False)  # it is nobody's answer
-    return await reply(request, spec, WarmedWriter(session_id, spec))
+    call = warm_call(session_id, turn, body, model, runtime.config)
+    spec = replace(await checked(request, call), headers=headers)
+    return await reply(request, spec, call.writer(spec, model.tokenizer, model.fingerprint))

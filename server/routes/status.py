@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.server.access.admission import admission_of
 from quire.server.observe.metrics import Metrics
-from quire.server.runtime import runtime_of, server_of
+from quire.server.runtime import Runtime, server_of
 
 router = APIRouter()
 
@@ -21,23 +20,23 @@ router = APIRouter()
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine works, or sleeps because it was told to; 503 when it is silent, being replaced or gone, or
-    when the server is shutting down."""
-    healthy = runtime_of(request).client.healthy and not admission_of(request).draining
-    return Response(status_code=200 if healthy else 503)
+    """200 if the engine works, or sleeps because it was told to; 503 if it is silent, being replaced or gone, or if the
+    server is shutting down."""
+    only = _only(request)
+    return Response(status_code=200 if only.client.healthy and not only.admission.draining else 503)
 
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
     """The same, but 503 while the engine sleeps or its weights change: 200 when it can answer now."""
-    able = runtime_of(request).client.responsive and not admission_of(request).draining
-    return Response(status_code=200 if able else 503)
+    only = _only(request)
+    return Response(status_code=200 if only.client.responsive and not only.admission.draining else 503)
 
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
     """200 unless the engine is gone for good: while one can be brought back, this process should live."""
-    return Response(status_code=200 if runtime_of(request).client.alive else 503)
+    return Response(status_code=200 if _only(request).client.alive else 503)
 
 
 @router.get("/version")
@@ -47,7 +46,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """How many requests are open, as vLLM tells load balancers; of this process, where several speak HTTP."""
+    """The number of open requests, in the form that vLLM gives to load balancers. It counts this process only, also if
+    several processes serve HTTP."""
     return {"server_load": sum(runtime.client.num_open for runtime in server_of(request).models.loaded)}
 
 
@@ -61,3 +61,9 @@ async def metrics(request: Request) -> Response:
     async with runtimes[0].turns if runtimes else nullcontext():
         text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _only(request: Request) -> Runtime:
+    """The model of a server of one: one of several has routes of its own for these paths (server/fleet/app.py)."""
+    (runtime,) = server_of(request).models.loaded
+    return runtime

@@ -1,1 +1,1 @@
-"""Processes that do the work on callers' bodies which takes long, may never end, or may fill the memory."""
+"""Processes for work on the bodies of requests that takes long, may never end, or may fill the memory."""

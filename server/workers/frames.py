@@ -1,4 +1,4 @@
-"""Messages between the server and its workers: pickled objects, each behind its length."""
+"""Messages between the server and its workers: pickled objects, each preceded by its length."""
 
 from __future__ import annotations
 

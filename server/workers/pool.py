@@ -1,4 +1,4 @@
-"""The server's side of its workers: whose job is next, in which process, and what ends it."""
+"""The server's side of its workers: which job is next, which process does it, and when it is killed."""
 
 from __future__ import annotations
 

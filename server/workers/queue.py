@@ -1,5 +1,5 @@
-"""Whose job is next: the tenants' in turn, by the time they have had; of one tenant's the kinds in turn; of one kind
-the smallest and oldest."""
+"""Which job is next: tenants take turns, by the time that they have used; the kinds of a tenant's jobs take turns;
+within a kind, the smallest and oldest job is first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The deadline of every wait for a worker, and for the process that forks them.
+"""The deadline of every wait for a worker and for the process that forks workers.
 
-A worker's processor time is limited, but what is stopped, or waits for ever in some library, uses none. How long a job
-takes by the wall clock says little: on a busy machine a worker, at its niceness, computes for a small part of the time.
+A worker's processor time is limited, but a process that is stopped, or waits forever in a library, uses none. The time
+that a job takes by the clock says little: on a busy machine a worker computes, at its niceness, for a small part of the
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LOOK_SECONDS = 0.25
 
 
 class Watch:
-    """Of one process."""
+    """Watches one process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

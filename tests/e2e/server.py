@@ -47,10 +47,11 @@ class Server:
         self.log = log
         # One for all looks, for a client takes long to make; no connection of it stays open while the server drains.
         self._http = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
-        quire = quire or Path(sys.executable).with_name("quire")
+        script = quire or Path(sys.executable).with_name("quire")
+        program = [str(script)] if script.exists() else [sys.executable, "-m", "quire"]  # where nothing is installed
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [str(quire), "serve", *args, "--port", str(self.port)],
+                [*program, "serve", *args, "--port", str(self.port)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),

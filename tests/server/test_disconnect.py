@@ -54,7 +54,7 @@ async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
     async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
         assert (await http.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
         await idle(engine)
-        before = len(asyncio.all_tasks())  # with sse-starlette's watcher, which stays
+        before = len(asyncio.all_tasks())
         body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True}).encode()
         with socket.socket() as client:
             client.setblocking(False)

@@ -72,8 +72,7 @@ async def test_the_status_waits_for_the_first_chunk_or_ping() -> None:
     assert (last["body"], last["more_body"]) == (b"", False)
 
 
-async def test_zero_means_no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", SHORT)
+async def test_zero_means_no_pings() -> None:
     stream = Stream(ping=0)
     await asyncio.sleep(3 * SHORT)
     assert stream.sent.empty()

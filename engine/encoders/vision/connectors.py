@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import activation_of
+from quire.engine.encoders.encoder import activation_of, held
 from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable
 from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
 
@@ -94,24 +94,23 @@ class Pooled(Connector):
         """along: tokens by each side."""
         self._making, self._hidden, self._eps, self._name = making, hidden, eps, name
         self._side, self._along = side, along
-        self._norm = torch.ones(hidden)
-        self._linear: Linear | None = None
+        self._norm: dict[str, Tensor] = {}
+        self._linear: dict[str, Linear] = {}
 
     def parameters(self) -> ParameterTable:
         making, shape = self._making, (self._hidden, self._making.text_size)
         return {
-            f"{self._name}.mm_soft_emb_norm.weight": Parameter(shape[:1], torch.float32, self._put_norm),
-            f"{self._name}.mm_input_projection_weight": Parameter(shape, making.dtype, self._put_linear),
+            f"{self._name}.mm_soft_emb_norm.weight": held(
+                self._norm, "norm", shape[:1], torch.float32, lambda weight: weight + 1
+            ),
+            f"{self._name}.mm_input_projection_weight": held(self._linear, "linear", shape, making.dtype, self._packed),
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        assert self._linear is not None, "weights are not loaded"
         square = hidden.T.reshape(1, self._hidden, self._side, self._side)
         pooled = F.avg_pool2d(square, self._side // self._along).flatten(2)[0].T.contiguous()
-        return self._linear(self._making.backend.rms_norm(pooled, self._norm, self._eps), NO_ADAPTERS)
+        normed = self._making.backend.rms_norm(pooled, self._norm["norm"], self._eps)
+        return self._linear["linear"](normed, NO_ADAPTERS)
 
-    def _put_norm(self, weight: Tensor) -> None:
-        self._norm = weight + 1
-
-    def _put_linear(self, weight: Tensor) -> None:
-        self._linear = self._making.backend.pack_linear(weight.T.contiguous(), None)
+    def _packed(self, weight: Tensor) -> Linear:
+        return self._making.backend.pack_linear(weight.T.contiguous(), None)

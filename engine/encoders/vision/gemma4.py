@@ -4,12 +4,12 @@ each other; the means of squares of patches become tokens."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.encoders.encoder import held
 from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
@@ -54,8 +54,7 @@ class Gemma4Tower(Tower):
             3 * shape.patch_size**2, f"{_TOWER}.patch_embedder.input_proj", hidden, bias=False
         )
         self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
-        self._positions: Tensor | None = None
-        self._moved: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         vision, hidden = self._vision, self._vision.shape.hidden_size
@@ -64,9 +63,9 @@ class Gemma4Tower(Tower):
             table |= {name: self._turned(name, given) for name, given in each.parameters().items()}
         positions = (2, vision.table, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = Parameter(positions, self._making.dtype, self._put_positions)
+        table[name] = held(self._held, "positions", positions, self._making.dtype)
         for name in ("std_bias", "std_scale") if vision.standardized else ():
-            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, partial(self._moved.__setitem__, name))
+            table[f"{_TOWER}.{name}"] = held(self._held, name, (hidden,), torch.float32)
         return table
 
     def _turned(self, name: str, given: Parameter) -> Parameter:
@@ -94,21 +93,21 @@ class Gemma4Tower(Tower):
         means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
         means = means * vision.shape.hidden_size**0.5
         if vision.standardized:
-            means = (means - self._moved["std_bias"]) * self._moved["std_scale"]
+            means = (means - self._held["std_bias"]) * self._held["std_scale"]
         normed = backend.rms_norm(means.to(x.dtype).contiguous(), torch.ones(x.shape[1]), vision.shape.eps)
         return self._project.packed(normed, NO_ADAPTERS)
 
     def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
         """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.axes has it, columns
         in the second place."""
-        assert self._positions is not None, "weights are not loaded"
         size = self._vision.shape.patch_size
         rows, columns = image.height // size, image.width // size
         pixels = 2 * (normalised(image, self._vision.colours) - 0.5)
         cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
         place = torch.arange(rows * columns)
         x = self._patches.packed(cut.to(self._making.dtype).contiguous(), NO_ADAPTERS)
-        x = x + (self._positions[0, place % columns] + self._positions[1, place // columns])
+        positions = self._held["positions"]
+        x = x + (positions[0, place % columns] + positions[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
     def _through_layers(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +124,3 @@ class Gemma4Tower(Tower):
             self._making.progress()
         assert residual is not None
         return x, residual
-
-    def _put_positions(self, table: Tensor) -> None:
-        self._positions = table

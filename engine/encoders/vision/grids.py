@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.encoder import Encoder, EncoderNames, held
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
     CPU,
@@ -26,7 +26,7 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.images.patches import Patched
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable
 from quire.engine.types import Image
 from quire.kernels.activation import GELU
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
@@ -64,7 +64,7 @@ class GridTower(Tower):
         self._merger = Merger(vision, making, "visual.merger", shared_norm=True)
         names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.tapped))]
         self._deep = [Merger(vision, making, name, shared_norm=False) for name in names]
-        self._positions: Tensor | None = None
+        self._held: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         vision, table = self._vision, self._encoder.parameters() | self._patches.parameters()
@@ -72,7 +72,7 @@ class GridTower(Tower):
             table |= each.parameters()
         if vision.table:
             size = (vision.table, vision.shape.hidden_size)
-            table["visual.pos_embed.weight"] = Parameter(size, self._making.dtype, self._put_positions)
+            table["visual.pos_embed.weight"] = held(self._held, "positions", size, self._making.dtype)
         return table
 
     @torch.inference_mode()
@@ -111,7 +111,6 @@ class GridTower(Tower):
     def _interpolated(self, rows: int, columns: int) -> Tensor:
         """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
         own, corners on corners. In float32."""
-        assert self._positions is not None, "weights are not loaded"
         side = isqrt(self._vision.table)
         down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
         parts = []
@@ -122,11 +121,8 @@ class GridTower(Tower):
                 by_row = share_row if high else 1 - share_row
                 weight = by_row[:, None] * (share_column if wide else 1 - share_column)
                 index = (row[:, None] * side + column).flatten()
-                parts.append(self._positions[index] * weight.flatten()[:, None])
+                parts.append(self._held["positions"][index] * weight.flatten()[:, None])
         return sum(parts[1:], parts[0]).to(self._making.dtype)
-
-    def _put_positions(self, table: Tensor) -> None:
-        self._positions = table
 
 
 class Merger:

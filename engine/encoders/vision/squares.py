@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec
+from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, held
 from quire.engine.encoders.vision.connectors import Connector
 from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, normalised
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable
 from quire.engine.types import Image
 
 
@@ -116,8 +116,7 @@ class SquareTower(Tower):
         norm = spec.first_norm
         self._first_norm = None if norm is None else LayerNormWeights(norm, shape.hidden_size, bias=True)
         self._connector = connector
-        self._positions: Tensor | None = None
-        self._class: Tensor | None = None
+        self._held: dict[str, Tensor] = {}
         self._metadata = alone(tokens, making.backend)
         self._backend = making.backend
 
@@ -126,10 +125,10 @@ class SquareTower(Tower):
         table = self._encoder.parameters() | self._patches.parameters() | self._connector.parameters()
         table |= {} if self._first_norm is None else self._first_norm.parameters()
         rows, outer = self._trained**2 + self._classes, (1,) if spec.batched else ()
-        table[spec.positions] = Parameter((*outer, rows, hidden), self._dtype, self._put_positions)
+        table[spec.positions] = held(self._held, "positions", (*outer, rows, hidden), self._dtype, self._placed)
         if spec.class_token is not None:
             shape = (1, 1, hidden) if spec.batched else (hidden,)
-            table[spec.class_token] = Parameter(shape, self._dtype, self._put_class)
+            table[spec.class_token] = held(self._held, "class", shape, self._dtype)
         return table
 
     @torch.inference_mode()
@@ -138,23 +137,18 @@ class SquareTower(Tower):
 
     def read(self, pixels: Tensor) -> Tensor:
         """The same of a square's pixels [side, side, 3], float32."""
-        assert self._positions is not None, "weights are not loaded"
         x = self._patches(pixels)
         assert len(x) == len(self._places), "an image that was prepared for another tower"
-        if self._class is not None:
-            x = torch.cat((self._class, x))
-        x = x + self._positions
+        if "class" in self._held:
+            x = torch.cat((self._held["class"].view(1, -1), x))
+        x = x + self._held["positions"]
         if (norm := self._first_norm) is not None:
             x = self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
         return self._connector(self._encoder.encode(x, self._metadata))
 
-    def _put_positions(self, table: Tensor) -> None:
-        table = table.view(-1, self._shape.hidden_size)
+    def _placed(self, table: Tensor) -> Tensor:
         rows = torch.cat((torch.arange(self._classes), self._places + self._classes))
-        self._positions = F.embedding(rows, table)
-
-    def _put_class(self, token: Tensor) -> None:
-        self._class = token.view(1, -1)
+        return F.embedding(rows, table.view(-1, self._shape.hidden_size))
 
 
 def places_of(side: int, trained: int) -> Tensor:

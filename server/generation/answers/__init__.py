@@ -1,1 +1,1 @@
-"""From deltas to the bytes of OpenAI's answers: one file per endpoint."""
+"""Writers that turn deltas into the bytes of answers: one file for each form of answer."""

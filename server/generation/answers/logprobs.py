@@ -20,7 +20,7 @@ Namer = Callable[[int], str]
 def completion_logprobs(
     tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Four lists with one entry per token. top_logprobs has the picked token too, first, as in vLLM."""
+    """Four lists with one entry for each token. As in vLLM, top_logprobs begins with the token that was picked."""
     name = token_id_name if as_token_ids else tokenizer.token_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -43,7 +43,8 @@ def chat_logprobs(tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """In vLLM's shape: by token id, for each prompt token but the first, its own and the most likely ones."""
+    """In vLLM's form: for each prompt token except the first, the log probabilities of this token and of the most
+    likely ones, by token id."""
     return [None if each is None else _by_token_id(each, tokenizer) for each in logprobs]
 
 

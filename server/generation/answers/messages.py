@@ -11,11 +11,10 @@ from pydantic_core import from_json
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_event, encode_json, encode_object
 from quire.server.errors import failure
-from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.answers.writer import PartsWriter
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
-from quire.server.generation.parts import Part, Parts
 from quire.server.generation.spec import GenerationSpec
 
 DELTAS = {
@@ -25,43 +24,27 @@ DELTAS = {
 }
 
 
-class MessagesWriter(AnswerWriter):
-    """Each part of the answer is a content block; an answer without any has one empty text."""
+class MessagesWriter(PartsWriter):
+    """Each part of the answer is a content block. An answer without parts has one empty text block."""
 
     @property
     def ping(self) -> bytes:
         return encode_event("ping", {"type": "ping"})
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
-        self._spec = spec
-        self._parts = Parts()
+        super().__init__(spec, tokenizer, fingerprint)
         self._begun = False
-        self._open: Part | None = None
         self._index = -1
-        """Of the open block."""
-        self._ended: ChoiceDelta | None = None
+        """The number of the open block."""
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        events = [] if self._begun else [self._start()]
+        begin = b"" if self._begun else self._start()
         self._begun = True
-        for delta in deltas:
-            for part, piece in self._parts.add(delta):
-                if part is not self._open:
-                    events += [self._close(), self._opening(part)]
-                if piece:
-                    change = DELTAS[part.kind] % encode_json(piece)
-                    about = self._index, change
-                    events.append(
-                        b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b}\n\n'
-                        % about
-                    )
-            if delta.finish_reason is not None:
-                self._ended = delta
-        return b"".join(events)
+        return begin + super().step(deltas)
 
     def last(self, usage: Usage) -> bytes:
-        events = [] if self._open else [self._opening(Part("text"))]
-        events.append(self._close())
+        events = [] if self._open else [self._begin(Part("text"))]
+        events.append(self.closing())
         ended = self._ended
         assert ended is not None, "a complete answer has its end"
         change = stop_fields(ended.finish_reason, ended.stop_reason, self._spec, usage)
@@ -91,16 +74,20 @@ class MessagesWriter(AnswerWriter):
         message["usage"] = usage_fields(replace(so_far, missed=()))  # told at the end: after a restart it is not known
         return encode_event("message_start", {"type": "message_start", "message": message})
 
-    def _opening(self, part: Part) -> bytes:
-        """A block begins."""
-        self._open = part
+    def opening(self, part: Part) -> bytes:
         self._index += 1
         empty = block_of(Part(part.kind, part.id, part.name))
         about = {"type": "content_block_start", "index": self._index, "content_block": empty}
         return encode_event("content_block_start", about)
 
-    def _close(self) -> bytes:
-        """The end of the open block, if there is one."""
+    def piece(self, part: Part, piece: str) -> bytes:
+        if not piece:
+            return b""
+        change = DELTAS[part.kind] % encode_json(piece)
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b}\n\n'
+        return head % (self._index, change)
+
+    def closing(self) -> bytes:
         if self._open is None:
             return b""
         return encode_event("content_block_stop", {"type": "content_block_stop", "index": self._index})
@@ -127,8 +114,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 def stop_fields(
     finish_reason: str | None, stop_reason: int | str | None, spec: GenerationSpec, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic has no reason for an answer that was cancelled or repeats itself: the first is cut short, the second
-    ended."""
+    """Anthropic has no stop reason for an answer that was cancelled or that repeats itself: the first is reported as
+    cut off, the second as finished."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")

@@ -1,8 +1,8 @@
-"""Numbers the events of a stream, so that it can go on where its reader was cut off.
+"""Numbers the events of a stream, so that the stream can go on where its reader was cut off.
 
-The events of a resumable spec are always the same: those before the first token, those of each choice, and those at the
-end. An id says how many of each have been sent: `chatcmpl-…:1.7.0` follows the first 7 of the only choice. The choices'
-order among one another may be another the next time, which is why each is counted for itself.
+A resumable spec always produces the same events: those before the first token, those of each choice, and those at the
+end. An event's id says how many events of each kind were sent: `chatcmpl-…:1.7.0` follows the first 7 events of the
+only choice. Events of different choices may come in another order the next time, so each choice is counted by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_id(given: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 class NumberedWriter(AnswerWriter):
-    """Another writer's events, each with its id; those that were seen are left out."""
+    """Gives each event of another writer its id, and leaves out those that the reader has seen."""
 
     MEDIA: ClassVar[bytes]
 
@@ -79,7 +79,7 @@ class NumberedWriter(AnswerWriter):
         return self._numbered(-1, self._writer.last(usage))
 
     def failed(self, error: Exception) -> bytes:
-        """Without an id: after it the stream can be asked for once more."""
+        """This event has no id: after it the stream can be requested once more."""
         return self._writer.failed(error)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:

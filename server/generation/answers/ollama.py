@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json
 from quire.server.errors import failure
 from quire.server.generation.answers.messages import arguments_of
-from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.answers.writer import PartsWriter
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
-from quire.server.generation.parts import Part, Parts
 from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.vectors import Head
+from quire.server.generation.vectors import VectorSpec
 
 Shape = Literal["message", "response"]
 """Where the text is: in the message of /api/chat, or the response of /api/generate."""
 
 
-class OllamaWriter(AnswerWriter):
-    """Text and thinking go out as they come, calls when they are whole."""
+class OllamaWriter(PartsWriter):
+    """Sends text and thinking as they come, and each call when it is complete. Writes answers of /api/generate."""
 
     MEDIA: ClassVar[bytes] = b"application/x-ndjson"
+    SHAPE: ClassVar[Shape] = "response"
 
-    def __init__(self, spec: GenerationSpec, shape: Shape) -> None:
-        self._spec, self._shape = spec, shape
-        self._parts = Parts()
-        self._call: Part | None = None
-        """Under way."""
-        self._reason: str | None = None
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
         self._began = time.monotonic_ns()
         self._first: int | None = None
         """When the first step came."""
@@ -47,22 +43,11 @@ class OllamaWriter(AnswerWriter):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         self._first = self._first or time.monotonic_ns()
-        lines = []
-        for delta in deltas:
-            for part, piece in self._parts.add(delta):
-                if self._call is not None and part is not self._call:
-                    lines.append(self._called())
-                if part.kind == "call":
-                    self._call = part
-                elif piece:
-                    said = self._line(text=piece) if part.kind == "text" else self._line(reasoning=piece)
-                    lines.append(said)
-            self._reason = delta.finish_reason or self._reason
-        return b"".join(lines)
+        return super().step(deltas)
 
     def last(self, usage: Usage) -> bytes:
-        called = self._called() if self._call is not None else b""
-        return called + self._line(done=self._end(self._reason, usage))
+        reason = None if self._ended is None else self._ended.finish_reason
+        return self.closing() + self._line(done=self._end(reason, usage))
 
     def failed(self, error: Exception) -> bytes:
         return failure(error).ollama() + b"\n"
@@ -73,11 +58,17 @@ class OllamaWriter(AnswerWriter):
         ended = self._end(answer.finish_reason, usage)
         return self._line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
 
-    def _called(self) -> bytes:
-        """The line of the call that was under way."""
-        assert self._call is not None
-        call, self._call = self._call, None
-        return self._line(calls=[call_of(call)])
+    def opening(self, part: Part) -> bytes:
+        return b""
+
+    def piece(self, part: Part, piece: str) -> bytes:
+        if not piece or part.kind == "call":
+            return b""
+        return self._line(text=piece) if part.kind == "text" else self._line(reasoning=piece)
+
+    def closing(self) -> bytes:
+        call = self._open
+        return b"" if call is None or call.kind != "call" else self._line(calls=[call_of(call)])
 
     def _line(
         self,
@@ -87,13 +78,13 @@ class OllamaWriter(AnswerWriter):
         calls: Sequence[dict[str, Any]] = (),
         done: dict[str, object] | None = None,
     ) -> bytes:
-        said: dict[str, object] = {"content" if self._shape == "message" else "response": text}
+        said: dict[str, object] = {"content" if self.SHAPE == "message" else "response": text}
         if reasoning:
             said["thinking"] = reasoning
         if calls:
             said["tool_calls"] = calls
         about = {"model": self._spec.model, "created_at": now()}
-        shown = {"message": {"role": "assistant", **said}} if self._shape == "message" else said
+        shown = {"message": {"role": "assistant", **said}} if self.SHAPE == "message" else said
         return encode_json({**about, **shown, "done": done is not None, **(done or {})}) + b"\n"
 
     def _end(self, reason: str | None, usage: Usage) -> dict[str, object]:
@@ -112,25 +103,25 @@ class OllamaWriter(AnswerWriter):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedAnswer:
-    """/api/embed."""
+class OllamaChatWriter(OllamaWriter):
+    """Answers of /api/chat."""
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": prompt_tokens}
-        return encode_json({"model": head.model, "embeddings": [unit(each) for each in vectors], **took})
+    SHAPE: ClassVar[Shape] = "message"
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingAnswer:
-    """/api/embeddings, of one prompt."""
+def embed(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embed."""
+    took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
+    return encode_json({"model": spec.model, "embeddings": [unit(each) for each in vectors], **took})
 
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        return encode_json({"embedding": vectors[0].tolist()})
+
+def embedding(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embeddings, of one prompt."""
+    return encode_json({"embedding": vectors[0].tolist()})
 
 
 def unit(vector: np.ndarray) -> list[float]:
-    """Of length 1, as Ollama gives all."""
+    """Scaled to length 1, as Ollama returns all vectors."""
     length = float(np.linalg.norm(vector))
     made: list[float] = (vector / length if length else vector).tolist()
     return made

@@ -9,13 +9,10 @@ from typing import Any
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_event, encode_json, encode_list, encode_object
 from quire.server.errors import failure
-from quire.server.generation.answers.custom_input import CustomInput
-from quire.server.generation.answers.items import OutputItems
-from quire.server.generation.answers.writer import AnswerWriter
-from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer
+from quire.server.generation.answers.items import CustomInput, OutputItems
+from quire.server.generation.answers.writer import PartsWriter
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
-from quire.server.generation.parts import Part, Parts
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.store import Item
 
@@ -28,12 +25,12 @@ TEXTS = {
 """Of each type of item: what the events about its text begin with, and the field that has all of it when it is done."""
 
 
-class ResponsesWriter(AnswerWriter):
+class ResponsesWriter(PartsWriter):
     """Each part of the answer is an item; an answer without any is an empty message."""
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
         assert spec.response is not None
-        self._spec = spec
         self._repeated = spec.response.repeated
         self._items = OutputItems(spec, spec.response, tokenizer)
         self._created = spec.created
@@ -41,15 +38,12 @@ class ResponsesWriter(AnswerWriter):
         """Of the next event."""
         self._end: int | None = None
         """Of the first of the events with which it ends, once these are made."""
-        self._parts = Parts()
-        self._open: Part | None = None
         self._input = CustomInput()
         """Reads the open custom call."""
         self._tokens = 0
         """How many of the open message's log probabilities were sent."""
         self.output: list[Item] = []
         """The items that are done."""
-        self._finish_reason: str | None = None
         self.final: bytes | None = None
         """The response object when it has ended."""
         self.status = "in_progress"
@@ -59,24 +53,14 @@ class ResponsesWriter(AnswerWriter):
         begun = self.so_far("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        events = []
-        for delta in deltas:
-            for part, piece in self._parts.add(delta):
-                if part is not self._open:
-                    events += [*self._closing("completed"), *self._opening(part)]
-                events.append(self._delta(part, piece))
-            self._finish_reason = delta.finish_reason or self._finish_reason
-        return b"".join(events)
-
     def last(self, usage: Usage) -> bytes:
         self._end = self.number
-        events = [] if self._parts.all else self._opening(Part("text"))
-        self.status = ended(self._finish_reason)
-        events += self._closing(self.status)
+        events = b"" if self._parts.all else self._begin(Part("text"))
+        self.status = ended(None if self._ended is None else self._ended.finish_reason)
+        events += self.closing(self.status)
         self.final = self._response(self.status, usage)
         kind = "response.completed" if self.status == "completed" else "response.incomplete"
-        return b"".join([*events, self._event(kind, response=self.final)])
+        return events + self._event(kind, response=self.final)
 
     def failed(self, error: Exception) -> bytes:
         if self._end is not None:  # they are not sent: this comes in their place
@@ -98,7 +82,7 @@ class ResponsesWriter(AnswerWriter):
 
     @property
     def unfinished(self) -> bool:
-        """Whether it has not come to an end of its own."""
+        """Whether the response ended before the model finished it."""
         return self.final is None or self.status == "failed"
 
     def so_far(self, status: str) -> bytes:
@@ -137,19 +121,18 @@ class ResponsesWriter(AnswerWriter):
         index = len(self.output)
         return {"item_id": self._items.id(part, index), "output_index": index}
 
-    def _opening(self, part: Part) -> list[bytes]:
-        """An item begins."""
-        self._open, self._input, self._tokens = part, CustomInput(), 0
+    def opening(self, part: Part) -> bytes:
+        self._input, self._tokens = CustomInput(), 0
         index = len(self.output)
         begun = self._items.begun(part, index)
-        events = [self._event("response.output_item.added", {"output_index": index, "item": begun})]
+        events = self._event("response.output_item.added", {"output_index": index, "item": begun})
         if part.kind != "call":
             empty = self._items.content(Part(part.kind))
             fields = {**self._place(part), "content_index": 0, "part": empty}
-            events.append(self._event("response.content_part.added", fields))
+            events += self._event("response.content_part.added", fields)
         return events
 
-    def _delta(self, part: Part, piece: str) -> bytes:
+    def piece(self, part: Part, piece: str) -> bytes:
         kind = self._items.type(part)
         if kind == "custom_tool_call":
             piece = self._input.push(piece)
@@ -161,11 +144,11 @@ class ResponsesWriter(AnswerWriter):
             self._tokens = len(part.tokens)
         return self._event(f"{TEXTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
-    def _closing(self, status: str) -> list[bytes]:
-        """The end of the open item, if there is one."""
+    def closing(self, status: str = "completed") -> bytes:
+        """`status`: the response's."""
         part = self._open
         if part is None:
-            return []
+            return b""
         kind, index, place = self._items.type(part), len(self.output), self._place(part)
         item = self._items.item(part, index, item_status(status))
         prefix, field = TEXTS[kind]
@@ -183,7 +166,7 @@ class ResponsesWriter(AnswerWriter):
             events.append(self._event("response.content_part.done", {**place, "part": content}))
         done = self._add(item)
         events.append(self._event("response.output_item.done", {"output_index": index}, item=done))
-        return events
+        return b"".join(events)
 
 
 def ended(finish_reason: str | None) -> str:

@@ -1,61 +1,65 @@
-"""Answers that are made of vectors: embeddings, scores, rankings and labels."""
+"""Answers that are made of vectors: embeddings, scores, rankings and labels. Each function is a VectorAnswer once the
+arguments before the spec are given."""
 
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from quire.server.encoding import encode_json
-from quire.server.generation.vectors import Head
+from quire.server.generation.vectors import VectorSpec
+
+Vectors = Sequence[np.ndarray]
+Pairs = Sequence[tuple[int, int]] | None
+"""The two inputs of each score, their embeddings' cosine; None: each input is a pair, and its vector the score."""
 
 
-def _whole(head: Head, data: list[dict[str, Any]], prompt_tokens: int) -> bytes:
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
-    about |= {"weights_version": head.weights_version}
-    return encode_json({**about, "data": data, "usage": usage})
+def _whole(spec: VectorSpec, weights_version: str, data: list[dict[str, Any]]) -> bytes:
+    about = {"id": spec.answer_id, "object": "list", "created": int(time.time()), "model": spec.model}
+    return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage(spec)})
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingsAnswer:
-    """/v1/embeddings, and /pooling with other names."""
-
-    encoding: Literal["float", "base64"]
-    kind: Literal["embedding", "pooling"] = "embedding"
-    size: int | None = None
-    """Numbers of a vector, where each token of an input has one."""
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        key = "embedding" if self.kind == "embedding" else "data"
-        return _whole(
-            head,
-            [{"object": self.kind, "index": i, key: self._shown(each)} for i, each in enumerate(vectors)],
-            prompt_tokens,
-        )
-
-    def _shown(self, vector: np.ndarray) -> object:
-        if self.encoding == "base64":
-            return base64.b64encode(vector.tobytes()).decode()
-        return vector.tolist() if self.size is None else vector.reshape(-1, self.size).tolist()
+def _usage(spec: VectorSpec) -> dict[str, int]:
+    return {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
 
 
-@dataclass(frozen=True, slots=True)
-class CohereEmbeddingsAnswer:
+def embeddings(
+    encoding: Literal["float", "base64"],
+    kind: Literal["embedding", "pooling"],
+    size: int | None,
+    spec: VectorSpec,
+    weights_version: str,
+    vectors: Vectors,
+) -> bytes:
+    """/v1/embeddings, and /pooling with other names. `size`: numbers of a vector, where each token of an input has
+    one."""
+    key = "embedding" if kind == "embedding" else "data"
+    shown = [_base64(each) if encoding == "base64" else _numbers(each, size) for each in vectors]
+    data = [{"object": kind, "index": index, key: each} for index, each in enumerate(shown)]
+    return _whole(spec, weights_version, data)
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+def _numbers(vector: np.ndarray, size: int | None) -> list[Any]:
+    found: list[Any] = (vector if size is None else vector.reshape(-1, size)).tolist()
+    return found
+
+
+def cohere_embeddings(
+    types: Sequence[str], texts: Sequence[str], spec: VectorSpec, weights_version: str, vectors: Vectors
+) -> bytes:
     """/v2/embed."""
-
-    types: tuple[str, ...]
-    texts: tuple[str, ...]
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        found = {kind: [_as_type(each, kind) for each in vectors] for kind in self.types}
-        about = {"id": head.id, "model": head.model, "response_type": "embeddings_by_type", "texts": self.texts}
-        about["weights_version"] = head.weights_version
-        meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": prompt_tokens}}
-        return encode_json({**about, "embeddings": found, "meta": meta})
+    found = {kind: [_as_type(each, kind) for each in vectors] for kind in types}
+    about = {"id": spec.answer_id, "model": spec.model, "response_type": "embeddings_by_type", "texts": texts}
+    meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}}
+    return encode_json({**about, "weights_version": weights_version, "embeddings": found, "meta": meta})
 
 
 def _as_type(vector: np.ndarray, kind: str) -> object:
@@ -63,87 +67,62 @@ def _as_type(vector: np.ndarray, kind: str) -> object:
     if kind == "float":
         return vector.tolist()
     if kind == "base64":
-        return base64.b64encode(vector.tobytes()).decode()
+        return _base64(vector)
     bits = np.packbits(vector > 0)
     return (bits if kind == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class LabelsAnswer:
+def labels(names: Sequence[str], spec: VectorSpec, weights_version: str, vectors: Vectors) -> bytes:
     """/classify."""
-
-    labels: tuple[str, ...]
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        data = [
-            {
-                "index": index,
-                "label": self.labels[int(probabilities.argmax())],
-                "probs": probabilities.tolist(),
-                "num_classes": len(probabilities),
-            }
-            for index, probabilities in enumerate(vectors)
-        ]
-        return _whole(head, data, prompt_tokens)
+    data = [
+        {
+            "index": index,
+            "label": names[int(probabilities.argmax())],
+            "probs": probabilities.tolist(),
+            "num_classes": len(probabilities),
+        }
+        for index, probabilities in enumerate(vectors)
+    ]
+    return _whole(spec, weights_version, data)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What scores texts pair by pair."""
-
-    pairs: Sequence[tuple[int, int]] | None
-    """The two inputs of each score, whose embeddings' cosine it is; None: each input is a pair, its vector the
-    score."""
-
-    def scores(self, vectors: Sequence[np.ndarray]) -> list[float]:
-        if self.pairs is None:
-            return [float(vector[0]) for vector in vectors]
-        return [cosine(vectors[first], vectors[second]) for first, second in self.pairs]
+def scores_of(pairs: Pairs, vectors: Vectors) -> list[float]:
+    if pairs is None:
+        return [float(vector[0]) for vector in vectors]
+    return [cosine(vectors[first], vectors[second]) for first, second in pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoresAnswer:
+def scores(pairs: Pairs, spec: VectorSpec, weights_version: str, vectors: Vectors) -> bytes:
     """/v1/score."""
-
-    scored: Scored
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        scores = self.scored.scores(vectors)
-        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-        return _whole(head, data, prompt_tokens)
+    found = enumerate(scores_of(pairs, vectors))
+    data = [{"index": index, "object": "score", "score": score} for index, score in found]
+    return _whole(spec, weights_version, data)
 
 
-@dataclass(frozen=True, slots=True)
-class RankingAnswer:
-    """/v1/rerank as Jina writes it, and /v2/rerank as Cohere does."""
-
-    scored: Scored
-    documents: Sequence[str] | None
-    """To be repeated beside their scores."""
-    top_n: int
-    """0: all."""
-    cohere: bool
-
-    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
-        scores = self.scored.scores(vectors)
-        best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
-        results: list[dict[str, Any]] = [
-            {"index": index, "relevance_score": scores[index]} for index in best[: self.top_n or None]
-        ]
-        if self.documents is not None:
-            results = [{**each, "document": {"text": self.documents[each["index"]]}} for each in results]
-        about: dict[str, Any] = {"id": head.id, "model": head.model, "results": results}
-        about["weights_version"] = head.weights_version
-        if self.cohere:
-            units = {"search_units": 1}
-            about["meta"] = {
-                "api_version": {"version": "2"},
-                "billed_units": units,
-                "tokens": {"input_tokens": prompt_tokens},
-            }
-        else:
-            about["usage"] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-        return encode_json(about)
+def ranking(
+    pairs: Pairs,
+    documents: Sequence[str] | None,
+    top_n: int,
+    spec: VectorSpec,
+    weights_version: str,
+    vectors: Vectors,
+    *,
+    cohere: bool,
+) -> bytes:
+    """/v1/rerank as Jina writes it, and /v2/rerank as Cohere does. `documents`: to be repeated beside their scores;
+    `top_n`: 0 is all."""
+    found = scores_of(pairs, vectors)
+    best = sorted(range(len(found)), key=lambda index: (-found[index], index))
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": found[index]} for index in best[: top_n or None]
+    ]
+    if documents is not None:
+        results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
+    tokens = {"input_tokens": spec.prompt_tokens}
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": tokens}
+    end = {"meta": meta} if cohere else {"usage": _usage(spec)}
+    about = {"id": spec.answer_id, "model": spec.model, "results": results, "weights_version": weights_version}
+    return encode_json(about | end)
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json
-from quire.server.generation.answers.writer import AnswerWriter
-from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.answers.writer import WholeWriter
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 from quire.server.generation.spec import GenerationSpec
 
 
-class WarmedWriter(AnswerWriter):
-    """Whole answers only: how much of the conversation was cached, and how much was computed."""
+class WarmedWriter(WholeWriter):
+    """Tells how much of the conversation was cached, and how much was computed."""
 
-    def __init__(self, session: str, spec: GenerationSpec) -> None:
-        self._session, self._spec, self._began = session, spec, time.monotonic()
-
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        raise NotImplementedError("it is not streamed")
-
-    def last(self, usage: Usage) -> bytes:
-        raise NotImplementedError("it is not streamed")
+    def __init__(self, session: str, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
+        self._session, self._began = session, time.monotonic()
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         told = {

@@ -8,8 +8,9 @@ from pydantic import Field, StrictBool, StrictStr
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import AtMost
+from quire.server.protocol.common import Given
 from quire.server.protocol.items import Input, Text
-from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
+from quire.server.protocol.translated import EXTENSIONS, TranslatedBody
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
 EFFECTIVE = (

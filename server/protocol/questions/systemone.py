@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.server.protocol.bounds import MAX_PARTS, AtMost
+from quire.server.protocol.common import Given
 from quire.server.protocol.questions.decisions import EFFECTIVE, MAX_OPTIONS, MAX_QUESTIONS
-from quire.server.protocol.translated import Given, TranslatedBody
+from quire.server.protocol.translated import TranslatedBody
 
 ALIAS = "jev-"
 """What names begin with that its SDKs send, such as jev-latest: the server's own model."""
@@ -21,7 +22,7 @@ Structured = str | dict[str, Any] | Annotated[list[Any], AtMost(MAX_PARTS)]
 
 
 class Sides(Given):
-    """When a noul is true, and when it is not."""
+    """Descriptions of when a noul is true and when it is false."""
 
     true: Structured | None = None
     false: Structured | None = None

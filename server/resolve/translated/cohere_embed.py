@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.vectors import CohereEmbeddingsAnswer
+from quire.server.generation.answers.vectors import cohere_embeddings
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.pooling import CohereEmbedRequest, EmbeddingRequest, PoolingBody
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.pooling import embedding_spec
-from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.as_chat import named_by_caller
 from quire.server.served_model import ServedModel
 
 NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
@@ -28,7 +29,7 @@ def resolve_cohere_embedding(given: bytes, model: ServedModel, config: ServerCon
     if body.truncate != "NONE":
         fields["truncate_prompt_tokens"] = min(body.max_tokens or model.context_length, model.context_length)
         fields["truncation_side"] = "left" if body.truncate == "START" else "right"
-    answer = CohereEmbeddingsAnswer(tuple(body.embedding_types), tuple(body.texts))
+    answer = partial(cohere_embeddings, tuple(body.embedding_types), tuple(body.texts))
     with named_by_caller(NAMES):
         spec = embedding_spec(validated(fields, EmbeddingRequest), answer, model, config)
     return replace(spec, headers=ignored_header(body.ignored_params(), config.strict))

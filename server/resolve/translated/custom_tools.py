@@ -15,8 +15,8 @@ PROBE = "qpatternq"
 
 
 def holds_patterns(format: ToolFormat | None) -> bool:
-    """Whether a grammar of calls in this format holds texts to a pattern of their schema: those do that are written as
-    JSON, or as they are."""
+    """Whether a grammar of calls in this format can enforce the `pattern` of a schema: it can where texts are written
+    as JSON or verbatim."""
     if format is None:
         return False
     tool = Tool("f", parameters(PROBE))

@@ -11,8 +11,9 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
-from quire.server.generation.questions import Question
-from quire.server.generation.spec import Prompt
+from quire.server.generation.answers.decisions import DecisionsWriter
+from quire.server.generation.answers.writer import MakesWriter
+from quire.server.generation.spec import Prompt, Question, QuestionType
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
@@ -24,35 +25,35 @@ from quire.server.resolve.checks import check_length, check_texts
 from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import chat_prompt
+from quire.server.resolve.translated.as_chat import Places, named_by_caller, placed
 from quire.server.resolve.translated.items import texts_of, turns_of
-from quire.server.resolve.translated.names import Places, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 NAMES = {"messages": "input"}
-ASKS = {"predicate": "Is this true?", "choice": "Which one applies?", "score": "Which level applies?"}
+ASKS: Mapping[QuestionType, str] = {
+    "predicate": "Is this true?",
+    "choice": "Which one applies?",
+    "score": "Which level applies?",
+}
 
 
 def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse(given, DecisionRequest)
     name = model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
-    labels = labels_of(model.tokenizer, max(len(options_of(asked)) for asked in body.questions))
-    questions = [question_of(asked, labels) for asked in body.questions]
-    check_texts([[question.name, *question.options] for question in questions], "questions")
-    posed = [Posed(texts_of(asked.instructions), ASKS[asked.type], options_of(asked)) for asked in body.questions]
+    posed = [Posed(each.type, each.name, texts_of(each.instructions), options_of(each)) for each in body.questions]
     items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
-    told = (name, headers, model, config)
-    return posed_call(body, items, posed, questions, labels, *told, names=NAMES, id_prefix="decision_")
+    call = Asking(DecisionsWriter, "decision_", NAMES, distinct=True)
+    return call.resolved(body, name, items, posed, model, config)
 
 
 @dataclass(frozen=True, slots=True)
 class Posed:
     """A question as the model reads it."""
 
+    type: QuestionType
+    name: str | None
     instructions: Sequence[str]
-    ask: str
     options: Sequence[tuple[str | bool, str]]
     """Each with its description."""
 
@@ -61,50 +62,70 @@ class Posed:
             f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
             for label, (value, told) in zip(labels, self.options, strict=False)
         ]
-        return "\n".join([*self.instructions, "", self.ask, *lines, "", "Answer with the letter alone."]).lstrip("\n")
+        end = ["", "Answer with the letter alone."]
+        return "\n".join([*self.instructions, "", ASKS[self.type], *lines, *end]).lstrip("\n")
+
+    def question(self, tokens: Sequence[int], *, distinct: bool) -> Question:
+        """Raises InvalidRequest for an option that is there twice, where options must be `distinct`."""
+        options = [value for value, _ in self.options]
+        if distinct and len({(type(value), value) for value in options}) < len(options):
+            raise InvalidRequest("questions: each option must be unique", param="questions")
+        return Question(self.type, self.name, options, tokens[: len(options)])
 
 
-def posed_call(
-    body: TranslatedBody,
-    items: Sequence[Item],
-    posed: Sequence[Posed],
-    questions: Sequence[Question],
-    labels: Mapping[str, int],
-    name: str,
-    headers: Mapping[str, str],
-    model: ServedModel,
-    config: ServerConfig,
-    *,
-    names: Mapping[str, str],
-    id_prefix: str,
-) -> Resolved:
-    """A call that poses questions about these items; `name`: the answer's for the model; `names`: see named_by_caller.
-    Raises InvalidRequest, naming the parameter."""
-    with named_by_caller(names) as places:
-        chats = [as_chat(body, items, each.text(labels), model, places) for each in posed]
-        prompts = [answerable(chats[0], model)]
-        if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
-            raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
-        prompts += [answerable(chat, model) for chat in chats[1:]]
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The differences between the APIs that ask questions."""
+
+    writer: MakesWriter
+    id_prefix: str
+    names: Mapping[str, str]
+    """See named_by_caller."""
+    distinct: bool
+    """Whether a question's options must be distinct."""
+
+    def resolved(
+        self,
+        body: TranslatedBody,
+        name: str,
+        items: Sequence[Item],
+        posed: Sequence[Posed],
+        model: ServedModel,
+        config: ServerConfig,
+    ) -> Resolved:
+        """A call that poses questions about these items; `name`: the model's in the answer. Raises InvalidRequest,
+        naming the parameter."""
+        headers = ignored_header(body.ignored_params(), config.strict)
+        labels = labels_of(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
-        )
-        call = resolved(
-            chats[0],
-            id_prefix=id_prefix,
-            model=name,
-            prompts=prompts,
-            params=params,
-            logprobs=True,
-            headers=headers,
-            config=config,
-        )
-    return replace(call, spec=replace(call.spec, questions=questions))
+        questions = [each.question(ids, distinct=self.distinct) for each in posed]
+        check_texts([[question.name, *question.options] for question in questions], "questions")
+        with named_by_caller(self.names) as places:
+            chats = [as_chat(body, items, each.text(labels), model, places) for each in posed]
+            prompts = [answerable(chats[0], model)]
+            if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
+                raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
+            prompts += [answerable(chat, model) for chat in chats[1:]]
+            params = SamplingParams(
+                max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
+            )
+            call = resolved(
+                chats[0],
+                writer=self.writer,
+                id_prefix=self.id_prefix,
+                model=name,
+                prompts=prompts,
+                params=params,
+                logprobs=True,
+                headers=headers,
+                config=config,
+            )
+        return replace(call, spec=replace(call.spec, questions=questions))
 
 
 def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """So many short texts, each of which is one token: letters, and then pairs and threes. Raises InvalidRequest."""
+    """So many short texts that are one token each: letters first, then pairs and triples of letters. Raises
+    InvalidRequest."""
     found = dict(islice(_single_tokens(tokenizer), count))
     if len(found) < count:
         raise InvalidRequest(
@@ -114,7 +135,7 @@ def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """The clearest first; no two are the same token."""
+    """The most readable ones first. All are different tokens."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()
@@ -135,18 +156,10 @@ def options_of(asked: Asked) -> list[tuple[str | bool, str]]:
     return [("yes", ""), ("no", "")]
 
 
-def question_of(asked: Asked, labels: dict[str, int]) -> Question:
-    """Raises InvalidRequest for an option that is there twice."""
-    options = [value for value, _ in options_of(asked)]
-    if len({(type(value), value) for value in options}) < len(options):
-        raise InvalidRequest("questions: each option must be unique", param="questions")
-    return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
-
-
 def as_chat(
     body: TranslatedBody, items: Sequence[Item], question: str, model: ServedModel, places: Places
 ) -> ChatRequest:
-    """The conversation with a question at its end, which one of the labels answers."""
+    """The conversation with the question as its last message, which one of the labels answers."""
     asked = Message(role="user", content=question)
     turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
     turns = placed(turns, model.renderer.shows, places)

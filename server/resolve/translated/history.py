@@ -1,4 +1,4 @@
-"""What came before a request of the Responses API: the items of earlier responses, or of a conversation."""
+"""The items that precede a request of the Responses API: those of earlier responses or of a conversation."""
 
 from __future__ import annotations
 

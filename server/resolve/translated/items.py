@@ -21,7 +21,7 @@ from quire.server.protocol.items import (
     full_name,
     unsealed,
 )
-from quire.server.resolve.translated.system_turns import Turn, image_part
+from quire.server.resolve.translated.as_chat import Turn, add_parts, image_part, tool_turn
 
 
 def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: int = 0) -> list[Turn]:
@@ -43,9 +43,7 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: in
             role = "system" if item.role == "developer" and not developer else item.role
             add_parts(turns, role, parts_of(item.content, f"{field}.content"))
         elif isinstance(item, CallOutput):
-            turn = {"role": "tool", "tool_call_id": item.call_id, "content": result_of(item, f"{field}.output")}
-            name = names.get(item.call_id)
-            turns.append(turn if name is None else {**turn, "name": name})
+            turns.append(tool_turn(item.call_id, result_of(item, f"{field}.output"), names))
         elif isinstance(item, Reasoning):
             if thought := thought_of(item):
                 assistant(turns, "reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
@@ -53,12 +51,6 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: in
             names[item.call_id] = full_name(item.namespace, item.name)
             assistant(turns).setdefault("tool_calls", []).append(call_of(item))
     return turns
-
-
-def add_parts(turns: list[Turn], role: str, given: Sequence[Turn]) -> None:
-    if not turns or turns[-1]["role"] != role:
-        turns.append({"role": role, "content": []})
-    turns[-1]["content"] += given
 
 
 def assistant(turns: list[Turn], *before: str) -> Turn:
@@ -75,7 +67,7 @@ def call_of(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 
 def thought_of(item: Reasoning) -> str:
-    """The thinking; a client that keeps no content sends back what it was given as encrypted_content."""
+    """The text of the thinking. A client that does not keep content sends it back as encrypted_content."""
     told = "\n".join(part.text for part in item.content) or unsealed(item.encrypted_content)
     return told or "\n".join(part.text for part in item.summary)
 

@@ -1,4 +1,4 @@
-"""From SGLang's scores of labels to completions of no token, whose next one's probabilities are told."""
+"""From SGLang's label scores to completions of no token, whose answer is the probabilities of the next token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.questions import Question
+from quire.server.generation.answers.decisions import LabelScoresWriter
+from quire.server.generation.spec import Question
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.completions import CompletionRequest
@@ -15,7 +16,7 @@ from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import completion_call
 from quire.server.resolve.pairs import resolve_score
 from quire.server.resolve.parse import read_object, validated
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
+from quire.server.resolve.translated.as_chat import in_own_words, named_by_caller
 from quire.server.served_model import ServedModel
 
 NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
@@ -47,7 +48,12 @@ def label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConf
     asked |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     with named_by_caller(NAMES):
         call = completion_call(
-            validated({**asked, **body.same}, CompletionRequest), model, config, ignored=body.ignored_params()
+            validated({**asked, **body.same}, CompletionRequest),
+            model,
+            config,
+            writer=LabelScoresWriter,
+            ignored=body.ignored_params(),
         )
     question = Question("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
-    return in_own_words(replace(call, spec=replace(call.spec, questions=[question])), NAMES)
+    spec = replace(call.spec, questions=[question])
+    return in_own_words(replace(call, spec=spec, receipts=False), NAMES)

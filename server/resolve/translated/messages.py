@@ -9,6 +9,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.generation.answers.messages import MessagesWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.messages import (
@@ -31,8 +32,16 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import rendered, with_images
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.tools import tool_use
-from quire.server.resolve.translated.names import Places, in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import image_part, placed
+from quire.server.resolve.translated.as_chat import (
+    Places,
+    Turn,
+    add_parts,
+    image_part,
+    in_own_words,
+    named_by_caller,
+    placed,
+    tool_turn,
+)
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -46,7 +55,6 @@ NAMES = {
 BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code begins its system prompt with. It changes with every request, and no prefix would be found in
 the cache again."""
-Turn = dict[str, Any]
 
 
 def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
@@ -65,7 +73,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
         chat = as_chat(body, model, fields, places)
-        call = chat_call(chat, model, config, id_prefix="msg_", ignored=ignored)
+        call = chat_call(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
     return in_own_words(call, NAMES)
 
 
@@ -158,7 +166,10 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 def turns_of(body: CountTokensRequest) -> list[Turn]:
     """The conversation as a chat's messages, at least one. Raises InvalidRequest."""
-    system = [BILLING.sub("", text, 1) if BILLING.match(text) else text for text in texts_of(body.system)]
+    system = [
+        BILLING.sub("", text, 1) if BILLING.match(text) else text
+        for text in ([body.system] if isinstance(body.system, str) else [block.text for block in body.system])
+    ]
     turns: list[Turn] = []
     if any(system):
         turns.append({"role": "system", "content": parts([text for text in system if text])})
@@ -179,13 +190,9 @@ def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str], 
     for place, block in enumerate(blocks_of(message)):
         field = f"{where}.content[{place}]"
         if isinstance(block, ToolResultBlock):
-            turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": result_of(block, field)}
-            name = called.get(block.tool_use_id)
-            turns.append(turn if name is None else {**turn, "name": name})
+            turns.append(tool_turn(block.tool_use_id, result_of(block, field), called))
         elif isinstance(block, TextBlock | ImageBlock):
-            if not turns or turns[-1]["role"] != message.role:
-                turns.append({"role": message.role, "content": []})
-            turns[-1]["content"].append(part_of(block, field))
+            add_parts(turns, message.role, [part_of(block, field)])
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
 
@@ -224,10 +231,6 @@ def assistant_turn(message: InputMessage, called: dict[str, str]) -> Turn:
 def blocks_of(message: InputMessage) -> list[Any]:
     content = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
-
-
-def texts_of(content: str | list[TextBlock]) -> list[str]:
-    return [content] if isinstance(content, str) else [block.text for block in content]
 
 
 def part_of(block: TextBlock | ImageBlock, field: str) -> Turn:

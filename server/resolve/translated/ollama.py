@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.ollama import EmbedAnswer, EmbeddingAnswer, loaded
+from quire.server.generation.answers.ollama import OllamaChatWriter, OllamaWriter, embed, embedding, loaded
 from quire.server.generation.vectors import VectorAnswer, VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -27,8 +27,7 @@ from quire.server.resolve.completions import completion_call
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.pooling import embedding_spec
 from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.names import in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import image_part, placed
+from quire.server.resolve.translated.as_chat import image_part, in_own_words, named_by_caller, placed
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -47,7 +46,7 @@ NAMES = {
 
 
 def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
-    """A chat without messages is how Ollama's clients load a model, which is there. Raises ModelNotFound, and
+    """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
     InvalidRequest naming the parameter."""
     body = parse(given, OllamaChatRequest)
     name = model.answer_name(plain_name(body.model, model))
@@ -73,7 +72,8 @@ def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> 
         fields = {**sampling(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
             fields["suffix"] = body.suffix
-        call = completion_call(validated(fields, CompletionRequest), model, config, ignored=body.ignored_params())
+        asked, ignored = validated(fields, CompletionRequest), body.ignored_params()
+        call = completion_call(asked, model, config, writer=OllamaWriter, ignored=ignored)
     return in_own_words(call, NAMES)
 
 
@@ -93,7 +93,8 @@ def _chat(
             "tools": [tool.as_dict() for tool in tools],
             **thinking(body, model),
         }
-        call = chat_call(validated(fields, ChatRequest), model, config, ignored=body.ignored_params())
+        writer = OllamaChatWriter if isinstance(body, OllamaChatRequest) else OllamaWriter
+        call = chat_call(validated(fields, ChatRequest), model, config, writer=writer, ignored=body.ignored_params())
     return in_own_words(call, NAMES)
 
 
@@ -179,14 +180,14 @@ def resolve_embed(given: bytes, model: ServedModel, config: ServerConfig) -> Vec
     fields = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate:
         fields["truncate_prompt_tokens"] = -1
-    return _vectors(body.model, fields, EmbedAnswer(), model, config)
+    return _vectors(body.model, fields, embed, model, config)
 
 
 def resolve_embeddings(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises as above."""
     body = parse(given, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
-    return _vectors(body.model, fields, EmbeddingAnswer(), model, config)
+    return _vectors(body.model, fields, embedding, model, config)
 
 
 def _vectors(

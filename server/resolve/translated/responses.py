@@ -12,7 +12,8 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
-from quire.server.generation.response_fields import ResponseFields
+from quire.server.generation.answers.responses import ResponsesWriter
+from quire.server.generation.spec import ResponseFields
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.items import Item, ItemReference, Message, full_name
 from quire.server.protocol.responses import (
@@ -29,11 +30,10 @@ from quire.server.resolve.chat import chat_call
 from quire.server.resolve.checks import NeedsWorker, check_texts
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
+from quire.server.resolve.translated.as_chat import Places, in_own_words, named_by_caller, placed
 from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
-from quire.server.resolve.translated.names import Places, in_own_words, named_by_caller
-from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
 ITEM: TypeAdapter[Item] = TypeAdapter(Item)
@@ -61,7 +61,7 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         ignored.append("store")
     with named_by_caller(NAMES) as places:
         chat = as_chat(body, earlier, items, model, places)
-        call = chat_call(chat, model, config, id_prefix="resp_", ignored=ignored)
+        call = chat_call(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
     if chat.logprobs and call.spec.message is not None:  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
@@ -94,7 +94,7 @@ def as_json(told: Mapping[str, Any]) -> bytes:
 
 
 def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
-    """Refuse what needs a store where there is none, or where it is not to be used."""
+    """Refuse a request that needs the store if there is none or if the request itself forbids its use."""
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
             raise InvalidRequest(f"{name}: {NO_STORE}", param=name)
@@ -198,7 +198,8 @@ def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]
 
 
 def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """The fields that the answer repeats, with what they are where they were not given. Its schema requires all."""
+    """The request's fields that the answer repeats, with defaults for those that were not given. The answer's schema
+    requires all of them."""
     given = {"parameters": None, "strict": None}
     tools = [
         (given if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools

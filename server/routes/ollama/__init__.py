@@ -1,1 +1,1 @@
-"""Ollama's API, for tools that know no other."""
+"""Ollama's API, for tools that support no other."""

@@ -1,4 +1,4 @@
-"""POST /api/chat, /api/generate, /api/embed, /api/embeddings and /api/show; GET /api/tags, /api/ps and /api/version."""
+"""POST /api/show; GET /api/tags, /api/ps and /api/version."""
 
 from __future__ import annotations
 
@@ -7,92 +7,39 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.server.access.admission import GenerationRoute
-from quire.server.config import ServerConfig
-from quire.server.generation.answers.ollama import OllamaWriter, Shape
-from quire.server.protocol.ollama import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-)
-from quire.server.resolve.common import Resolved
-from quire.server.resolve.parse import parse
-from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.ollama import (
-    plain_name,
-    resolve_chat,
-    resolve_embed,
-    resolve_embeddings,
-    resolve_generate,
-)
-from quire.server.routes.bodies import Work, checked, documented, worked_on
-from quire.server.routes.reply import reply
-from quire.server.routes.vectors.reply import answered
+from quire.server.access.admission import ModelRoute
+from quire.server.protocol.ollama import OllamaShowRequest
+from quire.server.resolve.translated.ollama import plain_name
+from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime import Runtime, runtime_of
 from quire.server.served_model import ServedModel, model_of
 
-router = APIRouter(route_class=GenerationRoute)
-asking = APIRouter()
+router = APIRouter(route_class=ModelRoute)
 
 
-@router.post("/api/chat", response_model=None, openapi_extra=documented(OllamaChatRequest))
-async def chat(request: Request) -> Response:
-    """Answer a conversation."""
-    return await _answered(request, resolve_chat, "message")
-
-
-@router.post("/api/generate", response_model=None, openapi_extra=documented(OllamaGenerateRequest))
-async def generate(request: Request) -> Response:
-    """Answer a prompt, or continue one that is raw."""
-    return await _answered(request, resolve_generate, "response")
-
-
-async def _answered(request: Request, resolve: Work[Resolved | Reply], shape: Shape) -> Response:
-    made = await worked_on(request, resolve)
-    if isinstance(made, Reply):
-        return Response(made.body, 200, made.headers, "application/json")
-    spec = await checked(request, made)
-    return await reply(request, spec, OllamaWriter(spec, shape))
-
-
-@router.post("/api/embed", response_model=None, openapi_extra=documented(OllamaEmbedRequest))
-async def embed(request: Request) -> Response:
-    """A vector of each input, of length 1."""
-    return await answered(request, resolve_embed)
-
-
-@router.post("/api/embeddings", response_model=None, openapi_extra=documented(OllamaEmbeddingsRequest))
-async def embeddings(request: Request) -> Response:
-    """A vector of one prompt."""
-    return await answered(request, resolve_embeddings)
-
-
-@asking.get("/api/version")
+@router.get("/api/version")
 async def version() -> dict[str, str]:
     return {"version": VERSION}
 
 
-@asking.get("/api/tags")
+@router.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """The names that requests may use."""
     return {"models": tagged(runtime_of(request))}
 
 
-@asking.get("/api/ps")
+@router.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
     """The same: all are loaded."""
     return {"models": held(runtime_of(request))}
 
 
-@asking.post("/api/show", response_model=None, openapi_extra=documented(OllamaShowRequest))
+@router.post("/api/show", response_model=None, openapi_extra=Documented(OllamaShowRequest))
 async def show(request: Request) -> dict[str, Any]:
     """What is known of a model. Raises ModelNotFound."""
-    asked = await worked_on(request, _shown_body)
+    asked = await parsed(request, OllamaShowRequest)
     model, info = model_of(request), runtime_of(request).info
     model.answer_name(plain_name(asked.model or asked.name, model))
     able = ["completion"] if "generate" in model.tasks else []
@@ -112,26 +59,23 @@ async def show(request: Request) -> dict[str, Any]:
     }
 
 
-def _shown_body(given: bytes, model: ServedModel, config: ServerConfig) -> OllamaShowRequest:
-    return parse(given, OllamaShowRequest)
-
-
 def tagged(runtime: Runtime) -> list[dict[str, Any]]:
-    """What /api/tags has for each name of a model."""
+    """The entry in /api/tags for each name of a model."""
     model, info = runtime.model, runtime.info
     about = {"digest": model.fingerprint, "modified_at": _since(model), "size": info.weight_bytes}
     return [named(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
 
 
 def held(runtime: Runtime) -> list[dict[str, Any]]:
-    """What /api/ps has for each name of a model."""
+    """The entry in /api/ps for each name of a model."""
     never = {"expires_at": "9999-12-31T23:59:59Z", "context_length": runtime.model.context_length}
     size = runtime.info.weight_bytes + runtime.info.kv_bytes + runtime.info.state_bytes
     return [{**each, **never, "size_vram": size} for each in tagged(runtime)]
 
 
 def named(name: str, few_bits: str = "") -> dict[str, Any]:
-    """What is known of a model that need not be loaded. Ollama's own client shows twelve characters of any digest."""
+    """What is known of a model even if it is not loaded. Ollama's own client shows the first twelve characters of the
+    digest, whatever it is."""
     return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _details(few_bits)}
 
 
@@ -148,6 +92,3 @@ def _details(few_bits: str) -> dict[str, Any]:
 
 def _since(model: ServedModel) -> str:
     return datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-router.include_router(asking)

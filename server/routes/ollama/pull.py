@@ -1,5 +1,5 @@
-"""POST /api/pull, where --allow-pull lets it: a model is downloaded into the hub's cache by `quire pull`, in a process
-of its own, which ends when its caller leaves; what has come by then stays there."""
+"""POST /api/pull, which needs --allow-pull: downloads a model into the hub's cache by running `quire pull` as a
+process, which ends when the caller leaves. What has been downloaded by then stays in the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.encoding import encode_json
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse
-from quire.server.routes.bodies import documented
+from quire.server.routes.bodies import Documented
 from quire.server.runtime import server_of
 
 _PULSE = 5.0
@@ -26,32 +26,30 @@ _LARGEST = 2**16
 _LINE = encode_json({"status": "pulling manifest"}) + b"\n"
 
 
-def pull_router() -> APIRouter:
-    """One application's, which downloads one model at a time."""
-    router, alone = APIRouter(), asyncio.Lock()
+router = APIRouter()
 
-    @router.post("/api/pull", response_model=None, openapi_extra=documented(OllamaPullRequest))
-    async def pull(request: Request) -> Response:
-        """Download a model. Needs an admin's API key where there are keys, and else comes from this machine."""
-        if not server_of(request).config.allow_pull:
-            raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
-        body = parse(await _read(request), OllamaPullRequest)
-        if not (name := body.model or body.name or "").strip(" -"):
-            raise InvalidRequest("give model, the name of one", param="model")
-        if alone.locked():
-            raise Overloaded("Another model is being downloaded. Please try again later")
-        if body.stream:
-            return StreamingResponse(_told(alone, name), media_type="application/x-ndjson")
-        async with alone:
-            if (wrong := await _pulled(await _begin(name))) is not None:
-                raise InvalidRequest(wrong, param="model")
-        return Response(encode_json({"status": "success"}), media_type="application/json")
 
-    return router
+@router.post("/api/pull", response_model=None, openapi_extra=Documented(OllamaPullRequest))
+async def pull(request: Request) -> Response:
+    """Download a model. Needs an admin's API key; on a server without keys, only callers on this machine may."""
+    server = server_of(request)
+    if not server.config.allow_pull:
+        raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
+    body = parse(await _read(request), OllamaPullRequest)
+    if not (name := body.model or body.name or "").strip(" -"):
+        raise InvalidRequest("give model, the name of one", param="model")
+    if server.pulling.locked():
+        raise Overloaded("Another model is being downloaded. Please try again later")
+    if body.stream:
+        return StreamingResponse(_told(server.pulling, name), media_type="application/x-ndjson")
+    async with server.pulling:
+        if (wrong := await _pulled(await _begin(name))) is not None:
+            raise InvalidRequest(wrong, param="model")
+    return Response(encode_json({"status": "success"}), media_type="application/json")
 
 
 async def _told(alone: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """A line at the beginning, one now and then, and one at the end."""
+    """A line at the beginning, more lines at intervals, and one at the end."""
     async with alone:
         yield _LINE
         done = asyncio.ensure_future(_pulled(await _begin(name)))
@@ -72,7 +70,7 @@ async def _begin(name: str) -> Process:
 
 
 async def _pulled(process: Process) -> str | None:
-    """Why it failed; None: it did not. A download that is given up ends."""
+    """Downloads, and returns why it failed, or None if it succeeded. A download whose caller leaves is ended."""
     try:
         _, said = await process.communicate()
     finally:

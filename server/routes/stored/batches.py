@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,26 +10,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
-from quire.server.protocol.stored.batches import BatchRequest
-from quire.server.resolve.batches import new_batch
-from quire.server.routes.bodies import documented, owner_of, worked_on
+from quire.server.protocol.kept import BatchRequest
+from quire.server.resolve.translated.stored import new_batch
+from quire.server.routes.bodies import Documented, owner_of, worked_on
 from quire.server.routes.stored.files import PURPOSE, batches_of, missing
-from quire.server.routes.stored.pages import Limit, page_of
+from quire.server.routes.stored.pages import Limit, found, no_after, page_of
 from quire.server.store.batches import Batch
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=StoredRoute)
 
 
-@router.post("/v1/batches", response_model=None, openapi_extra=documented(BatchRequest))
+@router.post("/v1/batches", response_model=None, openapi_extra=Documented(BatchRequest))
 async def create_batch(request: Request) -> Response:
-    """Answer a file of requests behind everything else."""
+    """Process a file of requests at lower priority than all other requests."""
     runner, owner = batches_of(request), owner_of(request)
     batch = await worked_on(request, new_batch)
-    file = await asyncio.to_thread(runner.files.find, owner, batch.input_file_id)
-    if file is None:
-        raise missing(batch.input_file_id, "input_file_id")
+    lacking = missing(batch.input_file_id, "input_file_id")
+    file = await found(request, runner.files.find, batch.input_file_id, lacking=lacking)
     if file.purpose != PURPOSE:
         raise InvalidRequest(f"input_file_id: the file's purpose is {file.purpose}, not batch", param="input_file_id")
     await runner.add(owner, batch)
@@ -40,24 +38,20 @@ async def create_batch(request: Request) -> Response:
 @router.get("/v1/batches", response_model=None)
 async def list_batches(request: Request, limit: Limit = 20, after: str | None = None) -> Response:
     """The newest first."""
-    page = await asyncio.to_thread(batches_of(request).batches.page, owner_of(request), limit, after)
-    if page is None:
-        raise InvalidRequest(f"after: there is no batch `{after}`", param="after")
+    page = await found(request, batches_of(request).batches.page, limit, after, lacking=no_after("batch", after))
     return page_of([told(batch) for batch in page[0]], more=page[1])
 
 
 @router.get("/v1/batches/{batch_id}", response_model=None)
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
-    """How far it is."""
-    batch = await asyncio.to_thread(batches_of(request).batches.find, owner_of(request), batch_id)
-    if batch is None:
-        raise RequestNotFound(f"No batch `{batch_id}` is known here", param="batch_id")
-    return _answer(batch)
+    """The state of a batch."""
+    lacking = RequestNotFound(f"No batch `{batch_id}` is known here", param="batch_id")
+    return _answer(await found(request, batches_of(request).batches.find, batch_id, lacking=lacking))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
-    """End it; the results so far become its files."""
+    """End a batch. The results so far are put into its files."""
     return _answer(await batches_of(request).cancel(owner_of(request), batch_id))
 
 

@@ -1,4 +1,4 @@
-"""/v1/conversations: OpenAI's Conversations API. A response that names a conversation adds its items to it."""
+"""/v1/conversations: OpenAI's Conversations API. A response that names a conversation appends its items to it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
-from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
-from quire.server.resolve.translated.conversations import new_conversation, new_items, new_metadata
+from quire.server.protocol.kept import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.translated.history import check_room
-from quire.server.routes.bodies import documented, owner_of, worked_on
+from quire.server.resolve.translated.stored import new_conversation, new_items, new_metadata
+from quire.server.routes.bodies import Documented, owner_of, worked_on
 from quire.server.routes.responses import store_of
-from quire.server.routes.stored.pages import Limit, Order, answer, listed, page_body
+from quire.server.routes.stored.pages import Limit, Order, answer, found, listed, page_body
 from quire.server.store.store import Page, Put, Stored
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=StoredRoute)
 ONE = "/v1/conversations/{conversation_id}"
 
 
-@router.post("/v1/conversations", response_model=None, openapi_extra=documented(ConversationRequest))
+@router.post("/v1/conversations", response_model=None, openapi_extra=Documented(ConversationRequest))
 async def create_conversation(request: Request) -> Response:
     store = store_of(request, "conversation")
     given = await worked_on(request, new_conversation)
@@ -43,25 +43,20 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
     return answer(request, (await _find(request, conversation_id)).data)
 
 
-@router.post(ONE, response_model=None, openapi_extra=documented(MetadataRequest))
+@router.post(ONE, response_model=None, openapi_extra=Documented(MetadataRequest))
 async def update_conversation(conversation_id: str, request: Request) -> Response:
     """Replace the metadata."""
     store = store_of(request, conversation_id)
-    metadata = await worked_on(request, new_metadata)
-
-    change = partial(_with_metadata, metadata=metadata)
-    told = await asyncio.to_thread(store.change, owner_of(request), conversation_id, change)
-    if told is None:
-        raise _unknown(conversation_id)
-    return answer(request, told)
+    change = partial(_with_metadata, metadata=await worked_on(request, new_metadata))
+    lacking = _unknown(conversation_id)
+    return answer(request, await found(request, store.change, conversation_id, change, lacking=lacking))
 
 
 @router.delete(ONE)
 async def delete_conversation(conversation_id: str, request: Request) -> dict[str, object]:
-    """Forget a conversation with its items; its responses stay."""
-    store = store_of(request, conversation_id)
+    """Delete a conversation with its items. Its responses stay."""
     await _find(request, conversation_id)
-    await asyncio.to_thread(store.delete, owner_of(request), conversation_id)
+    await asyncio.to_thread(store_of(request, conversation_id).delete, owner_of(request), conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -70,17 +65,15 @@ async def list_items(
     conversation_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> Response:
     await _find(request, conversation_id)
-    store = store_of(request, conversation_id)
-    return await listed(request, store, owner_of(request), conversation_id, limit, order, after)
+    return await listed(request, store_of(request, conversation_id), conversation_id, limit, order, after)
 
 
-@router.post(f"{ONE}/items", response_model=None, openapi_extra=documented(ItemsRequest))
+@router.post(f"{ONE}/items", response_model=None, openapi_extra=Documented(ItemsRequest))
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = store_of(request, conversation_id)
     added = await worked_on(request, new_items)
     check = partial(check_room, items=added, param="items")
-    if not await asyncio.to_thread(store.append, owner_of(request), conversation_id, added, check):
-        raise _unknown(conversation_id)
+    await found(request, store.append, conversation_id, added, check, lacking=_unknown(conversation_id))
     return answer(request, page_body(Page(added, more=False)))
 
 
@@ -88,18 +81,14 @@ async def add_items(conversation_id: str, request: Request) -> Response:
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
     await _find(request, conversation_id)
     store = store_of(request, conversation_id)
-    found = await asyncio.to_thread(store.item, owner_of(request), conversation_id, item_id)
-    if found is None:
-        raise _no_item(item_id)
-    return answer(request, found)
+    return answer(request, await found(request, store.item, conversation_id, item_id, lacking=_no_item(item_id)))
 
 
 @router.delete(f"{ONE}/items/{{item_id}}", response_model=None)
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> Response:
     kept = await _find(request, conversation_id)
     store = store_of(request, conversation_id)
-    if not await asyncio.to_thread(store.delete_item, owner_of(request), conversation_id, item_id):
-        raise _no_item(item_id)
+    await found(request, store.delete_item, conversation_id, item_id, lacking=_no_item(item_id))
     return answer(request, kept.data)
 
 
@@ -118,7 +107,4 @@ def _unknown(conversation_id: str) -> RequestNotFound:
 async def _find(request: Request, conversation_id: str) -> Stored:
     """Raises RequestNotFound."""
     store = store_of(request, conversation_id)
-    found = await asyncio.to_thread(store.get, owner_of(request), "conversation", conversation_id)
-    if found is None:
-        raise _unknown(conversation_id)
-    return found
+    return await found(request, store.get, "conversation", conversation_id, lacking=_unknown(conversation_id))

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -17,16 +18,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import CountedRoute
+from quire.server.access.admission import FileRoute
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
-from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
-from quire.server.routes.stored.pages import Order, page_of
+from quire.server.protocol.kept import MAX_KEPT, MIN_KEPT
+from quire.server.routes.bodies import owner_of
+from quire.server.routes.stored.pages import Order, found, no_after, page_of
 from quire.server.runtime import server_of
+from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import StoredFile, new_file
 
-router = APIRouter(route_class=CountedRoute)
+router = APIRouter(route_class=FileRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """OpenAI's. All are kept; only batches read them."""
 PURPOSE = "batch"
@@ -90,10 +92,8 @@ async def list_files(
     after: str | None = None,
     purpose: str | None = None,
 ) -> Response:
-    files, owner, newest = batches_of(request).files, owner_of(request), order == "desc"
-    page = await asyncio.to_thread(files.page, owner, limit, newest_first=newest, after=after, purpose=purpose)
-    if page is None:
-        raise InvalidRequest(f"after: there is no file `{after}`", param="after")
+    method = partial(batches_of(request).files.page, newest_first=order == "desc", after=after, purpose=purpose)
+    page = await found(request, method, limit, lacking=no_after("file", after))
     return page_of([told(file) for file in page[0]], more=page[1])
 
 
@@ -104,7 +104,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def retrieve_content(file_id: str, request: Request) -> Response:
-    """What is in it; of a range of bytes, where the header Range names one."""
+    """The content of a file; only a range of bytes if the header Range names one."""
     file = await _find(request, file_id)
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
     return FileResponse(batches_of(request).contents.path(file.id), media_type=media, filename=file.name)
@@ -115,15 +115,14 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
     runner, owner = batches_of(request), owner_of(request)
     if await asyncio.to_thread(runner.uses, file_id, owner):
         raise InvalidRequest("file_id: a batch that has not ended reads it: cancel that first", param="file_id")
-    if not await asyncio.to_thread(runner.files.delete, owner, file_id):
-        raise missing(file_id, "file_id")
+    await found(request, runner.files.delete, file_id, lacking=missing(file_id, "file_id"))
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 @asynccontextmanager
 async def _received(request: Request, room: int) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
-    """The form's file, its purpose, and the seconds for which it is kept; None: for ever. What is large goes to a
-    temporary file. `room`: bytes that are left."""
+    """The file of the form, its purpose, and the seconds for which it is kept (None: forever). Large content goes to a
+    temporary file. `room`: bytes that may still be stored."""
 
     async def bounded() -> AsyncGenerator[bytes]:
         size = 0
@@ -171,7 +170,7 @@ def _seconds(anchor: object, seconds: object) -> int | None:
 
 
 def _check_sender(request: Request) -> None:
-    """Browsers let any page send a form. Raises HTTPException for one of an origin that may not call the server."""
+    """Raises HTTPException for a web page whose origin may not call the server: browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = server_of(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
@@ -181,10 +180,7 @@ def _check_sender(request: Request) -> None:
 
 async def _find(request: Request, file_id: str) -> StoredFile:
     """Raises RequestNotFound."""
-    file = await asyncio.to_thread(batches_of(request).files.find, owner_of(request), file_id)
-    if file is None:
-        raise missing(file_id, "file_id")
-    return file
+    return await found(request, batches_of(request).files.find, file_id, lacking=missing(file_id, "file_id"))
 
 
 def missing(file_id: str, param: str) -> RequestNotFound:

@@ -1,33 +1,46 @@
-"""Lists that come in pages, as OpenAI's do."""
+"""Lists that are returned page by page, as OpenAI's are."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest, QuireError
 from quire.server.access.held import hold
 from quire.server.encoding import encode_json
+from quire.server.routes.bodies import owner_of
 from quire.server.store.store import Page, Store
 
+Found = TypeVar("Found")
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 
 
-async def listed(
-    request: Request, store: Store, owner: str, id: str, limit: int, order: Order, after: str | None
-) -> Response:
+def no_after(kind: str, after: str | None) -> InvalidRequest:
+    return InvalidRequest(f"after: there is no {kind} `{after}`", param="after")
+
+
+async def listed(request: Request, store: Store, id: str, limit: int, order: Order, after: str | None) -> Response:
     """The next `limit` items of a stored object behind the one with the id `after`. Raises InvalidRequest, and
     Overloaded where too much waits to be sent."""
-    page = await asyncio.to_thread(store.page, owner, id, limit, newest_first=order == "desc", after=after)
-    if page is None:
-        raise InvalidRequest(f"after: there is no item `{after}`", param="after")
+    method = partial(store.page, newest_first=order == "desc", after=after)
+    page = await found(request, method, id, limit, lacking=no_after("item", after))
     return answer(request, page_body(page))
+
+
+async def found(request: Request, method: Callable[..., Found | None], *args: object, lacking: QuireError) -> Found:
+    """What a method of what is kept gives, called in a thread with the request's owner. Raises `lacking` where it gives
+    nothing."""
+    given = await asyncio.to_thread(method, owner_of(request), *args)
+    if not given:
+        raise lacking
+    return given
 
 
 def page_body(page: Page) -> bytes:

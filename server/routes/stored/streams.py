@@ -1,4 +1,4 @@
-"""GET /v1/streams/{id}: a stream goes on where its reader was cut off."""
+"""GET /v1/streams/{id}: continues a stream that was cut off."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAST = "last-event-id"
 
 @router.get("/v1/streams/{stream_id}", response_model=None)
 async def resume_stream(stream_id: str, request: Request) -> Response:
-    """The events behind the one that the header Last-Event-ID names; without it all of them. Whoever still reads the
-    stream reads no further."""
+    """The events after the one that the header Last-Event-ID names; without the header, all of them. Another reader of
+    the same stream gets no more events."""
     streams, owner = server_of(request).streams, owner_of(request)
     if streams is None:
         raise RequestNotFound("This server keeps no streams: see --data-dir")
@@ -47,15 +47,14 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
 
 
 class _Again(Response):
-    """What the call's own route answers."""
+    """The answer of the original call's route."""
 
     def __init__(self, resumed: Resumed) -> None:
         super().__init__()
         self._resumed = resumed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = scope["app"]
-        await app.state.server.models.give(app.router, again(scope, self._resumed), receive, send)
+        await scope["app"].router(again(scope, self._resumed), receive, send)
 
 
 def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
@@ -68,9 +67,11 @@ def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
 
 
 class ResumptionMiddleware:
-    """What HTTP knows of calls that are made again: ASGI middleware. A POST with Last-Event-ID, as clients send again
-    that cannot send anything else, is taken for a GET of its stream, and its body is not read. At a request's end its
-    Idempotency-Key is no longer held."""
+    """ASGI middleware for calls that are sent again.
+
+    Some clients can only repeat the POST of a stream, with Last-Event-ID. Such a POST is handled as a GET of the
+    stream, and its body is not read. When a request ends, its Idempotency-Key is released.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -16,14 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.errors import ModelError
 from quire.engine.link.client import EngineClient
+from quire.server import app as app_module
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
-from quire.server.fleet import app as fleet_module
 from quire.server.fleet.added_models import AddedModels
-from quire.server.fleet.app import FleetModels, fleet_app
+from quire.server.fleet.app import fleet_app
 from quire.server.fleet.config import Bounds, FleetConfig, ModelEntry
 from quire.server.fleet.fleet import Fleet
-from quire.server.runtime import Runtime, serving
+from quire.server.runtime import Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, scripted
@@ -52,7 +52,7 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Run
 
 
 @asynccontextmanager
-async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[FleetModels, httpx.AsyncClient]]:
+async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     """A server of these models, of which the first is loaded."""
     config = ServerConfig(max_body_size=1 / 4, **options)
     entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
@@ -67,7 +67,7 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[FleetModels
         httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
     ):
         try:
-            yield app.state.server.models, http
+            yield app.state.server, http
         finally:
             over.set()
 
@@ -81,7 +81,7 @@ async def states(http: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def test_each_request_is_for_the_model_that_it_names() -> None:
-    async with opened("abc", "def") as (models, http):
+    async with opened("abc", "def") as (server, http):
         for query, asked, answers in (("", "def", "def"), ("?model=def", None, "def"), ("", None, "abc")):
             answer = (await http.post(f"/v1/completions{query}", json=body(asked))).json()
             assert (answer["model"], answer["choices"][0]["text"]) == (answers, answers)
@@ -89,29 +89,29 @@ async def test_each_request_is_for_the_model_that_it_names() -> None:
         assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
         assert lost.headers["X-Request-Id"] == "mine"
         assert (await http.get("/v1/models/def")).json()["id"] == "def"
-        assert models.bodies.held == 0
+        assert server.bodies.held == 0
 
 
 async def test_a_body_stays_in_the_budget_until_its_model_has_taken_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "BODIES_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
-    async with opened("a", NEVER) as (models, http):
+    monkeypatch.setattr(app_module, "BODIES_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
+    async with opened("a", NEVER) as (server, http):
         large = body(NEVER, user="u" * BODY)
         posts = [asyncio.create_task(http.post("/v1/completions", json=large)) for _ in range(5)]
         async with asyncio.timeout(10):
-            while models.bodies.held < 2 * BODY:  # noqa: ASYNC110
+            while server.bodies.held < 2 * BODY:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert 2 * BODY < models.bodies.held < 3 * BODY
+            assert 2 * BODY < server.bodies.held < 3 * BODY
             for post in posts:
                 post.cancel()
             await asyncio.gather(*posts, return_exceptions=True)
-        assert models.bodies.held == 0
+        assert server.bodies.held == 0
         assert (await http.post("/v1/completions", json=body("a", user="u" * 2 * BODY))).status_code == 413
 
 
 async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
-    async with opened("abc", "def", data_dir=tmp_path) as (models, http):
+    async with opened("abc", "def", data_dir=tmp_path) as (server, http):
         made = (await http.post("/v1/conversations", json={"metadata": {"k": "u"}})).json()
         asked = {"model": "def", "input": "x", "max_output_tokens": 3, "conversation": made["id"]}
         response = (await http.post("/v1/responses", json=asked)).json()
@@ -127,7 +127,7 @@ async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
         lost = await http.post("/v1/conversations/conv_none", json={"metadata": {"k": "v"}})
         assert lost.status_code == 404
         assert await states(http) == {"abc": "unloaded", "def": "awake"}
-        assert models.bodies.held == 0
+        assert server.bodies.held == 0
 
 
 async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,13 +170,13 @@ async def test_a_stream_goes_on_with_its_own_model(tmp_path: Path) -> None:
 
 
 async def test_requests_are_explained_and_cancelled_whichever_model_has_them() -> None:
-    async with opened("abc", "def") as (models, http):
+    async with opened("abc", "def") as (server, http):
         await http.post("/v1/completions", json=body("def"), headers={"X-Request-Id": "one"})
         assert (await http.get("/v1/requests/one/explain")).json()["model"] == "def"
         long = body("def", max_tokens=400)
         post = asyncio.create_task(http.post("/v1/completions", json=long, headers={"X-Request-Id": "two"}))
         async with asyncio.timeout(10):
-            while not models.loaded[1].client.num_open:  # noqa: ASYNC110
+            while not server.models.loaded[1].client.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert (await http.delete("/v1/requests/cmpl-two")).json()["cancelled"]
         assert (await post).json()["choices"][0]["finish_reason"] == "abort"

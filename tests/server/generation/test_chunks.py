@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams
-from quire.server.generation.answers.chat import ChatWriter
-from quire.server.generation.answers.completion import CompletionWriter
+from quire.server.generation.answers.chunks import ChatWriter, CompletionWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.spec import GenerationSpec, Prompt

@@ -14,7 +14,7 @@ from quire.server.generation.choice import ChoiceDelta, TokenText
 from quire.server.generation.fold import fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec, Prompt
-from quire.server.generation.start import start
+from quire.server.routes.reply import start
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 
@@ -27,8 +27,7 @@ def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     """Three choices for each of two prompts."""
     params = SamplingParams(n=3, max_tokens=max_tokens)
     spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, keep=3, **fields)
-    runtime = api.runtime
-    return start(spec, api.runtime.model, runtime.client, runtime.metrics, runtime.turns)
+    return start(spec, api.runtime)
 
 
 async def metrics(api: Api) -> dict[str, float]:

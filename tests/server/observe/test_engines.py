@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.engine.core.stats import EngineStats, TierStats
-from quire.server.observe.metrics import EngineCollector, RefusalCollector
+from quire.server.observe.collectors import engine_metrics, refusal_metrics
 
 
 def test_each_engine_has_its_own_figures() -> None:
@@ -17,8 +17,8 @@ def test_each_engine_has_its_own_figures() -> None:
     states.append(SimpleNamespace(stats=two, asleep=False, responsive=False))
     link = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0)
     client: Any = SimpleNamespace(link=link, slow_readers=4)
-    collectors = [EngineCollector(client, "m"), RefusalCollector(client, "m", {"asleep": 3})]
-    samples = [sample for each in collectors for family in each.collect() for sample in family.samples]
+    families = [*engine_metrics(client, "m"), *refusal_metrics(client, "m", {"asleep": 3})]
+    samples = [sample for family in families for sample in family.samples]
 
     def values(name: str) -> dict[str, float]:
         found = [sample for sample in samples if sample.name == name]

@@ -19,7 +19,7 @@ from quire.engine.types import SamplingParams
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.formats.tools.sink import CallDelta
-from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.answers.chunks import ChatWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.spec import GenerationSpec, Prompt
 from quire.server.served_model import ModelSource

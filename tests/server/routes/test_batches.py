@@ -244,7 +244,7 @@ async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
 
 
 async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.resolve.batches._SECONDS", {"m": 1})
+    monkeypatch.setattr("quire.server.resolve.translated.stored._SECONDS", {"m": 1})
     async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
         batch = await begin(api, jsonl(*map(request, "abcdefgh")), completion_window="1m")
         ended = await at_its_end(api, batch.id)

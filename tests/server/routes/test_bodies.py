@@ -109,4 +109,4 @@ async def test_who_leaves_while_his_body_is_read_ends_the_worker() -> None:
             while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.001)
         assert not api.engine.seen
-        assert api.runtime.bodies.held == 0
+        assert api.app.state.server.bodies.held == 0

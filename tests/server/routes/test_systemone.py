@@ -19,7 +19,7 @@ from quire.engine.receipts.receipt import decode_receipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.systemone import confidence_of_choice, confidence_of_score
+from quire.server.generation.answers.decisions import confidence_of_choice, confidence_of_score
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME
 from tests.server.routes.test_decisions import LOGITS, prompts, weighing

@@ -1,4 +1,5 @@
-"""POST /update_weights, /init_weights_group and /collective_rpc."""
+"""Bodies of the routes for operators: /update_weights, /init_weights_group, /collective_rpc, and those of adapters, as
+vLLM takes them."""
 
 from __future__ import annotations
 
@@ -54,3 +55,17 @@ class CallRequest(RequestBody):
         if not isinstance(given, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")
         return given
+
+
+class LoadAdapterRequest(RequestBody):
+    lora_name: str = Field(max_length=1024)
+    lora_path: str = Field(max_length=4096)
+    """A folder as PEFT writes it, or a hub id."""
+    load_inplace: bool = False
+    """The name may be served already; its new content takes the place of the old."""
+
+
+class UnloadAdapterRequest(RequestBody):
+    lora_name: str = Field(max_length=1024)
+    lora_int_id: int | None = None
+    """Without effect: names are enough."""

@@ -1,16 +1,21 @@
-"""Checked bodies of /v1/conversations."""
+"""Checked bodies of /v1/conversations and /v1/batches."""
 
 from __future__ import annotations
 
+import secrets
+import time
 from dataclasses import dataclass
 
 from quire.server.config import ServerConfig
-from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.kept import BatchRequest, ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.checks import check_texts
 from quire.server.resolve.parse import parse
 from quire.server.resolve.translated.history import kept_items
 from quire.server.served_model import ServedModel
+from quire.server.store.batches import Batch
 from quire.server.store.store import Item
+
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +42,20 @@ def new_metadata(given: bytes, model: ServedModel, config: ServerConfig) -> dict
 def new_items(given: bytes, model: ServedModel, config: ServerConfig) -> list[Item]:
     """Items as they are stored. Raises as above."""
     return kept_items(parse(given, ItemsRequest).items, "items")
+
+
+def new_batch(given: bytes, model: ServedModel, config: ServerConfig) -> Batch:
+    """Raises InvalidRequest naming the field."""
+    body = parse(given, BatchRequest)
+    check_texts(body.metadata or {}, "metadata")
+    now, window, keep = int(time.time()), body.completion_window, body.output_expires_after
+    return Batch(
+        id=f"batch_{secrets.token_hex(16)}",
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=window,
+        created_at=now,
+        expires_at=now + int(window[:-1]) * _SECONDS[window[-1]],
+        metadata=body.metadata,
+        keep_seconds=None if keep is None else keep.seconds,
+    )

@@ -1,4 +1,4 @@
-"""/v1/batches: OpenAI's Batch API."""
+"""Bodies of what is kept: OpenAI's Batch and Conversations APIs, and the hint that a conversation is about to go on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.server.protocol.common import RequestBody
+from quire.server.protocol.bounds import MAX_SALT, AtMost
+from quire.server.protocol.common import MAX_TTL, RequestBody
+from quire.server.protocol.items import Item
 from quire.server.protocol.responses import Metadata
 
 URLS = (
@@ -17,6 +19,9 @@ URLS = (
 MIN_KEPT, MAX_KEPT = 3600, 30 * 86400
 """Seconds; OpenAI's bounds."""
 Seconds = Annotated[int, Field(ge=MIN_KEPT, le=MAX_KEPT)]
+MAX_ADDED = 20
+"""Items of one request, as in OpenAI's API."""
+Added = Annotated[list[Item], AtMost(MAX_ADDED)]
 
 
 class ExpiresAfter(BaseModel):
@@ -33,3 +38,26 @@ class BatchRequest(RequestBody):
     """How long it may take, in minutes, hours or days; OpenAI knows 24h alone."""
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
+
+
+class ConversationRequest(RequestBody):
+    metadata: Metadata = Field(default_factory=dict)
+    items: Added = Field(default_factory=list)
+
+
+class MetadataRequest(RequestBody):
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody):
+    items: Added
+
+
+class WarmRequest(RequestBody):
+    """POST /v1/sessions/{id}/warm: a body that may be left out."""
+
+    model: str | None = None
+    cache_salt: str = Field("", max_length=MAX_SALT)
+    """As the conversation's requests have it."""
+    session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)
+    """Seconds for which it is kept then; default: as its last request said."""

@@ -1,0 +1,117 @@
+"""Engines of random weights that answer requests as they arrive, and the requests."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+
+SMOL_135M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+"""The config.json of SmolLM2-135M."""
+
+
+@dataclass
+class Answered:
+    """When a request came and when its tokens did, in seconds of time.perf_counter(), and the tokens."""
+
+    arrived: float
+    tokens: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+
+    @property
+    def latency(self) -> float:
+        return self.tokens[-1] - self.arrived
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.tokens[0] - self.arrived
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+@contextmanager
+def folder_of(config: Mapping[str, Any]) -> Iterator[Path]:
+    """A model's folder that has this config.json and nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield Path(folder)
+
+
+def dummy(folder: Path, **options: Any) -> Engine:
+    """An engine of random weights; `options`: more settings of its EngineConfig."""
+    settings = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    return Engine(EngineConfig(**settings | options))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: Sequence[int], tokens: int, *, seed: int = 0, **more: Any) -> Request:
+    """A request of so many greedy tokens; `more`: its other fields, or those of its SamplingParams."""
+    fields = {key: more.pop(key) for key in list(more) if key in Request.__struct_fields__}
+    chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | more))
+    return Request(id=name, prompt_ids=list(prompt), params=chosen, seed=seed, **fields)
+
+
+def random_prompt(length: int, seed: object, ids: range = range(1, SMOL_135M["vocab_size"])) -> list[int]:
+    return random.Random(str(seed)).choices(ids, k=length)
+
+
+def answer(made: Engine, arrivals: Sequence[tuple[float, Request]]) -> dict[str, Answered]:
+    """Submit each request so many seconds from now, and step until all have ended."""
+    began, coming = time.perf_counter(), sorted(arrivals, key=lambda arrival: arrival[0])
+    found: dict[str, Answered] = {}
+    while coming or made.busy:
+        now = time.perf_counter()
+        while coming and coming[0][0] <= now - began:
+            after, each = coming.pop(0)
+            found[each.id] = Answered(began + after)
+            made.add(each)
+        if not made.busy:
+            time.sleep(max(0.0, coming[0][0] - (time.perf_counter() - began)))
+            continue
+        outputs, now = made.step(), time.perf_counter()
+        for output in outputs:
+            one = found[output.id]
+            one.tokens += [now] * len(output.new_ids)
+            one.ids += output.new_ids
+            one.cached = max(one.cached, output.cached_tokens)
+    return found
+
+
+def at_once(made: Engine, requests: Sequence[Request]) -> dict[str, Answered]:
+    """The same of requests that all come now."""
+    return answer(made, [(0.0, each) for each in requests])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

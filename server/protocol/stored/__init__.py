@@ -1,1 +1,0 @@
-"""Bodies of what is kept in --data-dir."""

@@ -1,0 +1,95 @@
+"""The chat that a body of another API is translated to: its turns in the form that templates take, and error messages
+in the words of that API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.images.decode import head_of
+from quire.engine.text.chat_template import Shows
+from quire.server.images.asked import NeedsImages
+from quire.server.resolve.common import Resolved
+
+Places = dict[str, str]
+"""By a chat's name of a field within its messages, the caller's: those of images."""
+Turn = dict[str, Any]
+FIELD = "\0field"
+"""A key of an image's part, until it is placed: the caller's name of it. No JSON of ours has such a key."""
+
+
+@contextmanager
+def named_by_caller(names: Mapping[str, str]) -> Iterator[Places]:
+    """Lets what is raised name the caller's fields; `names` has these by the names that a chat's fields have, and so
+    have the places that `placed` notes."""
+    places: Places = {}
+    try:
+        yield places
+    except NeedsImages as needed:
+        needed.urls = {url: places.get(where, where) for url, where in needed.urls.items()}
+        raise
+    except InvalidRequest as error:
+        where, _, why = error.message.partition(": ")
+        if where in places:
+            error.message, error.param = f"{places[where]}: {why}", head_of(places[where])
+        else:
+            error.message = in_words_of_caller(error.message, error.param, names)
+            error.param = names.get(error.param or "", error.param)
+        error.args = (error.message,)
+        raise
+
+
+def in_own_words(call: Resolved, names: Mapping[str, str]) -> Resolved:
+    """The call, with the caller's names of the fields that its grammars come from."""
+    grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
+    parts = [(in_words_of_caller(place, None, names), grammar) for place, grammar in call.parts]
+    return replace(call, grammars=grammars, parts=parts)
+
+
+def in_words_of_caller(message: str, param: str | None, names: Mapping[str, str]) -> str:
+    """The message with its parameter's own name, and that of paths, which cannot be words of the text."""
+    for name, own in names.items():
+        if name == param or "." in name:
+            message = re.sub(rf"\b{re.escape(name)}\b", own, message)
+    return message
+
+
+def image_part(url: str, field: str, **more: str) -> Turn:
+    """A chat's content part, of an image that the caller has in `field`."""
+    return {"type": "image_url", "image_url": {"url": url, **more}, FIELD: field}
+
+
+def add_parts(turns: list[Turn], role: str, given: Sequence[Turn]) -> None:
+    """Add parts to the last turn, or to a new one where that is another role's."""
+    if not turns or turns[-1]["role"] != role:
+        turns.append({"role": role, "content": []})
+    turns[-1]["content"] += given
+
+
+def tool_turn(call_id: str, content: str | list[Turn], names: Mapping[str, str]) -> Turn:
+    """What a tool returned. `names`: of the functions that were called, by the ids of the calls."""
+    turn = {"role": "tool", "tool_call_id": call_id, "content": content}
+    return {**turn, "name": names[call_id]} if call_id in names else turn
+
+
+def placed(turns: Sequence[Turn], shows: Shows, places: Places) -> list[Turn]:
+    """The turns, with system messages that the template would refuse or leave out turned into user messages at the same
+    place: agents send them in the middle of a conversation. `places` receives where the images are. `shows`: what the
+    template shows. Content is a list of parts, or a tool's text."""
+    found: list[Turn] = []
+    for turn in turns:
+        shown = shows.late_system if found else shows.system
+        role = "user" if turn["role"] == "system" and not shown else turn["role"]
+        if role == "user" and found and found[-1]["role"] == "user":
+            found[-1] = {**found[-1], "content": [*found[-1]["content"], *turn["content"]]}
+        else:
+            found.append({**turn, "role": role})
+    for index, turn in enumerate(found):
+        for place, part in enumerate(turn["content"] if isinstance(turn["content"], list) else ()):
+            if field := part.pop(FIELD, None):
+                places[f"messages[{index}].content[{place}].image_url.url"] = field
+    return found

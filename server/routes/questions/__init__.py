@@ -1,1 +1,0 @@
-"""Calls that ask questions of a model, answered by probabilities."""

@@ -1,1 +1,0 @@
-"""Embeddings, scores, rankings and labels."""
