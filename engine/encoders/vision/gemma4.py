@@ -3,6 +3,7 @@ each other; the means of squares of patches become tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, normalised
+from quire.engine.encoders.pieces import weight
+from quire.engine.encoders.vision.tower import CPU, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
@@ -83,13 +85,16 @@ class Gemma4Tower(Tower):
 
         return replace(given, put=put)
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
+    def reading(self, images: Sequence[Image]) -> Reading:
+        embedded = [self._embedded(each) for each in images]
+        places = embedded[0][1].repeat(len(images), 1)
+        x = yield from self._through_layers(torch.cat([each for each, _ in embedded]), places, len(images))
+        rows, columns = (each // self._vision.shape.patch_size for each in (images[0].height, images[0].width))
+        return [self._pooled(each, rows, columns) for each in x.chunk(len(images))]
+
+    def _pooled(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """An image's patches [T, hidden] to tokens."""
         vision, backend = self._vision, self._making.backend
-        x, places = self._embedded(image)
-        hidden, residual = self._through_layers(x, places)
-        x = hidden + residual
-        rows, columns = (each // vision.shape.patch_size for each in (image.height, image.width))
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
         means = means * vision.shape.hidden_size**0.5
@@ -111,20 +116,22 @@ class Gemma4Tower(Tower):
         x = x + (self._positions[0, place % columns] + self._positions[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
-    def _through_layers(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes out of the layers, and the stream that it is to be added to."""
+    def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:
+        """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
         backend, vision = self._making.backend, self._vision
-        metadata = replace(alone(len(x), backend), axes=places)
+        metadata = replace(apart(len(x) // images, images, backend), axes=places)
         pages = 1 + int(metadata.block_table.max())
         shape = backend.kv_cache_shape(pages, vision.kv_heads, vision.head_dim, x.dtype)
         step = Step(metadata, (torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)), None)
         residual: Tensor | None = None
+        each = weight(len(x), len(x) // images, vision.shape.hidden_size) / len(self._layers) / 2
         for layer in self._layers:
             for part in layer:
                 x, residual = part.forward(backend, x, residual, step)
+                yield each
             self._making.progress()
         assert residual is not None
-        return x, residual
+        return x + residual
 
     def _put_positions(self, table: Tensor) -> None:
         self._positions = table

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from math import isqrt
 
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.pieces import ROWS
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
     CPU,
     Patches,
+    Reading,
     Tower,
     TowerMaking,
-    alone,
+    apart,
     axial_turns,
     encoder_spec,
     frequencies,
@@ -75,31 +78,41 @@ class GridTower(Tower):
             table["visual.pos_embed.weight"] = Parameter(size, self._making.dtype, self._put_positions)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        vision, shape = self._vision, self._vision.shape
-        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
-        order, metadata = self._ordered(rows, columns)
-        x = self._patches(normalised(image, vision.colours))[order]
+    def reading(self, images: Sequence[Image]) -> Reading:
+        vision, shape, count = self._vision, self._vision.shape, len(images)
+        rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
+        order, metadata = self._ordered(rows, columns, count)
+        x = torch.cat([self._patches(normalised(each, vision.colours))[order] for each in images])
         if vision.table:
-            x = x + self._interpolated(rows, columns)[order]
+            x = x + self._interpolated(rows, columns)[order].repeat(count, 1)
         alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0)
-        turns = axial_turns(order // columns, order % columns, alike, alike)
-        hidden, tapped = self._encoder.encode_tapped(x, metadata, turns, vision.tapped)
-        merged = [self._merger(hidden), *(merge(each) for merge, each in zip(self._deep, tapped, strict=True))]
-        return torch.cat(merged, dim=1)[self._tokens(order, columns)]
+        turns = axial_turns(order // columns, order % columns, alike, alike).repeat(count, 1)
+        hidden, tapped = yield from self._encoder.pieces(x, metadata, turns, vision.tapped)
+        merged = []
+        for merge, each in zip((self._merger, *self._deep), (hidden, *tapped), strict=True):
+            merged.append((yield from self._merged(merge, each)))
+        tokens = self._tokens(order, columns)
+        return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
-    def _ordered(self, rows: int, columns: int) -> tuple[Tensor, AttentionMetadata]:
-        """The patches in the order of the encoder, those of a token side by side, those of a window too; and who sees
-        whom, in the second group within a window alone."""
+    def _merged(self, merge: Merger, hidden: Tensor) -> Generator[float, None, Tensor]:
+        """Patches as tokens; a merger weighs half a layer."""
+        parts, unit = [], self._vision.merge**2
+        for part in hidden.split(ROWS // unit * unit):
+            parts.append(merge(part))
+            yield len(part) / 2 / self._vision.shape.num_layers
+        return torch.cat(parts)
+
+    def _ordered(self, rows: int, columns: int, images: int) -> tuple[Tensor, AttentionMetadata]:
+        """The patches of an image in the order of the encoder, those of a token side by side, those of a window too;
+        and who sees whom of so many images', in the second group within a window alone."""
         merge, backend = self._vision.merge, self._making.backend
         places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge).transpose(1, 2)
-        metadata = alone(rows * columns, backend)
+        metadata = apart(rows * columns, images, backend)
         if not self._vision.window:
             return places.flatten(), metadata
         window = self._vision.window // self._vision.unit
         squares = [part.flatten() for band in places.split(window) for part in band.split(window, dim=1)]
-        within = whole_prompts(np.array([len(each) for each in squares]), backend.block_size, CPU)
+        within = whole_prompts(np.array([len(each) for each in squares] * images), backend.block_size, CPU)
         return torch.cat(squares), replace(metadata, others=(within,))
 
     def _tokens(self, order: Tensor, columns: int) -> Tensor:

@@ -3,13 +3,15 @@ that an image is cut into."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
-from quire.engine.encoders.vision.tower import Tower, TowerMaking, normalised
+from quire.engine.encoders.vision.tower import Reading, Tower, TowerMaking, normalised
 from quire.engine.images.llava import Llava
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
@@ -37,9 +39,15 @@ class LlavaTower(Tower):
             table[_NEWLINE] = Parameter((self._making.text_size,), self._making.dtype, self._put_newline)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        squares = [self._square.read(each) for each in normalised(image, self._vision.colours).split(self._vision.side)]
+    def reading(self, images: Sequence[Image]) -> Reading:
+        side, colours = self._vision.side, self._vision.colours
+        squares = [square for each in images for square in normalised(each, colours).split(side)]
+        found = yield from self._square.read(squares)
+        each = len(found) // len(images)
+        return [self._joined(image, found[at * each :][:each]) for at, image in enumerate(images)]
+
+    def _joined(self, image: Image, squares: list[Tensor]) -> Tensor:
+        """The features of an image by those of its squares, of which the first shows all of it."""
         if self._newline is None:
             return squares[0]
         best = self._vision.best(image)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +13,10 @@ from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.tower import (
     CPU,
     Patches,
+    Reading,
     Tower,
     TowerMaking,
-    alone,
+    apart,
     axial_turns,
     encoder_spec,
     frequencies,
@@ -65,17 +67,17 @@ class PixtralTower(Tower):
         table |= self._connector.parameters()
         return table | (self._norm.parameters() | self._merger.parameters() if self._vision.merges else {})
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
+    def reading(self, images: Sequence[Image]) -> Reading:
         vision, shape, backend = self._vision, self._vision.shape, self._making.backend
-        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
-        x = self._patches(normalised(image, vision.colours))
+        rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
+        x = torch.cat([self._patches(normalised(each, vision.colours)) for each in images])
         x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
         places = torch.arange(rows * columns)
         each = frequencies(shape.hidden_size // shape.num_heads, vision.theta)
-        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2])
-        hidden, _ = self._encoder.encode_tapped(x, alone(rows * columns, backend), turns, ())
-        return self._connector(self._merged(hidden, rows, columns) if vision.merges else hidden)
+        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2]).repeat(len(images), 1)
+        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images), backend), turns)
+        merged = (self._merged(one, rows, columns) if vision.merges else one for one in hidden.chunk(len(images)))
+        return [self._connector(one) for one in merged]
 
     def _merged(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
         """merge x merge patches side by side, channel by channel, as one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec
 from quire.engine.encoders.vision.connectors import Connector
-from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, normalised
+from quire.engine.encoders.vision.tower import (
+    CPU,
+    Patches,
+    Reading,
+    Tower,
+    TowerMaking,
+    apart,
+    encoder_spec,
+    normalised,
+)
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
@@ -118,7 +128,6 @@ class SquareTower(Tower):
         self._connector = connector
         self._positions: Tensor | None = None
         self._class: Tensor | None = None
-        self._metadata = alone(tokens, making.backend)
         self._backend = making.backend
 
     def parameters(self) -> ParameterTable:
@@ -132,21 +141,26 @@ class SquareTower(Tower):
             table[spec.class_token] = Parameter(shape, self._dtype, self._put_class)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        return self.read(normalised(image, self._colours))
+    def reading(self, images: Sequence[Image]) -> Reading:
+        return self.read([normalised(each, self._colours) for each in images])
 
-    def read(self, pixels: Tensor) -> Tensor:
-        """The same of a square's pixels [side, side, 3], float32."""
+    def read(self, squares: Sequence[Tensor]) -> Reading:
+        """The same of squares' pixels, each [side, side, 3] float32."""
+        x = torch.cat([self._embedded(each) for each in squares])
+        metadata = apart(len(x) // len(squares), len(squares), self._backend)
+        hidden, _ = yield from self._encoder.pieces(x, metadata)
+        return [self._connector(each) for each in hidden.chunk(len(squares))]
+
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        """What goes into the layers, [tokens, hidden]."""
         assert self._positions is not None, "weights are not loaded"
         x = self._patches(pixels)
         assert len(x) == len(self._places), "an image that was prepared for another tower"
         if self._class is not None:
             x = torch.cat((self._class, x))
         x = x + self._positions
-        if (norm := self._first_norm) is not None:
-            x = self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
-        return self._connector(self._encoder.encode(x, self._metadata))
+        norm = self._first_norm
+        return x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
 
     def _put_positions(self, table: Tensor) -> None:
         table = table.view(-1, self._shape.hidden_size)

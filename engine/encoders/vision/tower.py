@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
+from quire.engine.encoders.pieces import finished
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 
 CPU = torch.device("cpu")
+Reading = Generator[float, None, list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class TowerMaking:
 
     backend: Backend
     scheme: Scheme
+    """Of the linears of the tower's layers; others are whole."""
     dtype: torch.dtype
     text_size: int
     """Of the hidden states that features take the place of."""
@@ -36,7 +39,7 @@ class TowerMaking:
     """Called after every layer."""
 
     def linear(self, size: int, name: str, out: int, *, bias: bool = True) -> JoinedLinear:
-        return JoinedLinear(self.scheme, size, {name: out}, bias=bias)
+        return JoinedLinear(Unquantized(self.backend, self.dtype), size, {name: out}, bias=bias)
 
 
 class Tower(ABC):
@@ -51,9 +54,15 @@ class Tower(ABC):
         (engine/checkpoint/safetensors.py) says it."""
 
     @abstractmethod
-    def features(self, image: Image) -> Tensor:
-        """[tokens, text_size], or wider as Features (engine/models/decoder.py) says it. The same bits whatever else is
-        computed: an image is a step of its own."""
+    def reading(self, images: Sequence[Image]) -> Reading:
+        """Read images of one height and width, in pieces (engine/encoders/pieces.py), which weigh what Vision.work
+        says. Gives of each its features, [tokens, text_size], or wider as Features (engine/models/decoder.py) says it:
+        the same bits whatever else is read beside it."""
+
+    @torch.inference_mode()
+    def features(self, images: Sequence[Image]) -> list[Tensor]:
+        """The same at once."""
+        return finished(self.reading(images))
 
 
 class Patches:
@@ -109,9 +118,9 @@ def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
     )
 
 
-def alone(tokens: int, backend: Backend) -> AttentionMetadata:
-    """A step of one sequence."""
-    return whole_prompts(np.array([tokens]), backend.block_size, CPU)
+def apart(tokens: int, images: int, backend: Backend) -> AttentionMetadata:
+    """A step of so many sequences of so many tokens each."""
+    return whole_prompts(np.full(images, tokens), backend.block_size, CPU)
 
 
 def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:

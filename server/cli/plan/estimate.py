@@ -220,9 +220,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
+    tower = sizes.tower_bytes(width, quantized) * machine.reads_images  # of stages the first one has it
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
     alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
-    on_device += adapters // sharing + drafts // alone + sizes.tower * width * machine.reads_images
+    on_device += adapters // sharing + drafts // alone + tower // machine.stages
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
