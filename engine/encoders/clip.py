@@ -1,5 +1,5 @@
-"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through a
-linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
+"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
+a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
 
 from dataclasses import replace
 

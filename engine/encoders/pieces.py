@@ -1,5 +1,5 @@
-"""An encoder's computation in pieces, between which others have their turn: some tokens in one layer at a time. No piece
-changes a bit of what comes out, for kernels compute each token as if it was alone."""
+"""An encoder's computation in pieces, between which others have their turn: some tokens in one layer at a time. No
+piece changes a bit of what comes out, for kernels compute each token as if it was alone."""
 
 from __future__ import annotations
 

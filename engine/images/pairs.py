@@ -1,5 +1,5 @@
-"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): an image and a text have vectors that are compared, and no
-prompt has both. Pixels are those of transformers' image_processing_pil_*.py, which the tests compare with."""
+"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): an image and a text have vectors that are compared, and
+no prompt has both. Pixels are those of transformers' image_processing_pil_*.py, which the tests compare with."""
 
 from __future__ import annotations
 

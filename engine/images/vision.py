@@ -120,8 +120,8 @@ class Vision(ABC):
 
     def work(self, content: Content) -> int:
         """What reading a content weighs, in tokens of a step's budget: a patch about as much as a token, for towers are
-        narrower than text parts, and more the more patches it sees: attention among 1,024 of 768 numbers was measured to
-        take a third of the time of the linears."""
+        narrower than text parts, and more the more patches it sees: attention among 1,024 of 768 numbers was measured
+        to take a third of the time of the linears."""
         return math.ceil(self._patches(content) * (1 + self.seen(content) / (4 * self.shape.hidden_size)))
 
     def _patches(self, content: Content) -> int:

@@ -1,5 +1,5 @@
-"""SigLIP 2's tower (Tschannen et al., 2025) over an image of any shape, as LFM2-VL has it: learned positions of a square,
-resized to the image's patches; merge x merge patches side by side become a token."""
+"""SigLIP 2's tower (Tschannen et al., 2025) over an image of any shape, as LFM2-VL has it: learned positions of a
+square, resized to the image's patches; merge x merge patches side by side become a token."""
 
 from __future__ import annotations
 

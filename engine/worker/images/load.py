@@ -45,8 +45,9 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """The tower of the model at `path`, the linears of its layers in as few bits as are asked for; of a pipeline's stages the first alone has it, the others know where images
-    stand. Raises ModelError for weights that are missing or of another shape."""
+    """The tower of the model at `path`, the linears of its layers in as few bits as are asked for; of a pipeline's
+    stages the first alone has it, the others know where images stand. Raises ModelError for weights that are missing or
+    of another shape."""
     vision = None if model_config.given is not None else read_vision(path)
     if vision is None:
         return LoadedTower(None, TEXT_ALONE)

@@ -1,5 +1,5 @@
-"""LFM2-VL, whose processor transformers has for torchvision alone: its own code for sizes, tiles and tokens, with PyTorch's
-interpolation of bytes in the place of torchvision's, which is that."""
+"""LFM2-VL, whose processor transformers has for torchvision alone: its own code for sizes, tiles and tokens, with
+PyTorch's interpolation of bytes in the place of torchvision's, which is that."""
 
 from __future__ import annotations
 
