@@ -1,6 +1,6 @@
 """LFM2-VL (Liquid AI, 2025): a small image keeps its shape, a large one is cut into tiles, and one more shows all of
-it. Sizes and tokens are those of transformers' image_processing_lfm2_vl.py, whose torchvision resizes to within a level of
-what Pillow does."""
+it. Sizes and tokens are those of transformers' image_processing_lfm2_vl.py, whose torchvision resizes to within a level
+of what Pillow does."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def resized(width: int, height: int, unit: int, fewest: int, most: int) -> tuple
 
 def grid_of(width: int, height: int, tile: int, fewest: int, most: int) -> tuple[int, int]:
     """Columns and rows of `fewest` to `most` tiles whose ratio is nearest to the image's; of those that are as near,
-    the last where the image has more than half of their pixels: of as many tiles in the order of a set, as transformers has
-    them."""
+    the last where the image has more than half of their pixels: of as many tiles in the order of a set, as transformers
+    has them."""
     counts = range(fewest, most + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if fewest <= wide * high <= most}
