@@ -268,14 +268,21 @@ class Encoder:
 
     def encode(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """The same of embedded tokens [T, hidden]."""
-        return finished(self.pieces(x, metadata))[0]
+        return finished(self.pieces(x, metadata, cut=False))[0]
 
     def pieces(
-        self, x: Tensor, metadata: AttentionMetadata, turns: Tensor | None = None, taps: Sequence[int] = ()
+        self,
+        x: Tensor,
+        metadata: AttentionMetadata,
+        turns: Tensor | None = None,
+        taps: Sequence[int] = (),
+        *,
+        cut: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
         """The same of images' patches, in pieces (engine/encoders/pieces.py); and what the layers `taps` give,
         ascending. turns [T, head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces
-        together weigh what `weight` says of the patches."""
+        together weigh what `weight` says of the patches. cut: a piece may be some of the tokens, all of which see each
+        other then, wherever they stand."""
         backend, spec, tapped = self._backend, self.spec, list[Tensor]()
         if turns is not None:
             every = torch.arange(len(x), device=self.device)
@@ -284,7 +291,9 @@ class Encoder:
         pages = 1 + max(int(each.block_table.max()) for each in (metadata, *metadata.others))
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        groups = [(parts_of(each, ROWS), each.max_context_len) for each in (metadata, *metadata.others)]
+        groups = [
+            (parts_of(each, ROWS if cut else len(x)), each.max_context_len) for each in (metadata, *metadata.others)
+        ]
         for index, layer in enumerate(self._layers):
             parts, seen = groups[spec.groups[index] if spec.groups else 0]
             rope = layer.rope if turns is None else replace(layer.rope, cos_sin=turns)

@@ -9,10 +9,10 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import KVPlan
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
-from quire.engine.encoders.encoder import Encoder
+from quire.engine.encoders.encoder import Encoder, EncoderSpec
 from quire.engine.encoders.runner import EncoderRunner
 from quire.engine.errors import ConfigError
 from quire.engine.layers.heads import Head
@@ -45,10 +45,7 @@ def start_encoder(
 ) -> Worker:
     """Load the model at `path`, with `tensors` for weights if there are any. Raises ConfigError, naming the key at
     fault. `progress` is called after every layer."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config)
-    check_other(config, device)
+    device = _device(config)
     dtype, changed = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
@@ -63,8 +60,7 @@ def start_encoder(
     with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
-        plain = vector_head(pooling, backend, spec.classifier, spec.hidden_size)
-        head = Head(spec.projection, backend) if spec.projection else plain
+        head = _head(spec, pooling, backend)
         table = model.parameters() | head.parameters()
         checkpoint = Checkpoint(table, tuple(each.folder for each in pooling.dense), spec.unused)
         stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
@@ -99,6 +95,20 @@ def start_encoder(
         no_images=images.why_not,
         everywhere=None,
     )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config)
+    check_other(config, device)
+    return device
+
+
+def _head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> Head:
+    if spec.projection:
+        return Head(spec.projection, backend)
+    return vector_head(pooling, backend, spec.classifier, spec.hidden_size)
 
 
 def refuse(config: EngineConfig) -> None:

@@ -210,6 +210,11 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
     return "float16" if name == "bfloat16" and not machine.bf16 else name
 
 
+def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:
+    """Bytes of a tower for images on each device; of stages the first one has it."""
+    return sizes.tower_bytes(width, quantized) * machine.reads_images // machine.stages
+
+
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     sizes = sizes.within_windows() if wishes.within_windows else sizes
@@ -220,10 +225,9 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
-    tower = sizes.tower_bytes(width, quantized) * machine.reads_images  # of stages the first one has it
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
     alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
-    on_device += adapters // sharing + drafts // alone + tower // machine.stages
+    on_device += adapters // sharing + drafts // alone + tower_share(sizes, machine, width, quantized)
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
