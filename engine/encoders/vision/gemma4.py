@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.encoders.pieces import weight
-from quire.engine.encoders.vision.tower import CPU, Reading, Tower, TowerMaking, apart, normalised
+from quire.engine.encoders.vision.tower import CPU, ColourPatches, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
@@ -52,9 +52,7 @@ class Gemma4Tower(Tower):
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
         self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
         hidden = shape.hidden_size
-        self._patches = making.linear(
-            3 * shape.patch_size**2, f"{_TOWER}.patch_embedder.input_proj", hidden, bias=False
-        )
+        self._patches = ColourPatches(making, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False)
         self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
         self._positions: Tensor | None = None
         self._moved: dict[str, Tensor] = {}
@@ -110,10 +108,8 @@ class Gemma4Tower(Tower):
         size = self._vision.shape.patch_size
         rows, columns = image.height // size, image.width // size
         pixels = 2 * (normalised(image, self._vision.colours) - 0.5)
-        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
         place = torch.arange(rows * columns)
-        x = self._patches.packed(cut.to(self._making.dtype).contiguous(), NO_ADAPTERS)
-        x = x + (self._positions[0, place % columns] + self._positions[1, place // columns])
+        x = self._patches(pixels) + (self._positions[0, place % columns] + self._positions[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
     def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.encoder import EncoderNames
 from quire.engine.encoders.pieces import ROWS
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
@@ -34,8 +34,6 @@ from quire.engine.types import Image
 from quire.kernels.activation import GELU
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 
-_LONGEST = 2**20
-"""Patches of an image; the encoder has no table that is as long."""
 _PLAIN = ("mlp.fc1",), "mlp.fc2"
 _GATED = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 _OF_QWEN3 = ("mlp.linear_fc1",), "mlp.linear_fc2"
@@ -53,15 +51,7 @@ class GridTower(Tower):
         if vision.window:
             windowed = (index not in vision.full_layers for index in range(shape.num_layers))
             spec = replace(spec, groups=tuple(map(int, windowed)))
-        self._encoder = Encoder(
-            spec,
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=_LONGEST,
-            progress=making.progress,
-        )
+        self._encoder = making.encoder(spec)
         patches, biased = "visual.patch_embed.proj", bool(vision.table)
         self._patches = Patches(making, shape, patches, bias=biased, frames=vision.frames)
         self._merger = Merger(vision, making, "visual.merger", shared_norm=True)

@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.vision.connectors import ShuffledLinears
 from quire.engine.encoders.vision.squares import siglip
-from quire.engine.encoders.vision.tower import CPU, Reading, Tower, TowerMaking, apart, normalised
+from quire.engine.encoders.vision.tower import ColourPatches, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.lfm2 import Lfm2
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
-from quire.kernels.backend import NO_ADAPTERS
 
 _TOWER = "vision_tower"
 
@@ -28,19 +26,8 @@ class Lfm2Tower(Tower):
         shape = vision.shape
         self._vision, self._making = vision, making
         spec = siglip(shape, _TOWER)
-        self._encoder = Encoder(
-            spec.encoder,
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=1,
-            progress=making.progress,
-        )
-        self._patches, self._table = (
-            making.linear(3 * shape.patch_size**2, spec.patches, shape.hidden_size),
-            spec.positions,
-        )
+        self._encoder = making.encoder(spec.encoder)
+        self._patches, self._table = ColourPatches(making, shape, spec.patches, bias=True), spec.positions
         self._connector = ShuffledLinears(
             making,
             shape.hidden_size,
@@ -62,16 +49,11 @@ class Lfm2Tower(Tower):
         size = self._vision.shape.patch_size
         rows, columns = images[0].height // size, images[0].width // size
         places = self._placed(rows, columns)
-        x = torch.cat([self._embedded(each, rows, columns) + places for each in images])
+        pixels = (normalised(each, self._vision.colours) for each in images)
+        x = torch.cat([self._patches(each) + places for each in pixels])
         metadata = apart(rows * columns, len(images), self._making.backend)
         hidden, _ = yield from self._encoder.pieces(x, metadata)
         return [self._connector.of(each, rows, columns) for each in hidden.chunk(len(images))]
-
-    def _embedded(self, image: Image, rows: int, columns: int) -> Tensor:
-        """Patches by rows, whose pixels' colours stand side by side, [rows * columns, hidden]."""
-        size, pixels = self._vision.shape.patch_size, normalised(image, self._vision.colours)
-        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
-        return self._patches.packed(cut.to(self._making.dtype).contiguous(), NO_ADAPTERS)
 
     def _placed(self, rows: int, columns: int) -> Tensor:
         """Positions of patches by rows, [rows * columns, hidden]. Interpolated in float32."""

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.encoder import EncoderNames
 from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.tower import (
-    CPU,
     Patches,
     Reading,
     Tower,
@@ -46,15 +45,8 @@ class PixtralTower(Tower):
         shape = vision.shape
         self._vision, self._making = vision, making
         plain = {"root_mean_square": True, "bias": False, "norm_bias": False, "gated": True}
-        self._encoder = Encoder(
-            replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain),  # type: ignore[arg-type]
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=1,
-            progress=making.progress,
-        )
+        spec = replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain)  # type: ignore[arg-type]
+        self._encoder = making.encoder(spec)
         self._patches = Patches(making, shape, f"{_TOWER}.patch_conv", bias=False)
         self._first_norm = LayerNormWeights(f"{_TOWER}.ln_pre", shape.hidden_size, bias=False)
         hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge**2

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec
 from quire.engine.encoders.vision.connectors import Connector
 from quire.engine.encoders.vision.tower import (
-    CPU,
     Patches,
     Reading,
     Tower,
@@ -112,17 +111,8 @@ class SquareTower(Tower):
         self._spec, self._shape, self._colours, self._dtype = spec, shape, colours, making.dtype
         self._classes = 1 if spec.class_token is not None else 0
         self._places, self._trained = places, trained
-        tokens = len(places) + self._classes
         self._patches = Patches(making, shape, spec.patches, bias=spec.patch_bias)
-        self._encoder = Encoder(
-            spec.encoder,
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=tokens,
-            progress=making.progress,
-        )
+        self._encoder = making.encoder(spec.encoder)
         norm = spec.first_norm
         self._first_norm = None if norm is None else LayerNormWeights(norm, shape.hidden_size, bias=True)
         self._connector = connector

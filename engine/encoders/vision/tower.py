@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
+from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, activation_of
 from quire.engine.encoders.pieces import finished
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.images.vision import Colours, TowerShape
@@ -37,6 +37,18 @@ class TowerMaking:
     """Of the hidden states that features take the place of."""
     progress: Callable[[], None]
     """Called after every layer."""
+
+    def encoder(self, spec: EncoderSpec) -> Encoder:
+        """Of the tower's layers, which have no table of rotations."""
+        return Encoder(
+            spec,
+            self.backend,
+            self.scheme,
+            dtype=self.dtype,
+            device=CPU,
+            max_model_len=1,
+            progress=self.progress,
+        )
 
     def linear(self, size: int, name: str, out: int, *, bias: bool = True) -> JoinedLinear:
         return JoinedLinear(Unquantized(self.backend, self.dtype), size, {name: out}, bias=bias)
@@ -89,6 +101,22 @@ class Patches:
         if self._frames:
             cut = cut[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
         return self._linear.packed(cut.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
+
+
+class ColourPatches:
+    """Patches whose pixels' colours stand side by side, through a linear."""
+
+    def __init__(self, making: TowerMaking, shape: TowerShape, name: str, *, bias: bool) -> None:
+        self._size, self._dtype = shape.patch_size, making.dtype
+        self._linear = making.linear(3 * shape.patch_size**2, name, shape.hidden_size, bias=bias)
+        self.parameters = self._linear.parameters
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """[height, width, 3] to [rows * columns, hidden]."""
+        size = self._size
+        rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
+        return self._linear.packed(cut.to(self._dtype).contiguous(), NO_ADAPTERS)
 
 
 def normalised(image: Image, colours: Colours) -> Tensor:
