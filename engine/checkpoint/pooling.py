@@ -154,9 +154,9 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
 
 def vector_size(config: ModelConfig) -> int:
     """Numbers of the vectors of a model with a linear behind its pooling."""
-    return config.raw.get("projection_dim" if config.model_type == "clip_text_model" else "projection_size") or (
-        512 if config.model_type == "clip_text_model" else config.hidden_size
-    )
+    clip = config.model_type == "clip_text_model"
+    size: int | None = config.raw.get("projection_dim" if clip else "projection_size")
+    return size or (512 if clip else config.hidden_size)
 
 
 def is_classifier(config: ModelConfig) -> bool:

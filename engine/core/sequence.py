@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.engine.core.batch import Look
 from quire.engine.core.blocks import block_hash, contents_between, root_hash
-from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
+from quire.engine.types import FinishReason, Request, SamplingParams, Span, TokenLogprob
 
 
 class Share(NamedTuple):
@@ -142,7 +142,8 @@ class Sequence:
         it comes first and is read."""
         if self.computed >= self.num_prompt or count <= 0 or not self.request.spans:
             return Share(count, count)
-        end, weight, looks, last = self.computed + min(count, room), 0, list[Look](), None
+        end, weight, looks = self.computed + min(count, room), 0, list[Look]()
+        last: Span | None = None
         for span in self.request.spans:
             if span.start >= end:
                 break

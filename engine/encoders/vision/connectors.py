@@ -166,8 +166,8 @@ class AttentionPooled(Connector):
         assert self._probe is not None, "weights are not loaded"
         q, _, _ = self._qkv.packed(self._probe, NO_ADAPTERS).chunk(3, dim=1)
         _, k, v = self._qkv.packed(hidden, NO_ADAPTERS).chunk(3, dim=1)
-        heads = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
-        seen = F.scaled_dot_product_attention(*heads).transpose(0, 1).flatten(1).to(hidden.dtype)
+        q, k, v = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1).to(hidden.dtype)
         x = self._out.packed(seen.contiguous(), NO_ADAPTERS)
         normed = self._backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
         wide = self._backend.activate(self._up.packed(normed, NO_ADAPTERS), self._activation)

@@ -64,7 +64,12 @@ def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
     vision = read_vision(path)
     assert vision is not None
     least = max(24, *(span.count for each in asked for span in each.spans), vision.longest if vision.whole else 0)
-    options = {"num_kv_blocks": 96, "dtype": "bfloat16", "attention_backend": "cpu", "max_num_batched_tokens": least}
+    options: dict[str, Any] = {
+        "num_kv_blocks": 96,
+        "dtype": "bfloat16",
+        "attention_backend": "cpu",
+        "max_num_batched_tokens": least,
+    }
     one = Engine(EngineConfig(model=str(path), **options))
     wanted = run(one, asked)
     divided = Engine(EngineConfig(model=str(path), pipeline_parallel_size=2, **options))

@@ -61,7 +61,7 @@ def test_few_bits(tmp_path: Path) -> None:
     few, _ = tower_and_images(path, quantization="int8")
     (wanted,), (found,) = plain.features(images[:1]), few.features(images[:1])
     assert 0 < (found - wanted).float().norm() < 0.1 * wanted.float().norm()
-    text = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
+    text: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
     vision = read_vision(path)
     assert vision is not None
     held = Engine(EngineConfig(model=str(path), **text)).info.weight_bytes
