@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from quire.engine.core.batch import Look
 from quire.engine.core.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import FinishReason, Request, SamplingParams, Span, TokenLogprob
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Share:
     """What of a sequence a step takes."""
 
     count: int
