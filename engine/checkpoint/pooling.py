@@ -155,7 +155,7 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
 def vector_size(config: ModelConfig) -> int:
     """Numbers of the vectors of a model with a linear behind its pooling."""
     clip = config.model_type == "clip_text_model"
-    size: int | None = config.raw.get("projection_dim" if clip else "projection_size")
+    size = config.raw.get("projection_dim") if clip else config.raw.get("projection_size")
     return size or (512 if clip else config.hidden_size)
 
 
