@@ -197,13 +197,15 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a span's features are made of, resized as the model reads it, not yet normalised."""
 
     digest: bytes
-    """Of all that follows."""
+    """Of all that follows, but the work."""
     height: int
     width: int
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
     """Height and width before it was resized, where the number of features depends on them."""
+    work: int = 1
+    """What reading it takes of steps' budgets, in tokens: Vision.work of the model's."""
 
     @classmethod
     def of(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:

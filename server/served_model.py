@@ -103,6 +103,11 @@ class ServedModel(ModelSource):
         return {name: self.sampling_defaults.get(name, plain) for name, plain in PLAIN.items()}
 
     @property
+    def pairs(self) -> bool:
+        """Whether an image has a vector of its own, and is in no prompt with text."""
+        return self.images is not None and self.images.vision.apart
+
+    @property
     def renderer(self) -> ChatRenderer:
         return self.formats.renderer
 

@@ -34,10 +34,10 @@ class EventStream(EventSourceResponse):
     with the first chunk, or with the first ping when none came for `config.sse_ping` seconds. An exception before that
     is raised, to get a status of its own; a later one is sent as the last event.
 
-    The one thing that is overridden of sse-starlette is how the answer is sent (`__call__`). Its own way sends the status
-    before the first chunk, pings between events that come all the time, ends a stream when uvicorn is asked to stop,
-    although HttpServer drains its streams first, and takes 0.4 ms for each stream, in task groups, and microseconds for
-    each token.
+    Of sse-starlette one thing is overridden: how the answer is sent (`__call__`). Its own way sends the status before
+    the first chunk, pings between events that come all the time, ends a stream when uvicorn is asked to stop, although
+    HttpServer drains its streams first, and takes 0.4 ms for each stream, in task groups, and microseconds for each
+    token.
     """
 
     def __init__(

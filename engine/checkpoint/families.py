@@ -154,6 +154,7 @@ STACKED = (
 ENCODERS = {
     "bert": "bert",
     "camembert": "roberta",
+    "clip_text_model": "clip",
     "distilbert": "distilbert",
     "gte": "gte",
     "modernbert": "modernbert",
@@ -161,28 +162,37 @@ ENCODERS = {
     "new": "gte",
     "nomic_bert": "nomic_bert",
     "roberta": "roberta",
+    "siglip_text_model": "clip",
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
+PAIRED = ("clip_text_model", "siglip_text_model")
+"""Those of them beside which an image has a vector too."""
 WITH_IMAGES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "idefics3": "llama",
+    "lfm2_vl": "lfm2",
     "mistral3": "mistral",
     "smolvlm": "llama",
 }
 WITH_IMAGES |= {"internvl": "qwen2", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
 WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
 WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}
+WITH_IMAGES |= {"clip": "clip_text_model", "siglip": "siglip_text_model"}
 WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
 of engine/images/config.py read images too."""
 _LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_PAIRED_SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 TEXT_SIZES: dict[str, dict[str, int]] = {
     "gemma3_text": {
         **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
     },
+    "clip_text_model": {**_PAIRED_SIZES, "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048}
+    | {"num_attention_heads": 8, "max_position_embeddings": 77},
+    "siglip_text_model": {**_PAIRED_SIZES, "vocab_size": 32000, "max_position_embeddings": 64},
     "llama": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
     "mistral": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},
 }
@@ -302,7 +312,7 @@ def has_file(raw: Mapping[str, Any]) -> bool:
     inner = str(part.get("model_type") or "") if isinstance(part, Mapping) else ""
     if kind in ENCODERS:
         return not raw.get("is_decoder")
-    return kind in FAMILIES or (kind in WITH_IMAGES and (not inner or inner in FAMILIES))
+    return kind in FAMILIES or (kind in WITH_IMAGES and (not inner or inner in FAMILIES or inner in ENCODERS))
 
 
 def family_not_served(raw: Mapping[str, Any]) -> str | None:

@@ -161,6 +161,8 @@ class ServedFields(SharedFields, total=False):
     rms_norm_eps: _Epsilon | None
     hidden_act: _Text | None
     hidden_activation: _Text | None
+    projection_dim: _Width | None
+    projection_size: _Width | None
     eos_token_id: _TokenId | _TokenIds | None
     rope_theta: _Theta | None
     rope_parameters: Ropes | None

@@ -323,6 +323,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
     kind = WITH_IMAGES.get(str(raw.get("model_type")), raw.get("model_type"))
     given = {**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})}
+    if kind == "clip_text_model":  # where the text part says another, nobody reads it
+        given["projection_dim"] = raw.get("projection_dim")
     left_out = TEXT_SIZES.get(str(given["model_type"]), {}) if part and raw.get("model_type") in WITH_IMAGES else {}
     return named_alike({**left_out, **given})
 

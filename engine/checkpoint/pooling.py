@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta
 
-from quire.engine.checkpoint.families import ENCODERS
+from quire.engine.checkpoint.families import ENCODERS, PAIRED
 from quire.engine.checkpoint.fields import MAX_LABELS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, own_modules
@@ -152,6 +152,13 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
     )
 
 
+def vector_size(config: ModelConfig) -> int:
+    """Numbers of the vectors of a model with a linear behind its pooling."""
+    clip = config.model_type == "clip_text_model"
+    size = config.raw.get("projection_dim") if clip else config.raw.get("projection_size")
+    return size or (512 if clip else config.hidden_size)
+
+
 def is_classifier(config: ModelConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.raw.get("architectures") or ())
 
@@ -225,6 +232,8 @@ def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> Acti
 def _embedding(path: Path, config: ModelConfig, encoder: bool) -> Pooling:
     """What modules.json and the folders that it names say."""
     modules = _modules(path)
+    if not modules and config.model_type in PAIRED:
+        return Pooling("last", vector_size(config))
     kinds = [module["type"].rpartition(".")[2] for module in modules]
     if not modules:
         return Pooling("mean" if encoder else "last", config.hidden_size)

@@ -45,6 +45,7 @@ _OF_IMAGES = (
     "embed_vision.",
     "multi_modal_projector.",
     "vision_model.",
+    "visual_projection.",
     "model.connector.",
     "image_newline",
 )

@@ -27,6 +27,7 @@ from quire.engine.checkpoint.families import (
     wide_activations,
 )
 from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
 from quire.engine.checkpoint.parts import unequal
 from quire.engine.checkpoint.parts.parameters import (
     LEARNED,
@@ -100,9 +101,16 @@ class ModelSizes:
     notes: tuple[str, ...]
     """What is not counted or only guessed, for people to read."""
     tower: int = 0
-    """Parameters of the tower and connector for images, which are not in `parameters` and not quantized."""
+    """Parameters of the tower and connector for images, which are not in `parameters`."""
+    tower_linears: int = 0
+    """The part of them in its layers' linears: those alone are quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
+
+    def tower_bytes(self, width: int, quantization: str | None) -> int:
+        """The tower's, at so many bytes for a number and as its linears are quantized at load."""
+        bits = 8 * width if quantization is None else QUANTIZED_BITS[quantization]
+        return (self.tower - self.tower_linears) * width + round(self.tower_linears * bits / 8)
 
     def within_windows(self) -> ModelSizes:
         """The same for contexts that end where the narrowest sliding window does."""
@@ -208,7 +216,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (given_size(text, name) for name in wanted)
-    notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
+    notes = _notes(raw, kind, (tower := tower_numbers(raw, hidden))[0])
     windows, states = layer_windows(text, layers), state_of(text, hidden)
     attending, parts = len(windows), layer_parts(text, layers)
     notes += _of_states(text, layers - attending) if states is None else []
@@ -254,7 +262,8 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         layer_states=in_layers(text, states, [PagedState(cached, each, head) for each in windows], layers),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
-        tower=tower,
+        tower=tower[0],
+        tower_linears=tower[1],
         state_formula=state_formula(states, keeping),
     )
 

@@ -26,6 +26,20 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Features are shared only with requests of the same salt."""
 
 
+class Look(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A part of reading an image, before a step's tokens are computed."""
+
+    digest: bytes
+    until: int
+    """How far it is read then,"""
+    of: int
+    """of so much: Image.work."""
+
+    @property
+    def ends(self) -> bool:
+        return self.until == self.of
+
+
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: tokens start to start + count of its slot, whose token ids the device holds.
 
@@ -47,6 +61,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether to pick a token after the row's last one. Always False for PoolingParams, for which the device makes the
     vector in the row that ends with the prompt's last token."""
     draft_ids: list[int] = []
+    looks: list[Look] = []
+    """What of its images is read in this step. A row may have no more than that, and a `count` of 0."""
 
 
 class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -128,6 +144,12 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Slots whose owners have left since the step before."""
     slot_copies: list[SlotCopy] = []
     """Made in this order, before any row is computed."""
+
+    @property
+    def computed(self) -> Batch:
+        """Without the rows that have no tokens."""
+        rows = [row for row in self.rows if row.count]
+        return self if len(rows) == len(self.rows) else msgspec.structs.replace(self, rows=rows)
 
     @property
     def admitted_ids(self) -> list[str]:

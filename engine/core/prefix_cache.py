@@ -134,7 +134,7 @@ class PrefixCache:
     def register(self, seq: Sequence, start: int, known: int) -> None:
         """Let the pieces that are full now be found, and note what the step writes, from token `start` on; it computes
         the first `known` tokens, and guesses behind them."""
-        if not self.enabled:
+        if not self.enabled or seq.computed == start:
             return
         self.snapshots.keep(seq, known)
         full = min(seq.computed, len(seq.tokens)) // self._piece

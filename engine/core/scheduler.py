@@ -20,7 +20,7 @@ from quire.engine.core.fairness import FairQueue, TokenBudget
 from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.page_tables import PageTables
 from quire.engine.core.prefix_cache import PrefixCache
-from quire.engine.core.sequence import Sequence, Status
+from quire.engine.core.sequence import Sequence, Share, Status
 from quire.engine.core.state_snapshots import SnapshotPlan, choose_snapshots
 from quire.engine.core.stats import Counts, EngineStats
 from quire.engine.types import Cause, Request, RequestOutput, Task
@@ -175,7 +175,7 @@ class Scheduler:
         self._give_way()
         planned, budget = self._plan_running()
         drafts = self._draft(planned, budget)
-        rows = [self._commit(seq, count, drafts.get(seq, [])) for seq, count in planned.items()]
+        rows = [self._commit(seq, share, drafts.get(seq, [])) for seq, share in planned.items()]
         copies: list[PageCopy] = []
         admissions = self._admit(rows, copies, budget)
         if not rows:
@@ -221,30 +221,29 @@ class Scheduler:
         for victim in victims if lacking <= 0 else ():  # else they would lose their pages, and it would wait on
             self._preempt(victim)
 
-    def _plan_running(self) -> tuple[dict[Sequence, int], TokenBudget]:
-        """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
+    def _plan_running(self) -> tuple[dict[Sequence, Share], TokenBudget]:
+        """What to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
         budget = self._waiting.budget(self._max_tokens, self._running, whole=self._whole_prompts)
-        planned: dict[Sequence, int] = {}
+        planned: dict[Sequence, Share] = {}
         pending = {seq: seq.pending for seq in self._running}
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
-            most = min(pending[seq], budget.most(seq))
-            count = seq.stretch(min(most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
-            if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
+            room = min(budget.most(seq), self._most_of_one)
+            part = seq.share(min(pending[seq], self.prefixes.snapshots.bound(seq, room)), room)
+            if not part or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
                 self._tables.trim(seq)
-            needed = self._tables.missing(seq, seq.computed + count)
+            needed = self._tables.missing(seq, seq.computed + part.count)
             while needed > self.pool.num_free and seq.status is Status.RUNNING:
                 victim = max(self._running, key=self._waiting.rank)
-                budget.take(victim, -victim.weight(planned.pop(victim, 0)))
+                budget.take(victim, -planned.pop(victim, Share(0, 0)).weight)
                 self._preempt(victim)
             if seq.status is Status.RUNNING:
-                if needed > 0:
-                    seq.blocks += self.pool.allocate(needed)
-                planned[seq] = count
-                budget.take(seq, seq.weight(count))
+                self._tables.grow(seq, seq.computed + part.count)
+                planned[seq] = part
+                budget.take(seq, part.weight)
         return planned, budget
 
     def _admit(self, rows: list[Row], copies: list[PageCopy], budget: TokenBudget) -> list[Admission]:
@@ -262,15 +261,15 @@ class Scheduler:
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
             forked = self._start(seq, cached)
-            count = seq.stretch(min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
-            self._tables.grow(seq, seq.computed + count)
+            room = min(most, self._most_of_one)
+            part = seq.share(min(seq.pending, self.prefixes.snapshots.bound(seq, room)), room)
+            self._tables.grow(seq, seq.computed + part.count)
             self.pool.share(copy.source for copy in forked)  # else a load might fill it before it is copied
             copies += forked
-            budget.take(seq, seq.weight(count))
-            rows.append(self._commit(seq, count, []))
-            assert seq.slot is not None
+            budget.take(seq, part.weight)
+            rows.append(self._commit(seq, part, []))
             how = (seq.request.params, seq.request.seed, self._waiting.slot(seq), *seq.request.contents)
-            admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
+            admissions.append(Admission(rows[-1].slot, list(seq.tokens), seq.num_prompt, *how))
         self.pool.release([copy.source for copy in copies])
         return admissions
 
@@ -284,18 +283,18 @@ class Scheduler:
         self.prefixes.count(seq)
         return copies
 
-    def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
+    def _draft(self, planned: dict[Sequence, Share], budget: TokenBudget) -> dict[Sequence, list[int]]:
         """Drafts for the sequences all of whose known tokens are planned, as many as the requests' limits, the budget
         and the free pages allow. The pages of what is planned are allocated, so drafts cause no preemption."""
         asked = [
             (seq, seq.limit - seq.num_output - 1)
-            for seq, count in planned.items()
-            if seq.drafts and seq.computed + count == len(seq.tokens) and seq.limit - seq.num_output > 1
+            for seq, part in planned.items()
+            if seq.drafts and seq.computed + part.count == len(seq.tokens) and seq.limit - seq.num_output > 1
         ]
         found: dict[Sequence, list[int]] = {}
         if not asked or budget.left <= 0:
             return found
-        guesses = self._drafter.propose(asked, sum(planned.values()))
+        guesses = self._drafter.propose(asked, sum(part.count for part in planned.values()))
         for (seq, most), guess in zip(asked, guesses, strict=True):
             if not guess.tokens:
                 continue
@@ -308,22 +307,23 @@ class Scheduler:
             self._tables.grow(seq, known + len(drafts))
         return found
 
-    def _commit(self, seq: Sequence, count: int, drafts: list[int]) -> Row:
-        """Count a row of `count` known tokens and its drafts as done. Its full pages can be shared from now on, even
+    def _commit(self, seq: Sequence, part: Share, drafts: list[int]) -> Row:
+        """Count a row of known tokens, images and drafts as done. Its full pages can be shared from now on, even
         within this step: every layer stores the step's keys and values before any row attends to them."""
         assert seq.slot is not None
-        start = seq.computed
+        start, count = seq.computed, part.count
         sample = seq.limit > 0 and start + count == len(seq.tokens) + seq.in_flight
         new_blocks = seq.blocks[seq.sent_blocks :]
         if GONE in new_blocks:  # no row reads it, but it must be the number of a page
             new_blocks = [max(page, 0) for page in new_blocks]
+        seq.take(part.looks)
         seq.computed += count + len(drafts)
         seq.in_flight += sample + len(drafts)
         seq.sent_blocks = len(seq.blocks)
         if start < seq.num_prompt or seq.charged < seq.num_prompt:
             self._count_prompt(seq, start)
         self.prefixes.register(seq, start, start + count)
-        return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts)
+        return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts, list(part.looks))
 
     def _count_prompt(self, seq: Sequence, start: int) -> None:
         """Count, and charge the tenant for, the prompt tokens from `start` on that are computed now."""

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from enum import Enum
 
+from quire.engine.core.batch import Look
 from quire.engine.core.blocks import block_hash, contents_between, root_hash
-from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
+from quire.engine.types import FinishReason, Request, SamplingParams, Span, TokenLogprob
 
-PIXELS = 16 * 16
-"""Of an image, that weigh as much as a token: a patch of most towers, which are narrower than the text part."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a sequence a step takes."""
+
+    count: int
+    """Of its next tokens."""
+    weight: int
+    """All that it takes of the step's budget."""
+    looks: SequenceOf[Look] = ()
+
+    def __bool__(self) -> bool:
+        return self.count > 0 or bool(self.looks)
 
 
 class Status(Enum):
@@ -85,6 +98,10 @@ class Sequence:
         self.looks_back = looks_back or self.drafts or has_grammar
         """Whether its next step can be decided only when every token before is known: for its grammar, or to propose
         drafts."""
+        self._read: set[bytes] = set()
+        """The images that were read."""
+        self._reading: Look | None = None
+        """How far the last one is."""
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest)
 
@@ -119,29 +136,46 @@ class Sequence:
             return 0
         return len(self.tokens) + self.in_flight - self.computed
 
-    def stretch(self, count: int) -> int:
-        """How many of its next `count` tokens, at least one, a step computes: with those of one image alone, so that no
-        step makes the features of many while others wait for it. A whole span is left to the next step where it does
-        not fit, and exceeds the count where it comes first."""
-        if self.computed >= self.num_prompt or count <= 0:
-            return count
-        end = self.computed + count
-        within = [each for each in self.request.spans if self.computed < each.start + each.count and each.start < end]
-        end = next((each.start for each in within if each.digest != within[0].digest), end)
-        last = next((each for each in reversed(within) if each.start < end), None)
-        if last is not None and last.whole and end < (behind := last.start + last.count):
-            end = last.start if last.start > self.computed else behind
-        return end - self.computed
+    def share(self, count: int, room: int) -> Share:
+        """What of it a step takes that has `room`, in tokens: its next tokens, at most `count`, and the reading of the
+        images that they stand for, so far as that is not done. So a large image is read in several steps, as a long
+        prompt is computed. A whole span is left to the next step where it does not fit, and exceeds the count where
+        it comes first and is read."""
+        if self.computed >= self.num_prompt or count <= 0 or not self.request.spans:
+            return Share(count, count)
+        end, weight, looks = self.computed + min(count, room), 0, list[Look]()
+        last: Span | None = None
+        for span in self.request.spans:
+            if span.start >= end:
+                break
+            if span.start + span.count <= self.computed:
+                continue
+            begin = max(span.start, self.computed)
+            if span.digest not in self._read and all(span.digest != each.digest for each in looks):
+                work = next(each.work for each in self.request.images if each.digest == span.digest)
+                done = self._looked(span.digest)
+                until = min(work, done + room - weight - (begin - self.computed))
+                if until > done:
+                    looks.append(Look(span.digest, until, work))
+                    weight += until - done
+                if until < work:
+                    end = begin
+                    break
+                end = min(end, self.computed + room - weight)
+            last = span
+        if last is not None and last.whole and last.start < end < (behind := last.start + last.count):
+            end = last.start if last.start > self.computed or looks else behind
+        count = max(end - self.computed, 0)
+        return Share(count, count + weight, looks)
 
-    def weight(self, count: int) -> int:
-        """What its next `count` tokens take of a step's budget: themselves, and what a tower reads of the images whose
-        first token is among them. So a step makes the features of few images, of however many requests they are."""
-        if not self.request.spans or count <= 0:
-            return count
-        end = self.computed + count
-        begun = {each.digest for each in self.request.spans if self.computed <= each.start < end and not each.offset}
-        pixels = sum(each.height * each.width for each in self.request.images if each.digest in begun)
-        return count + pixels // PIXELS
+    def _looked(self, digest: bytes) -> int:
+        """How far an image is read whose reading is not over."""
+        return self._reading.until if self._reading is not None and self._reading.digest == digest else 0
+
+    def take(self, looks: SequenceOf[Look]) -> None:
+        """Count these as done."""
+        self._read.update(each.digest for each in looks if each.ends)
+        self._reading = looks[-1] if looks else self._reading
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all
@@ -176,3 +210,5 @@ class Sequence:
         self.trimmed = 0
         self.sent_blocks = 0
         self.known_pieces = 0
+        self._read.clear()
+        self._reading = None

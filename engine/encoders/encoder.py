@@ -8,7 +8,7 @@ too. A prompt must be computed in one step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.encoders.pieces import BEFORE, ROWS, finished, parts_of, weight
 from quire.engine.errors import ModelError
 from quire.engine.layers.heads import Stage
 from quire.engine.layers.linear import JoinedLinear
@@ -114,6 +115,12 @@ class EncoderSpec:
     """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
     groups: tuple[int, ...] = ()
     """Per layer: which of the metadata's groups it computes; (): the first."""
+    causal: bool = False
+    """A token sees what is before it alone."""
+    filled: bool = False
+    """Prompts are filled up to the longest with padding, which is seen as all else."""
+    projection: tuple[Stage, ...] = ()
+    """What follows the pooling."""
     unused: tuple[str, ...] = ()
     """How the names of tensors begin that are not needed."""
 
@@ -177,7 +184,7 @@ class _Layer:
         self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
-        self.ahead = window
+        self.ahead = 0 if spec.causal else window
 
     @property
     def rope(self) -> Rope:
@@ -276,13 +283,21 @@ class Encoder:
 
     def encode(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """The same of embedded tokens [T, hidden]."""
-        return self.encode_tapped(x, metadata, None, ())[0]
+        return finished(self.pieces(x, metadata, cut=False))[0]
 
-    def encode_tapped(
-        self, x: Tensor, metadata: AttentionMetadata, turns: Tensor | None, taps: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The same of an image's patches; and what the layers `taps` give, ascending. turns [T, head_dim] float32: of
-        each patch, as Rope.cos_sin has it for a position."""
+    def pieces(
+        self,
+        x: Tensor,
+        metadata: AttentionMetadata,
+        turns: Tensor | None = None,
+        taps: Sequence[int] = (),
+        *,
+        cut: bool = True,
+    ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
+        """The same of images' patches, in pieces (engine/encoders/pieces.py); and what the layers `taps` give,
+        ascending. turns [T, head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces
+        together weigh what `weight` says of the patches. cut: a piece may be some of the tokens, all of which see each
+        other then, wherever they stand."""
         backend, spec, tapped = self._backend, self.spec, list[Tensor]()
         bias = self._tables.get(spec.names.relative or "")
         if turns is not None:
@@ -292,20 +307,31 @@ class Encoder:
         pages = 1 + max(int(each.block_table.max()) for each in (metadata, *metadata.others))
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        groups = [
+            (parts_of(each, ROWS if cut else len(x)), each.max_context_len) for each in (metadata, *metadata.others)
+        ]
         for index, layer in enumerate(self._layers):
-            where = metadata.of(spec.groups[index]) if spec.groups else metadata
+            parts, seen = groups[spec.groups[index] if spec.groups else 0]
             rope = layer.rope if turns is None else replace(layer.rope, cos_sin=turns)
-            attended_to = (
-                x if layer.attention_norm is None or not spec.pre_norm else self._normed(x, layer.attention_norm)
-            )
-            q = backend.rope_store(layer.qkv.packed(attended_to, NO_ADAPTERS), rope, keys, values, where)
             softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=bias)
-            attended = backend.paged_attention(q, keys, values, where, softmax).flatten(1)
-            x = self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x)
+            queries, found = list[Tensor](), list[Tensor]()
+            for rows, where in parts:
+                queries.append(backend.rope_store(self._projected(layer, x[rows]), rope, keys, values, where))
+                yield BEFORE * len(queries[-1]) / spec.num_layers
+            for (rows, where), q in zip(parts, queries, strict=True):
+                attended = backend.paged_attention(q, keys, values, where, softmax).flatten(1)
+                found.append(self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x[rows]))
+                yield (weight(len(q), seen, spec.hidden_size) - BEFORE * len(q)) / spec.num_layers
+            x = found[0] if len(found) == 1 else torch.cat(found)
             if index in taps:
                 tapped.append(x.clone())  # a backend may overwrite it
             self._progress()
         return x if self._final_norm is None else self._normed(x, self._final_norm), tapped
+
+    def _projected(self, layer: _Layer, x: Tensor) -> Tensor:
+        """Queries, keys and values."""
+        normed = x if layer.attention_norm is None or not self.spec.pre_norm else self._normed(x, layer.attention_norm)
+        return layer.qkv.packed(normed, NO_ADAPTERS)
 
     def _mlp(self, layer: _Layer, attended: Tensor, x: Tensor) -> Tensor:
         """The layer's output, for what its attention gives and the stream x that this is added to."""

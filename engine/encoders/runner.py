@@ -3,11 +3,15 @@ was admitted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, StepOutput
+from quire.engine.core.batch import Admission, Batch, Row, StepOutput
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import PooledRow, Pooler, finished_rows
 from quire.engine.types import PoolingParams
@@ -24,32 +28,73 @@ class Computed:
         return self._output
 
 
+class ImageVectors(Protocol):
+    """Makes vectors of images: see engine/worker/images/features.py."""
+
+    def look(self, batch: Batch, owner: Callable[[Row], Admission]) -> None: ...
+    def vectors(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> Tensor: ...
+
+
 class EncoderRunner:
-    def __init__(self, model: Encoder, pooler: Pooler, block_size: int) -> None:
-        """`block_size`: tokens of a page of the backend's kernels."""
+    def __init__(
+        self,
+        model: Encoder,
+        pooler: Pooler,
+        block_size: int,
+        images: ImageVectors | None = None,
+        padding: int | None = None,
+    ) -> None:
+        """`block_size`: tokens of a page of the backend's kernels. `images`: where they have vectors too. `padding`:
+        the token that prompts are filled up with; None: they are not."""
         self._model = model
         self._pooler = pooler
         self._block_size = block_size
+        self._images, self._padding = images, padding
         self._owners: dict[int, Admission] = {}
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Computed:
         for admission in batch.admissions:
             self._owners[admission.slot] = admission
-        owners = [self._owners[row.slot] for row in batch.rows]
-        pooled, begin = [], 0
-        for row, owner in zip(batch.rows, owners, strict=True):
+        if self._images is not None:
+            self._images.look(batch, self._owner)
+        rows = batch.computed.rows
+        shown = [row for row in rows if self._owner(row).spans]
+        texts = [row for row in rows if not self._owner(row).spans]
+        found = dict[str, bytes]()
+        if shown:
+            assert self._images is not None
+            pooled = [PooledRow(row, 0, 1, self._params(row)) for row in shown]
+            vectors = self._images.vectors(shown, self._owner).float()
+            found |= finished_rows(pooled, vectors, self._pooler.pooling)
+        return Computed(StepOutput({}, vectors=found | (self._of_texts(texts) if texts else {})))
+
+    def _of_texts(self, rows: Sequence[Row]) -> dict[str, bytes]:
+        pooled, ids, begin = [], list[np.ndarray](), 0
+        for row in rows:
+            owner = self._owner(row)
             assert row.count == owner.num_prompt, "an encoder computes whole prompts"
-            assert isinstance(owner.params, PoolingParams)
-            pooled.append(PooledRow(row, begin, owner.num_prompt, owner.params))
-            begin += row.count
-        ids = np.concatenate([np.array(owner.token_ids, dtype=np.int32) for owner in owners])
-        lengths = np.array([owner.num_prompt for owner in owners], dtype=np.int64)
-        token_ids = torch.from_numpy(ids).to(self._model.device)
+            ids.append(np.array(owner.token_ids, dtype=np.int32))
+            if self._padding is not None:
+                room = self._model.max_model_len - row.count
+                ids[-1] = np.pad(ids[-1], (0, room), constant_values=self._padding)
+            filled = msgspec.structs.replace(row, count=len(ids[-1]))
+            pooled.append(PooledRow(filled, begin, filled.count, self._params(row)))
+            begin += filled.count
+        lengths = np.array([len(each) for each in ids], dtype=np.int64)
+        token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
         metadata = whole_prompts(lengths, self._block_size, self._model.device)
         hidden = self._model.forward(token_ids, self._segments(pooled), metadata)
         vectors = self._pooler.take(pooled, hidden).cpu()
-        return Computed(StepOutput({}, vectors=finished_rows(pooled, vectors, self._pooler.pooling)))
+        return finished_rows(pooled, vectors, self._pooler.pooling)
+
+    def _owner(self, row: Row) -> Admission:
+        return self._owners[row.slot]
+
+    def _params(self, row: Row) -> PoolingParams:
+        params = self._owner(row).params
+        assert isinstance(params, PoolingParams)
+        return params
 
     def warm_up(self) -> bool:
         return False

@@ -12,15 +12,17 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import ModelFiles
-from quire.engine.images import gemma4, internvl, llava, patches, pixtral, squares, tiles
+from quire.engine.images import gemma4, internvl, lfm2, llava, pairs, patches, pixtral, squares, tiles
 from quire.engine.images.fields import OuterFields, PreparingFields, ProcessorFields, VisionFields
 from quire.engine.images.vision import Given, Vision
 
 READERS: dict[str, Callable[[Given], Vision]] = {
+    "clip": pairs.clip,
     "gemma3": squares.gemma3,
     "gemma4": gemma4.gemma4,
     "idefics3": tiles.read,
     "internvl": internvl.read,
+    "lfm2_vl": lfm2.read,
     "llava": llava.llava,
     "llava_next": llava.llava_next,
     "llava_onevision": llava.llava_onevision,
@@ -31,6 +33,7 @@ READERS: dict[str, Callable[[Given], Vision]] = {
     "qwen3_5_moe": patches.qwen3_vl,
     "qwen3_vl": patches.qwen3_vl,
     "qwen3_vl_moe": patches.qwen3_vl,
+    "siglip": pairs.siglip,
     "smolvlm": tiles.read,
 }
 """By the model_type of those whose images are read."""
@@ -56,10 +59,14 @@ def read_vision(path: Path, raw: Mapping[str, Any] | None = None) -> Vision | No
     return _vision(content, preparing, label)
 
 
-def tower_numbers(raw: Mapping[str, Any], text_size: int) -> int:
-    """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size; 0
-    where it has none that is read. Raises ModelError, naming a wrong field."""
-    return _vision(raw, {}, "config.json", planned=True).numbers(text_size) if reads_images(raw) else 0
+def tower_numbers(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
+    """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size,
+    and those of them that few bits can hold; 0 where it has none that is read. Raises ModelError, naming a wrong
+    field."""
+    if not reads_images(raw):
+        return 0, 0
+    vision = _vision(raw, {}, "config.json", planned=True)
+    return vision.numbers(text_size), vision.linear_numbers
 
 
 def _vision(content: Mapping[str, Any], preparing: PreparingFields, label: str, *, planned: bool = False) -> Vision:

@@ -62,6 +62,8 @@ class VisionFields(TypedDict, total=False):
     position_embedding_size: Annotated[int, Meta(ge=1, le=2**20)] | None
     use_clipped_linears: bool | None
     standardize: bool | None
+    vision_use_head: bool | None
+    num_patches: Annotated[int, Meta(ge=1, le=2**16)] | None
 
 
 class OuterFields(TypedDict, total=False):
@@ -82,6 +84,11 @@ class OuterFields(TypedDict, total=False):
     image_grid_pinpoints: _Pairs | None
     vision_aspect_ratio: _Text | None
     spatial_merge_size: _Few | None
+    projection_dim: Width | None
+    projector_hidden_size: Width | None
+    projector_bias: bool | None
+    projector_use_layernorm: bool | None
+    downsample_factor: _Few | None
     downsample_ratio: Annotated[float, Meta(gt=0, le=1)] | None
 
 
@@ -117,6 +124,15 @@ class PreparingFields(TypedDict, total=False):
     max_soft_tokens: Annotated[int, Meta(ge=1, le=2**16)] | None
     pooling_kernel_size: _Few | None
     image_grid_pinpoints: _Pairs | None
+    downsample_factor: _Few | None
+    encoder_patch_size: _Patch | None
+    tile_size: Side | None
+    min_tiles: _Few | None
+    max_tiles: _Few | None
+    use_thumbnail: bool | None
+    min_image_tokens: Annotated[int, Meta(ge=1, le=2**14)] | None
+    max_image_tokens: Annotated[int, Meta(ge=1, le=2**14)] | None
+    max_pixels_tolerance: Annotated[float, Meta(ge=1, le=64)] | None
     min_patches: Annotated[int, Meta(ge=1, le=1024)] | None
     max_patches: Annotated[int, Meta(ge=1, le=1024)] | None
 

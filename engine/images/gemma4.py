@@ -61,13 +61,18 @@ class Gemma4(Vision):
         most = min(self.most_tokens, _LOW_TOKENS) if low else self.most_tokens
         return Pooled(self, *squares(width, height, self.unit, most))
 
+    @property
+    def linear_numbers(self) -> int:
+        shape, heads = self.shape, (self.shape.num_heads + self.kv_heads) * self.head_dim
+        return shape.num_layers * shape.hidden_size * (2 * heads + 3 * shape.intermediate_size)
+
     def numbers(self, text_size: int) -> int:
         shape, hidden = self.shape, self.shape.hidden_size
-        queries, keys = shape.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        linears = hidden * (2 * queries + 2 * keys + 3 * shape.intermediate_size)
-        layer = linears + 4 * hidden + 2 * self.head_dim + 4 * 7 * self.clipped
+        layer = 4 * hidden + 2 * self.head_dim + 4 * 7 * self.clipped
         first = (3 * shape.patch_size**2 + 2 * self.table) * hidden
-        return shape.num_layers * layer + first + 2 * hidden * self.standardized + hidden * text_size
+        return (
+            self.linear_numbers + shape.num_layers * layer + first + 2 * hidden * self.standardized + hidden * text_size
+        )
 
 
 def gemma4(given: Given) -> Gemma4:

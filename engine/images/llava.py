@@ -74,6 +74,9 @@ class Llava(Vision):
             raise InvalidImage(f"the image has {width} x {height} pixels; beside others no side may exceed {_LONGEST}")
         return Squares(self, (width, height), None)
 
+    def seen(self, content: Content) -> float:
+        return self.along**2
+
     def kept(self, original: tuple[int, int], best: tuple[int, int]) -> Kept:
         """Which patches of the squares of an image of this height and width are kept."""
         rows, columns = (each // self.side * self.along for each in best)
@@ -165,12 +168,7 @@ def _llava(given: Given, *, crops: bool) -> Llava:
     strategy = given.outer.get("vision_feature_select_strategy") or "default"
     if strategy not in ("default", "full") or (strategy == "default" and not clip):
         raise given.wrong(f"vision_feature_select_strategy: {strategy!r} is not served for {name}")
-    sizes = given.sizes()
-    asked = sizes.get("height") or sizes.get("shortest_edge") or side
-    crop = given.preparing.get("crop_size")
-    cut = asked if crop is None else crop if isinstance(crop, int) else crop.get("height") or asked
-    if side not in (asked, cut) or (not crops and asked != side):
-        raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels, not {asked}")
+    check_square(given, side, crops=crops)
     mean, std = (CLIP_MEAN, CLIP_STD) if clip else (HALF, HALF)
     return Llava(
         shape=(upto := _upto(given, shape)),
@@ -185,6 +183,15 @@ def _llava(given: Given, *, crops: bool) -> Llava:
         bias=given.outer.get("multimodal_projector_bias") is not False,
         behind=shape.num_layers - upto.num_layers,
     )
+
+
+def check_square(given: Given, side: int, *, crops: bool) -> None:
+    """Raise ModelError unless images are prepared to be squares of this side."""
+    sizes, crop = given.sizes(), given.preparing.get("crop_size")
+    asked = sizes.get("height") or sizes.get("shortest_edge") or side
+    cut = asked if crop is None else crop if isinstance(crop, int) else crop.get("height") or asked
+    if side not in (asked, cut) or (not crops and asked != side):
+        raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels, not {asked}")
 
 
 def _upto(given: Given, shape: TowerShape) -> TowerShape:

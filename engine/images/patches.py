@@ -55,6 +55,18 @@ class Patched(Vision):
     def deep(self) -> int:
         return len(self.tapped)
 
+    def seen(self, content: Content) -> float:
+        every = Vision.seen(self, content)
+        if not self.window:
+            return every
+        full = len({*self.full_layers} & {*range(self.shape.num_layers)}) / self.shape.num_layers
+        return full * every + (1 - full) * min(every, (self.window // self.shape.patch_size) ** 2)
+
+    def work(self, content: Content) -> int:
+        """With what merges patches, each as half a layer."""
+        mergers = self._patches(content) * (1 + len(self.tapped)) / 2 / self.shape.num_layers
+        return Vision.work(self, content) + math.ceil(mergers)
+
     def grid(self, content: Content) -> tuple[int, int]:
         return content.height // self.unit, content.width // self.unit
 
@@ -62,10 +74,14 @@ class Patched(Vision):
         most = min(self.most, _LOW_TOKENS * self.unit**2) if low else self.most
         return Whole(self, resized(width, height, self.unit, min(self.fewest, most), most))
 
+    @property
+    def gated(self) -> bool:
+        return self.modern
+
     def numbers(self, text_size: int) -> int:
         hidden, modern = self.shape.hidden_size, self.modern
         wide = hidden * self.merge**2
-        layers = self.shape.layer_numbers(gated=modern, norm_bias=not modern)
+        layers = self.shape.layer_numbers(gated=self.gated, norm_bias=not modern)
         first = (3 * self.frames * self.shape.patch_size**2 + bool(self.table) + self.table) * hidden
         linears = wide * wide + wide + wide * self.out_size + self.out_size
         norms = (1 if modern else 2) * hidden + len(self.tapped) * 2 * wide

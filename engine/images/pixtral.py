@@ -53,12 +53,16 @@ class Pixtral(Vision):
         columns, rows = (-(-each // self.unit) for each in (width, height))
         return Rows(self, rows, columns)
 
+    @property
+    def gated(self) -> bool:
+        return True
+
     def numbers(self, text_size: int) -> int:
         hidden = self.shape.hidden_size
         first = 3 * self.shape.patch_size**2 * hidden + hidden
         merger = hidden + self.merge**2 * hidden * hidden if self.merges else 0
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.bias
-        return self.shape.layer_numbers(gated=True, bias=False, norm_bias=False) + first + merger + linears
+        return self.shape.layer_numbers(gated=self.gated, bias=False, norm_bias=False) + first + merger + linears
 
 
 def mistral3(given: Given) -> Pixtral:

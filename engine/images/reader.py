@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.images.config import read_vision
 from quire.engine.images.decode import opened, refused, upright, upright_size
@@ -73,15 +75,26 @@ class ImageReader:
         ids = encode(self._expanded(text, layouts))
         contents: list[Image] = []
         for layout, each in zip(layouts, asked, strict=True):  # one at a time has its pixels in memory
-            contents += layout.contents(upright(files.pop(0), each.where))
+            contents += self._contents(layout, files.pop(0), each)
         spans = self._spans(ids, [runs for layout in layouts for runs in layout.runs], contents)
         return ReadPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
+
+    def alone(self, asked: Asked) -> ReadPrompt:
+        """The prompt of an image whose vector is its own: a token that stands for it. Raises InvalidRequest as
+        above."""
+        (content,) = self.tiles(asked)
+        token = self.vision.image_token_id
+        return ReadPrompt([token], (Span(0, 1, content.digest),), (content,))
 
     def tiles(self, asked: Asked) -> list[Image]:
         """What becomes of one image. Raises InvalidRequest as above."""
         file = self._opened(asked)
         (layout,) = self._layouts([file], [asked])
-        return list(layout.contents(upright(file, asked.where)))
+        return self._contents(layout, file, asked)
+
+    def _contents(self, layout: Layout, file: Pillow.Image, asked: Asked) -> list[Image]:
+        contents = layout.contents(upright(file, asked.where))
+        return [msgspec.structs.replace(each, work=self.vision.work(each)) for each in contents]
 
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
         pieces = text.split(self.mark)

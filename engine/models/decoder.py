@@ -235,6 +235,23 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending. `features` take the
         place of some tokens' embeddings."""
+        assert self.is_last
+        assert self.is_first or not taps
+        kept = None if len(rows) == len(token_ids) else rows
+        x, residual, tapped = self._through(token_ids, metadata, kv_cache, kept, taps, features)
+        return self._norm.add(self._backend, _NORM, x, residual)[0], tapped
+
+    def _through(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        kept: Tensor | None,
+        taps: Sequence[int],
+        features: Features | None,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """What comes out of the layers, as `begin` has it, the last of them with the rows `kept` alone, if they are
+        given; and what goes into the layers `taps`."""
         x, residual = self.begin(token_ids, metadata)
         deep = list[Tensor]()
         if features is not None:
@@ -243,10 +260,7 @@ class Decoder:
             images = None if features is None else features.rows
             beside = self._layer_inputs.of(token_ids, x, images, metadata.linear)
             metadata = replace(metadata, beside=beside)
-        kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
-        assert self.is_last
-        assert self.is_first or not taps
         for stop in sorted({*taps, *range(1, len(deep) + 1)}):
             x, residual = self._run(x, residual, metadata, kv_cache, range(begin, stop), None)
             if features is not None and 0 < stop <= len(deep):
@@ -256,7 +270,7 @@ class Decoder:
                 tapped.append(stream if self.spec.stream_unit == 1 else stream.mul_(self.spec.stream_unit))
             begin = stop
         x, residual = self._run(x, residual, metadata, kv_cache, range(begin, len(self.layers)), kept)
-        return self._norm.add(self._backend, _NORM, x, residual)[0], tapped
+        return x, residual, tapped
 
     def begin(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """What goes into the layers, [T, hidden]: x, and the residual stream that it is to be added to, if there is
@@ -266,10 +280,11 @@ class Decoder:
             x = self._positions.add(x, metadata.positions)
         return self._embedding_norm.norm(self._backend, _EMBEDDING_NORM, x), None
 
-    def pass_on(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+    def pass_on(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: Features | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The same after the layers; stores all T tokens' keys and values."""
-        x, residual = self.begin(token_ids, metadata)
-        x, residual = self._run(x, residual, metadata, kv_cache, range(len(self.layers)), None)
+        x, residual, _ = self._through(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual
 

@@ -79,7 +79,7 @@ class Tokenizer:
         """By role (bos_token, eos_token, …): the variables that chat templates can use."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
-        self.bos_token_id = self._id_of("bos_token")
+        self.bos_token_id, self.pad_token_id = self._id_of("bos_token"), self._id_of("pad_token")
         eos = self._id_of("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
         self.special_ids = frozenset(

@@ -9,19 +9,21 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import KVPlan
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
-from quire.engine.encoders.encoder import Encoder
+from quire.engine.encoders.encoder import Encoder, EncoderSpec
 from quire.engine.encoders.runner import EncoderRunner
 from quire.engine.errors import ConfigError
+from quire.engine.layers.heads import Head
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import check_other, choose_device, choose_dtype
+from quire.engine.worker.images.load import load_vectors
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.loader import Tensors, checkpoint_stream
 from quire.engine.worker.loading.model import check_files, fill
+from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.memory import explained_weights
 from quire.engine.worker.startup import Worker, grammar_compiler
 from quire.kernels.backend import Backend
@@ -43,10 +45,7 @@ def start_encoder(
 ) -> Worker:
     """Load the model at `path`, with `tensors` for weights if there are any. Raises ConfigError, naming the key at
     fault. `progress` is called after every layer."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config)
-    check_other(config, device)
+    device = _device(config)
     dtype, changed = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
@@ -61,14 +60,18 @@ def start_encoder(
     with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
-        head = vector_head(pooling, backend, spec.classifier, spec.hidden_size)
+        head = _head(spec, pooling, backend)
         table = model.parameters() | head.parameters()
         checkpoint = Checkpoint(table, tuple(each.folder for each in pooling.dense), spec.unused)
         stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
-        weight_bytes = fill(checkpoint, config, device, stream, None if tensors is not None else stored)
+        images = load_vectors(config, path, pooling.size, backend, dtype, device, progress)
+        weight_bytes = images.weight_bytes + fill(
+            checkpoint, config, device, stream, None if tensors is not None else stored
+        )
     pooler = Pooler(pooling, head, config.max_num_seqs, spec.hidden_size, device)
+    padding = read_tokenizer(config, path).pad_token_id or 0 if spec.filled else None
     return Worker(
-        runner=EncoderRunner(model, pooler, backend.block_size),
+        runner=EncoderRunner(model, pooler, backend.block_size, images.features, padding),
         plan=no_pages(length, config.max_num_seqs),
         device=str(device),
         dtype=dtype_name,
@@ -90,9 +93,23 @@ def start_encoder(
         adaptable={},
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
-        no_images=TEXT_ALONE,
+        no_images=images.why_not,
         everywhere=None,
     )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config)
+    check_other(config, device)
+    return device
+
+
+def _head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> Head:
+    if spec.projection:
+        return Head(spec.projection, backend)
+    return vector_head(pooling, backend, spec.classifier, spec.hidden_size)
 
 
 def refuse(config: EngineConfig) -> None:

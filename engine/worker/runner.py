@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Batch, Row
+from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.core.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder, Features
@@ -39,7 +39,8 @@ _WARM_PROMPTS = (2, 16, 128)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A batch whose tensors are made; the `inputs` are None where a graph makes them."""
+    """A batch whose tensors are made; the `inputs` are None where a graph makes them, or where it has no rows: then it
+    was read of images alone."""
 
     batch: Batch
     picks: Picks
@@ -100,13 +101,18 @@ class Runner:
     def _begin(self, batch: Batch) -> Begun:
         """Take in what a batch says, and make its tensors."""
         self._take_in(batch)
+        if self._features is not None:
+            self._features.look(batch, self._admission)
+        batch = batch.computed
         picks = self._slots.picks(batch)
+        if not batch.rows:
+            return Begun(batch, picks, None)
         inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
         features = None
         if self._features is not None:
-            features = self._features.of(batch.rows, self._owner)
+            features = self._features.of(batch.rows, self._admission)
             if inputs is not None:
-                placed = self._features.places.put(inputs.metadata, batch.rows, self._owner)
+                placed = self._features.places.put(inputs.metadata, batch.rows, self._admission)
                 inputs = inputs if placed is inputs.metadata else replace(inputs, metadata=placed)
         return Begun(batch, picks, inputs, features)
 
@@ -130,6 +136,9 @@ class Runner:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
         batch, picks, inputs = begun.batch, begun.picks, begun.inputs
         self._copy(batch)
+        if not batch.rows:
+            nothing = Download([torch.empty(0, dtype=torch.int64)], self._downloads)
+            return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
         pooled = [] if self._pooler is None else self._pooled(batch.rows)
@@ -306,6 +315,9 @@ class Runner:
         owner = self._slots.owners[row.slot]
         assert owner is not None
         return owner
+
+    def _admission(self, row: Row) -> Admission:
+        return self._owner(row).admission
 
     def _wants_prompt_logprobs(self, row: Row) -> bool:
         owner = self._owner(row)

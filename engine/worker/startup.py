@@ -137,7 +137,8 @@ def _start(
     with explained_weights():
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
-        tower = load_tower(config, path, model_config, chosen, progress)
+        stage = config.pipeline_parallel_size - 1
+        tower = load_tower(config, path, model_config, chosen, progress, stage=stage)
         weight_bytes = (
             tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         )

@@ -26,7 +26,7 @@ from quire.server.protocol.pooling import (
 )
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse, read_object, validated
-from quire.server.resolve.prompts import chat_prompt, check_count, check_fits, cut, cut_limit, listed
+from quire.server.resolve.prompts import apart, chat_prompt, check_count, check_fits, cut, cut_limit, listed
 from quire.server.served_model import ServedModel
 
 _OF_CHATS = (
@@ -66,7 +66,7 @@ def _of_conversation(
     check_asked(body, "embed", model)
     same = {name: asked[name] for name in _OF_CHATS if name in asked}
     chat = validated({"add_generation_prompt": False, **same}, ChatRequest)
-    prompt = chat_prompt(chat, model, None, trusted=False)
+    prompt = apart(chat, model) if model.pairs else chat_prompt(chat, model, None, trusted=False)
     check_vector_length(prompt.ids, model, "messages")
     answer = partial(embeddings, body.encoding_format, "embedding", token_size(body, model))
     spec = vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)

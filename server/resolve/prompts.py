@@ -13,7 +13,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
 from quire.server.images.asked import check_shown, has_images, images_of
 from quire.server.protocol.bounds import MAX_PROMPTS
-from quire.server.protocol.chat import ChatMessage, ChatRequest
+from quire.server.protocol.chat import ChatMessage, ChatRequest, TextPart
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import NeedsWorker, check_length, check_text, check_token_ids
@@ -176,6 +176,30 @@ def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequen
     read = model.images.read(text, asked, encoded)
     echoed = continued(body, text) if body.echo else None
     return Prompt(read.ids, echoed, spans=read.spans, images=read.images)
+
+
+def apart(body: ChatRequest, model: ServedModel) -> Prompt:
+    """The one text or image of a conversation, for a model whose images have vectors of their own. Raises
+    InvalidRequest as above."""
+    parts = [part for each in body.messages for part in _parts(each)]
+    if len(parts) != 1:
+        wrong = f"this model makes a vector of one text or of one image, and these are {len(parts)}"
+        raise InvalidRequest(f"messages: {wrong}: send each in a request of its own", param="messages")
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequest("truncate_prompt_tokens: it is for `input` here", param="truncate_prompt_tokens")
+    if asked := asked_images(body.messages, model):
+        assert model.images is not None
+        read = model.images.alone(asked[0])
+        return Prompt(read.ids, spans=read.spans, images=read.images)
+    (ids,) = encode(model, [parts[0]], True, "messages")
+    return Prompt(ids)
+
+
+def _parts(message: ChatMessage) -> list[str]:
+    """The texts of a message, "" for an image."""
+    if message.content is None or isinstance(message.content, str):
+        return [message.content or ""]
+    return [part.text if isinstance(part, TextPart) else "" for part in message.content]
 
 
 def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:

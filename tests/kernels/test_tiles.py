@@ -20,9 +20,7 @@ from tests.kernels.ragged import error
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not emulates(native.runnable()), reason="no compiler, no AVX-512 with bf16, or tiles"
-    ),
+    pytest.mark.skipif(not emulates(native.runnable()), reason="no compiler, no AVX-512 with bf16, or tiles"),
 ]
 
 

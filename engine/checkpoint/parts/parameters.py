@@ -10,6 +10,7 @@ from quire.engine.checkpoint.families import (
     ALONE,
     ENCODERS,
     GATED,
+    PAIRED,
     SELECTIVE_SCANS,
     STATE_SPACES,
     WITHOUT_GATES,
@@ -21,10 +22,11 @@ from quire.engine.checkpoint.parts.states import PIECE, ColumnState, MatrixState
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
-_TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
+_READERS = {*_BERTS, *PAIRED}
+_TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_READERS}
 """Families whose MLP has two matrices instead of three."""
 _NORM_BIASES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"}
-_NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_BERTS}
+_NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_READERS}
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = (
     {"gemma2", "gemma3", "gemma3_text", "glm4"},
@@ -35,7 +37,7 @@ TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "star
 TIED |= {"falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "mamba"}
 TIED |= {"minicpm3", "youtu", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
-_BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
+_BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
 """Families whose linear layers have biases."""
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
@@ -52,7 +54,7 @@ _CORRECTED |= {"exaone_moe", "nemotron_h", "solar_open"}
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
 """Families whose shared experts have a gate."""
-LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
+LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_READERS}
 """Families with a table of positions."""
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import activation_of, held
+from quire.engine.encoders.encoder import activation_of
 from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.errors import ModelError
+from quire.engine.images.vision import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
 
@@ -41,27 +42,37 @@ class Shuffled(Connector):
         return self._linear.parameters()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._linear.packed(shuffled(hidden, self._side, self._scale), NO_ADAPTERS)
+        return self._linear.packed(shuffled(hidden, self._side, self._side, self._scale), NO_ADAPTERS)
 
 
-def shuffled(hidden: Tensor, side: int, scale: int) -> Tensor:
-    """[side * side, hidden] to [tokens, scale * scale * hidden], row by row of each scale x scale patches."""
-    squares = hidden.view(side // scale, scale, side // scale, scale, -1).transpose(1, 2)
-    return squares.reshape((side // scale) ** 2, -1).contiguous()
+def shuffled(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor:
+    """[rows * columns, hidden] to [tokens, scale * scale * hidden], row by row of each scale x scale patches."""
+    squares = hidden.view(rows // scale, scale, columns // scale, scale, -1).transpose(1, 2)
+    return squares.reshape(rows // scale * (columns // scale), -1).contiguous()
 
 
 class TwoLinears(Connector):
     """Of each patch, with an activation between them."""
 
-    def __init__(self, making: TowerMaking, hidden: int, act: str, name: str, *, bias: bool, skipped: int = 0) -> None:
-        """skipped: rows before the patches that are no tokens. Raises ModelError for an activation that is not
-        computed."""
-        kind, size = activation_of(act), making.text_size
+    def __init__(
+        self,
+        making: TowerMaking,
+        hidden: int,
+        act: str,
+        name: str,
+        *,
+        bias: bool,
+        skipped: int = 0,
+        inner: int | None = None,
+    ) -> None:
+        """skipped: rows before the patches that are no tokens; inner: numbers between the two, where not as many as
+        come out. Raises ModelError for an activation that is not computed."""
+        kind, size = activation_of(act), inner or making.text_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
         self._activation, self._backend, self._skipped = Activation(kind), making.backend, skipped
         self._first = making.linear(hidden, f"{name}.linear_1", size, bias=bias)
-        self._last = making.linear(size, f"{name}.linear_2", size, bias=bias)
+        self._last = making.linear(size, f"{name}.linear_2", making.text_size, bias=bias)
 
     def parameters(self) -> ParameterTable:
         return self._first.parameters() | self._last.parameters()
@@ -71,20 +82,99 @@ class TwoLinears(Connector):
         return self._last.packed(self._backend.activate(wide, self._activation), NO_ADAPTERS)
 
 
-class ShuffledLinears(Connector):
-    """scale x scale patches side by side go through a norm and two linears; a class token is left out."""
+class ShuffledLinears:
+    """scale x scale patches side by side go through a norm, if there is one, and two linears."""
 
-    def __init__(self, making: TowerMaking, hidden: int, side: int, scale: int, act: str, name: str) -> None:
-        self._side, self._scale, self._backend = side, scale, making.backend
-        self._norm = LayerNormWeights(f"{name}.layer_norm", hidden * scale**2, bias=True)
-        self._linears = TwoLinears(making, hidden * scale**2, act, name, bias=True)
+    def __init__(
+        self,
+        making: TowerMaking,
+        hidden: int,
+        scale: int,
+        act: str,
+        name: str,
+        *,
+        inner: int | None = None,
+        bias: bool = True,
+        norm: bool = True,
+    ) -> None:
+        self._scale, self._backend, wide = scale, making.backend, hidden * scale**2
+        self._norm = LayerNormWeights(f"{name}.layer_norm", wide, bias=True) if norm else None
+        self._linears = TwoLinears(making, wide, act, name, bias=bias, inner=inner)
 
     def parameters(self) -> ParameterTable:
-        return self._norm.parameters() | self._linears.parameters()
+        return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
+
+    def of(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows * columns, hidden] to [tokens, text_size]."""
+        x, norm = shuffled(hidden, rows, columns, self._scale), self._norm
+        return self._linears(x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
+
+
+class ShuffledSquare(Connector):
+    """The same of a square; a class token is left out."""
+
+    def __init__(self, linears: ShuffledLinears, side: int) -> None:
+        self._linears, self._side = linears, side
+
+    def parameters(self) -> ParameterTable:
+        return self._linears.parameters()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        x, norm = shuffled(hidden[1:], self._side, self._scale), self._norm
-        return self._linears(self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
+        return self._linears.of(hidden[1:], self._side, self._side)
+
+
+class ClassVector(Connector):
+    """CLIP's vector of an image: its class token's, through a norm and a linear."""
+
+    def __init__(self, making: TowerMaking, hidden: int, eps: float, norm: str, projection: str) -> None:
+        self._backend, self._eps = making.backend, eps
+        self._norm = LayerNormWeights(norm, hidden, bias=True)
+        self._linear = making.linear(hidden, projection, making.text_size, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        return self._norm.parameters() | self._linear.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        normed = self._backend.layer_norm(hidden[:1], self._norm.weight, self._norm.bias, self._eps)
+        return self._linear.packed(normed, NO_ADAPTERS)
+
+
+class AttentionPooled(Connector):
+    """SigLIP's: what one learned query sees of the patches, and a feed-forward part (Lee et al., 2019)."""
+
+    def __init__(self, making: TowerMaking, shape: TowerShape, name: str) -> None:
+        """Raises ModelError for an activation that is not computed."""
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        if (kind := activation_of(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
+            raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
+        self._activation, self._backend, self._dtype = Activation(kind), making.backend, making.dtype
+        self._name, self._shape = name, shape
+        self._qkv = making.linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
+        self._out = making.linear(hidden, f"{name}.attention.out_proj", hidden)
+        self._norm = LayerNormWeights(f"{name}.layernorm", hidden, bias=True)
+        self._up = making.linear(hidden, f"{name}.mlp.fc1", inner)
+        self._down = making.linear(inner, f"{name}.mlp.fc2", hidden)
+        self._probe: Tensor | None = None
+
+    def parameters(self) -> ParameterTable:
+        table = {name.replace("in_proj.", "in_proj_"): each for name, each in self._qkv.parameters().items()}
+        for each in (self._out, self._norm, self._up, self._down):
+            table |= each.parameters()
+        return table | {f"{self._name}.probe": Parameter((1, 1, self._shape.hidden_size), self._dtype, self._put_probe)}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        assert self._probe is not None, "weights are not loaded"
+        q, _, _ = self._qkv.packed(self._probe, NO_ADAPTERS).chunk(3, dim=1)
+        _, k, v = self._qkv.packed(hidden, NO_ADAPTERS).chunk(3, dim=1)
+        q, k, v = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1).to(hidden.dtype)
+        x = self._out.packed(seen.contiguous(), NO_ADAPTERS)
+        normed = self._backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
+        wide = self._backend.activate(self._up.packed(normed, NO_ADAPTERS), self._activation)
+        return x + self._down.packed(wide, NO_ADAPTERS)
+
+    def _put_probe(self, probe: Tensor) -> None:
+        self._probe = probe.view(1, -1)
 
 
 class Pooled(Connector):
@@ -94,23 +184,24 @@ class Pooled(Connector):
         """along: tokens by each side."""
         self._making, self._hidden, self._eps, self._name = making, hidden, eps, name
         self._side, self._along = side, along
-        self._norm: dict[str, Tensor] = {}
-        self._linear: dict[str, Linear] = {}
+        self._norm = torch.ones(hidden)
+        self._linear: Linear | None = None
 
     def parameters(self) -> ParameterTable:
         making, shape = self._making, (self._hidden, self._making.text_size)
         return {
-            f"{self._name}.mm_soft_emb_norm.weight": held(
-                self._norm, "norm", shape[:1], torch.float32, lambda weight: weight + 1
-            ),
-            f"{self._name}.mm_input_projection_weight": held(self._linear, "linear", shape, making.dtype, self._packed),
+            f"{self._name}.mm_soft_emb_norm.weight": Parameter(shape[:1], torch.float32, self._put_norm),
+            f"{self._name}.mm_input_projection_weight": Parameter(shape, making.dtype, self._put_linear),
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        assert self._linear is not None, "weights are not loaded"
         square = hidden.T.reshape(1, self._hidden, self._side, self._side)
         pooled = F.avg_pool2d(square, self._side // self._along).flatten(2)[0].T.contiguous()
-        normed = self._making.backend.rms_norm(pooled, self._norm["norm"], self._eps)
-        return self._linear["linear"](normed, NO_ADAPTERS)
+        return self._linear(self._making.backend.rms_norm(pooled, self._norm, self._eps), NO_ADAPTERS)
 
-    def _packed(self, weight: Tensor) -> Linear:
-        return self._making.backend.pack_linear(weight.T.contiguous(), None)
+    def _put_norm(self, weight: Tensor) -> None:
+        self._norm = weight + 1
+
+    def _put_linear(self, weight: Tensor) -> None:
+        self._linear = self._making.backend.pack_linear(weight.T.contiguous(), None)

@@ -3,14 +3,16 @@ each other; the means of squares of patches become tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import held
-from quire.engine.encoders.vision.tower import CPU, Tower, TowerMaking, alone, normalised
+from quire.engine.encoders.pieces import weight
+from quire.engine.encoders.vision.tower import CPU, ColourPatches, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
@@ -50,11 +52,10 @@ class Gemma4Tower(Tower):
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
         self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
         hidden = shape.hidden_size
-        self._patches = making.linear(
-            3 * shape.patch_size**2, f"{_TOWER}.patch_embedder.input_proj", hidden, bias=False
-        )
+        self._patches = ColourPatches(making, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False)
         self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
-        self._held: dict[str, Tensor] = {}
+        self._positions: Tensor | None = None
+        self._moved: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         vision, hidden = self._vision, self._vision.shape.hidden_size
@@ -63,9 +64,9 @@ class Gemma4Tower(Tower):
             table |= {name: self._turned(name, given) for name, given in each.parameters().items()}
         positions = (2, vision.table, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = held(self._held, "positions", positions, self._making.dtype)
+        table[name] = Parameter(positions, self._making.dtype, self._put_positions)
         for name in ("std_bias", "std_scale") if vision.standardized else ():
-            table[f"{_TOWER}.{name}"] = held(self._held, name, (hidden,), torch.float32)
+            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, partial(self._moved.__setitem__, name))
         return table
 
     def _turned(self, name: str, given: Parameter) -> Parameter:
@@ -82,45 +83,51 @@ class Gemma4Tower(Tower):
 
         return replace(given, put=put)
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
+    def reading(self, images: Sequence[Image]) -> Reading:
+        embedded = [self._embedded(each) for each in images]
+        places = embedded[0][1].repeat(len(images), 1)
+        x = yield from self._through_layers(torch.cat([each for each, _ in embedded]), places, len(images))
+        rows, columns = (each // self._vision.shape.patch_size for each in (images[0].height, images[0].width))
+        return [self._pooled(each, rows, columns) for each in x.chunk(len(images))]
+
+    def _pooled(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """An image's patches [T, hidden] to tokens."""
         vision, backend = self._vision, self._making.backend
-        x, places = self._embedded(image)
-        hidden, residual = self._through_layers(x, places)
-        x = hidden + residual
-        rows, columns = (each // vision.shape.patch_size for each in (image.height, image.width))
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
         means = means * vision.shape.hidden_size**0.5
         if vision.standardized:
-            means = (means - self._held["std_bias"]) * self._held["std_scale"]
+            means = (means - self._moved["std_bias"]) * self._moved["std_scale"]
         normed = backend.rms_norm(means.to(x.dtype).contiguous(), torch.ones(x.shape[1]), vision.shape.eps)
         return self._project.packed(normed, NO_ADAPTERS)
 
     def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
         """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.axes has it, columns
         in the second place."""
+        assert self._positions is not None, "weights are not loaded"
         size = self._vision.shape.patch_size
         rows, columns = image.height // size, image.width // size
         pixels = 2 * (normalised(image, self._vision.colours) - 0.5)
-        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
         place = torch.arange(rows * columns)
-        x = self._patches.packed(cut.to(self._making.dtype).contiguous(), NO_ADAPTERS)
-        positions = self._held["positions"]
-        x = x + (positions[0, place % columns] + positions[1, place // columns])
+        x = self._patches(pixels) + (self._positions[0, place % columns] + self._positions[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
-    def _through_layers(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes out of the layers, and the stream that it is to be added to."""
+    def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:
+        """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
         backend, vision = self._making.backend, self._vision
-        metadata = replace(alone(len(x), backend), axes=places)
+        metadata = replace(apart(len(x) // images, images, backend), axes=places)
         pages = 1 + int(metadata.block_table.max())
         shape = backend.kv_cache_shape(pages, vision.kv_heads, vision.head_dim, x.dtype)
         step = Step(metadata, (torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)), None)
         residual: Tensor | None = None
+        each = weight(len(x), len(x) // images, vision.shape.hidden_size) / len(self._layers) / 2
         for layer in self._layers:
             for part in layer:
                 x, residual = part.forward(backend, x, residual, step)
+                yield each
             self._making.progress()
         assert residual is not None
-        return x, residual
+        return x + residual
+
+    def _put_positions(self, table: Tensor) -> None:
+        self._positions = table

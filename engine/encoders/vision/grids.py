@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from math import isqrt
 
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, held
+from quire.engine.encoders.encoder import EncoderNames
+from quire.engine.encoders.pieces import ROWS
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
     CPU,
     Patches,
+    Reading,
     Tower,
     TowerMaking,
-    alone,
+    apart,
     axial_turns,
     encoder_spec,
     frequencies,
@@ -26,13 +29,11 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.images.patches import Patched
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
 from quire.kernels.activation import GELU
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 
-_LONGEST = 2**20
-"""Patches of an image; the encoder has no table that is as long."""
 _PLAIN = ("mlp.fc1",), "mlp.fc2"
 _GATED = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
 _OF_QWEN3 = ("mlp.linear_fc1",), "mlp.linear_fc2"
@@ -50,21 +51,13 @@ class GridTower(Tower):
         if vision.window:
             windowed = (index not in vision.full_layers for index in range(shape.num_layers))
             spec = replace(spec, groups=tuple(map(int, windowed)))
-        self._encoder = Encoder(
-            spec,
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=_LONGEST,
-            progress=making.progress,
-        )
+        self._encoder = making.encoder(spec)
         patches, biased = "visual.patch_embed.proj", bool(vision.table)
         self._patches = Patches(making, shape, patches, bias=biased, frames=vision.frames)
         self._merger = Merger(vision, making, "visual.merger", shared_norm=True)
         names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.tapped))]
         self._deep = [Merger(vision, making, name, shared_norm=False) for name in names]
-        self._held: dict[str, Tensor] = {}
+        self._positions: Tensor | None = None
 
     def parameters(self) -> ParameterTable:
         vision, table = self._vision, self._encoder.parameters() | self._patches.parameters()
@@ -72,34 +65,44 @@ class GridTower(Tower):
             table |= each.parameters()
         if vision.table:
             size = (vision.table, vision.shape.hidden_size)
-            table["visual.pos_embed.weight"] = held(self._held, "positions", size, self._making.dtype)
+            table["visual.pos_embed.weight"] = Parameter(size, self._making.dtype, self._put_positions)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        vision, shape = self._vision, self._vision.shape
-        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
-        order, metadata = self._ordered(rows, columns)
-        x = self._patches(normalised(image, vision.colours))[order]
+    def reading(self, images: Sequence[Image]) -> Reading:
+        vision, shape, count = self._vision, self._vision.shape, len(images)
+        rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
+        order, metadata = self._ordered(rows, columns, count)
+        x = torch.cat([self._patches(normalised(each, vision.colours))[order] for each in images])
         if vision.table:
-            x = x + self._interpolated(rows, columns)[order]
+            x = x + self._interpolated(rows, columns)[order].repeat(count, 1)
         alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0)
-        turns = axial_turns(order // columns, order % columns, alike, alike)
-        hidden, tapped = self._encoder.encode_tapped(x, metadata, turns, vision.tapped)
-        merged = [self._merger(hidden), *(merge(each) for merge, each in zip(self._deep, tapped, strict=True))]
-        return torch.cat(merged, dim=1)[self._tokens(order, columns)]
+        turns = axial_turns(order // columns, order % columns, alike, alike).repeat(count, 1)
+        hidden, tapped = yield from self._encoder.pieces(x, metadata, turns, vision.tapped)
+        merged = []
+        for merge, each in zip((self._merger, *self._deep), (hidden, *tapped), strict=True):
+            merged.append((yield from self._merged(merge, each)))
+        tokens = self._tokens(order, columns)
+        return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
-    def _ordered(self, rows: int, columns: int) -> tuple[Tensor, AttentionMetadata]:
-        """The patches in the order of the encoder, those of a token side by side, those of a window too; and who sees
-        whom, in the second group within a window alone."""
+    def _merged(self, merge: Merger, hidden: Tensor) -> Generator[float, None, Tensor]:
+        """Patches as tokens; a merger weighs half a layer."""
+        parts, unit = [], self._vision.merge**2
+        for part in hidden.split(ROWS // unit * unit):
+            parts.append(merge(part))
+            yield len(part) / 2 / self._vision.shape.num_layers
+        return torch.cat(parts)
+
+    def _ordered(self, rows: int, columns: int, images: int) -> tuple[Tensor, AttentionMetadata]:
+        """The patches of an image in the order of the encoder, those of a token side by side, those of a window too;
+        and who sees whom of so many images', in the second group within a window alone."""
         merge, backend = self._vision.merge, self._making.backend
         places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge).transpose(1, 2)
-        metadata = alone(rows * columns, backend)
+        metadata = apart(rows * columns, images, backend)
         if not self._vision.window:
             return places.flatten(), metadata
         window = self._vision.window // self._vision.unit
         squares = [part.flatten() for band in places.split(window) for part in band.split(window, dim=1)]
-        within = whole_prompts(np.array([len(each) for each in squares]), backend.block_size, CPU)
+        within = whole_prompts(np.array([len(each) for each in squares] * images), backend.block_size, CPU)
         return torch.cat(squares), replace(metadata, others=(within,))
 
     def _tokens(self, order: Tensor, columns: int) -> Tensor:
@@ -111,6 +114,7 @@ class GridTower(Tower):
     def _interpolated(self, rows: int, columns: int) -> Tensor:
         """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
         own, corners on corners. In float32."""
+        assert self._positions is not None, "weights are not loaded"
         side = isqrt(self._vision.table)
         down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
         parts = []
@@ -121,8 +125,11 @@ class GridTower(Tower):
                 by_row = share_row if high else 1 - share_row
                 weight = by_row[:, None] * (share_column if wide else 1 - share_column)
                 index = (row[:, None] * side + column).flatten()
-                parts.append(self._held["positions"][index] * weight.flatten()[:, None])
+                parts.append(self._positions[index] * weight.flatten()[:, None])
         return sum(parts[1:], parts[0]).to(self._making.dtype)
+
+    def _put_positions(self, table: Tensor) -> None:
+        self._positions = table
 
 
 class Merger:

@@ -3,16 +3,17 @@ that an image is cut into."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import held
 from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
-from quire.engine.encoders.vision.tower import Tower, TowerMaking, normalised
+from quire.engine.encoders.vision.tower import Reading, Tower, TowerMaking, normalised
 from quire.engine.images.llava import Llava
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
 
 _TOWER, _CONNECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
@@ -30,22 +31,28 @@ class LlavaTower(Tower):
         places = torch.arange(vision.along**2)
         self._square = SquareTower(spec, shape, vision.colours, places, vision.along, making, connector)
         self._vision, self._making = vision, making
-        self._held: dict[str, Tensor] = {}
+        self._newline: Tensor | None = None
 
     def parameters(self) -> ParameterTable:
         table = self._square.parameters()
         if self._vision.newline:
-            table[_NEWLINE] = held(self._held, _NEWLINE, (self._making.text_size,), self._making.dtype)
+            table[_NEWLINE] = Parameter((self._making.text_size,), self._making.dtype, self._put_newline)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        squares = [self._square.read(each) for each in normalised(image, self._vision.colours).split(self._vision.side)]
-        if not self._vision.newline:
+    def reading(self, images: Sequence[Image]) -> Reading:
+        side, colours = self._vision.side, self._vision.colours
+        squares = [square for each in images for square in normalised(each, colours).split(side)]
+        found = yield from self._square.read(squares)
+        each = len(found) // len(images)
+        return [self._joined(image, found[at * each :][:each]) for at, image in enumerate(images)]
+
+    def _joined(self, image: Image, squares: list[Tensor]) -> Tensor:
+        """The features of an image by those of its squares, of which the first shows all of it."""
+        if self._newline is None:
             return squares[0]
         best = self._vision.best(image)
         if best is None:
-            return torch.cat((squares[0], self._held[_NEWLINE][None]))
+            return torch.cat((squares[0], self._newline))
         assert image.original is not None
         return torch.cat((squares[0], self._rows(torch.stack(squares[1:]), image.original, best)))
 
@@ -60,4 +67,8 @@ class LlavaTower(Tower):
         if kept.wanted is not None:
             channels = grid.permute(2, 0, 1)[None].float()
             grid = F.interpolate(channels, kept.wanted, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
-        return torch.cat((grid, self._held[_NEWLINE].expand(len(grid), 1, -1)), dim=1).flatten(0, 1)
+        assert self._newline is not None
+        return torch.cat((grid, self._newline.expand(len(grid), 1, -1)), dim=1).flatten(0, 1)
+
+    def _put_newline(self, token: Tensor) -> None:
+        self._newline = token[None]

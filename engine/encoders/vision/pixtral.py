@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames
+from quire.engine.encoders.encoder import EncoderNames
 from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.tower import (
-    CPU,
     Patches,
+    Reading,
     Tower,
     TowerMaking,
-    alone,
+    apart,
     axial_turns,
     encoder_spec,
     frequencies,
@@ -44,15 +45,8 @@ class PixtralTower(Tower):
         shape = vision.shape
         self._vision, self._making = vision, making
         plain = {"root_mean_square": True, "bias": False, "norm_bias": False, "gated": True}
-        self._encoder = Encoder(
-            replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain),  # type: ignore[arg-type]
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=1,
-            progress=making.progress,
-        )
+        spec = replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain)  # type: ignore[arg-type]
+        self._encoder = making.encoder(spec)
         self._patches = Patches(making, shape, f"{_TOWER}.patch_conv", bias=False)
         self._first_norm = LayerNormWeights(f"{_TOWER}.ln_pre", shape.hidden_size, bias=False)
         hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge**2
@@ -65,17 +59,17 @@ class PixtralTower(Tower):
         table |= self._connector.parameters()
         return table | (self._norm.parameters() | self._merger.parameters() if self._vision.merges else {})
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
+    def reading(self, images: Sequence[Image]) -> Reading:
         vision, shape, backend = self._vision, self._vision.shape, self._making.backend
-        rows, columns = image.height // shape.patch_size, image.width // shape.patch_size
-        x = self._patches(normalised(image, vision.colours))
+        rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
+        x = torch.cat([self._patches(normalised(each, vision.colours)) for each in images])
         x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
         places = torch.arange(rows * columns)
         each = frequencies(shape.hidden_size // shape.num_heads, vision.theta)
-        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2])
-        hidden, _ = self._encoder.encode_tapped(x, alone(rows * columns, backend), turns, ())
-        return self._connector(self._merged(hidden, rows, columns) if vision.merges else hidden)
+        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2]).repeat(len(images), 1)
+        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images), backend), turns)
+        merged = (self._merged(one, rows, columns) if vision.merges else one for one in hidden.chunk(len(images)))
+        return [self._connector(one) for one in merged]
 
     def _merged(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
         """merge x merge patches side by side, channel by channel, as one."""

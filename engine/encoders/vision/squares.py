@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, held
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec
 from quire.engine.encoders.vision.connectors import Connector
-from quire.engine.encoders.vision.tower import CPU, Patches, Tower, TowerMaking, alone, encoder_spec, normalised
+from quire.engine.encoders.vision.tower import (
+    Patches,
+    Reading,
+    Tower,
+    TowerMaking,
+    apart,
+    encoder_spec,
+    normalised,
+)
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
 
 
@@ -102,22 +111,13 @@ class SquareTower(Tower):
         self._spec, self._shape, self._colours, self._dtype = spec, shape, colours, making.dtype
         self._classes = 1 if spec.class_token is not None else 0
         self._places, self._trained = places, trained
-        tokens = len(places) + self._classes
         self._patches = Patches(making, shape, spec.patches, bias=spec.patch_bias)
-        self._encoder = Encoder(
-            spec.encoder,
-            making.backend,
-            making.scheme,
-            dtype=making.dtype,
-            device=CPU,
-            max_model_len=tokens,
-            progress=making.progress,
-        )
+        self._encoder = making.encoder(spec.encoder)
         norm = spec.first_norm
         self._first_norm = None if norm is None else LayerNormWeights(norm, shape.hidden_size, bias=True)
         self._connector = connector
-        self._held: dict[str, Tensor] = {}
-        self._metadata = alone(tokens, making.backend)
+        self._positions: Tensor | None = None
+        self._class: Tensor | None = None
         self._backend = making.backend
 
     def parameters(self) -> ParameterTable:
@@ -125,30 +125,40 @@ class SquareTower(Tower):
         table = self._encoder.parameters() | self._patches.parameters() | self._connector.parameters()
         table |= {} if self._first_norm is None else self._first_norm.parameters()
         rows, outer = self._trained**2 + self._classes, (1,) if spec.batched else ()
-        table[spec.positions] = held(self._held, "positions", (*outer, rows, hidden), self._dtype, self._placed)
+        table[spec.positions] = Parameter((*outer, rows, hidden), self._dtype, self._put_positions)
         if spec.class_token is not None:
             shape = (1, 1, hidden) if spec.batched else (hidden,)
-            table[spec.class_token] = held(self._held, "class", shape, self._dtype)
+            table[spec.class_token] = Parameter(shape, self._dtype, self._put_class)
         return table
 
-    @torch.inference_mode()
-    def features(self, image: Image) -> Tensor:
-        return self.read(normalised(image, self._colours))
+    def reading(self, images: Sequence[Image]) -> Reading:
+        return self.read([normalised(each, self._colours) for each in images])
 
-    def read(self, pixels: Tensor) -> Tensor:
-        """The same of a square's pixels [side, side, 3], float32."""
+    def read(self, squares: Sequence[Tensor]) -> Reading:
+        """The same of squares' pixels, each [side, side, 3] float32."""
+        x = torch.cat([self._embedded(each) for each in squares])
+        metadata = apart(len(x) // len(squares), len(squares), self._backend)
+        hidden, _ = yield from self._encoder.pieces(x, metadata)
+        return [self._connector(each) for each in hidden.chunk(len(squares))]
+
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        """What goes into the layers, [tokens, hidden]."""
+        assert self._positions is not None, "weights are not loaded"
         x = self._patches(pixels)
         assert len(x) == len(self._places), "an image that was prepared for another tower"
-        if "class" in self._held:
-            x = torch.cat((self._held["class"].view(1, -1), x))
-        x = x + self._held["positions"]
-        if (norm := self._first_norm) is not None:
-            x = self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
-        return self._connector(self._encoder.encode(x, self._metadata))
+        if self._class is not None:
+            x = torch.cat((self._class, x))
+        x = x + self._positions
+        norm = self._first_norm
+        return x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
 
-    def _placed(self, table: Tensor) -> Tensor:
+    def _put_positions(self, table: Tensor) -> None:
+        table = table.view(-1, self._shape.hidden_size)
         rows = torch.cat((torch.arange(self._classes), self._places + self._classes))
-        return F.embedding(rows, table.view(-1, self._shape.hidden_size))
+        self._positions = F.embedding(rows, table)
+
+    def _put_class(self, token: Tensor) -> None:
+        self._class = token.view(1, -1)
 
 
 def places_of(side: int, trained: int) -> Tensor:

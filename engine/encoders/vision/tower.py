@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
+from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, activation_of
+from quire.engine.encoders.pieces import finished
 from quire.engine.encoders.runner import whole_prompts
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 
 CPU = torch.device("cpu")
+Reading = Generator[float, None, list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,27 @@ class TowerMaking:
 
     backend: Backend
     scheme: Scheme
+    """Of the linears of the tower's layers; others are whole."""
     dtype: torch.dtype
     text_size: int
     """Of the hidden states that features take the place of."""
     progress: Callable[[], None]
     """Called after every layer."""
 
+    def encoder(self, spec: EncoderSpec) -> Encoder:
+        """Of the tower's layers, which have no table of rotations."""
+        return Encoder(
+            spec,
+            self.backend,
+            self.scheme,
+            dtype=self.dtype,
+            device=CPU,
+            max_model_len=1,
+            progress=self.progress,
+        )
+
     def linear(self, size: int, name: str, out: int, *, bias: bool = True) -> JoinedLinear:
-        return JoinedLinear(self.scheme, size, {name: out}, bias=bias)
+        return JoinedLinear(Unquantized(self.backend, self.dtype), size, {name: out}, bias=bias)
 
 
 class Tower(ABC):
@@ -51,9 +66,15 @@ class Tower(ABC):
         (engine/checkpoint/safetensors.py) says it."""
 
     @abstractmethod
-    def features(self, image: Image) -> Tensor:
-        """[tokens, text_size], or wider as Features (engine/models/decoder.py) says it. The same bits whatever else is
-        computed: an image is a step of its own."""
+    def reading(self, images: Sequence[Image]) -> Reading:
+        """Read images of one height and width, in pieces (engine/encoders/pieces.py), which weigh what Vision.work
+        says. Gives of each its features, [tokens, text_size], or wider as Features (engine/models/decoder.py) says it:
+        the same bits whatever else is read beside it."""
+
+    @torch.inference_mode()
+    def features(self, images: Sequence[Image]) -> list[Tensor]:
+        """The same at once."""
+        return finished(self.reading(images))
 
 
 class Patches:
@@ -80,6 +101,22 @@ class Patches:
         if self._frames:
             cut = cut[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
         return self._linear.packed(cut.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
+
+
+class ColourPatches:
+    """Patches whose pixels' colours stand side by side, through a linear."""
+
+    def __init__(self, making: TowerMaking, shape: TowerShape, name: str, *, bias: bool) -> None:
+        self._size, self._dtype = shape.patch_size, making.dtype
+        self._linear = making.linear(3 * shape.patch_size**2, name, shape.hidden_size, bias=bias)
+        self.parameters = self._linear.parameters
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """[height, width, 3] to [rows * columns, hidden]."""
+        size = self._size
+        rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
+        return self._linear.packed(cut.to(self._dtype).contiguous(), NO_ADAPTERS)
 
 
 def normalised(image: Image, colours: Colours) -> Tensor:
@@ -109,9 +146,9 @@ def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
     )
 
 
-def alone(tokens: int, backend: Backend) -> AttentionMetadata:
-    """A step of one sequence."""
-    return whole_prompts(np.array([tokens]), backend.block_size, CPU)
+def apart(tokens: int, images: int, backend: Backend) -> AttentionMetadata:
+    """A step of so many sequences of so many tokens each."""
+    return whole_prompts(np.full(images, tokens), backend.block_size, CPU)
 
 
 def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:

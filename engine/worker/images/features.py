@@ -3,40 +3,87 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Row
-from quire.engine.encoders.vision.tower import Tower
+from quire.engine.core.batch import Admission, Batch, Look, Row
+from quire.engine.encoders.vision.tower import Reading, Tower
 from quire.engine.images.config import KEPT_BYTES
 from quire.engine.images.vision import Vision
 from quire.engine.models.decoder import Features
-from quire.engine.types import Span
+from quire.engine.types import Image, Span
 from quire.engine.worker.images.places import ImagePlaces
-from quire.engine.worker.inputs import Owner
+
+Key = tuple[str, bytes]
+"""Salt and content. Salts are apart, so that nobody can tell by the time that it takes whether another tenant has shown
+an image."""
+
+
+class _Begun:
+    """An image whose reading is not over."""
+
+    def __init__(self, key: Key, reading: Reading, work: int) -> None:
+        self.key = key
+        self._reading, self._work, self._done = reading, work, 0.0
+
+    def go_on(self, look: Look) -> Tensor | None:
+        """Read up to there. Returns the features, where that is the end."""
+        try:
+            while look.ends or self._done * look.of < look.until * self._work:
+                self._done += next(self._reading)
+        except StopIteration as end:
+            (found,) = end.value
+            assert isinstance(found, Tensor)
+            return found
+        return None
 
 
 class ImageFeatures:
-    def __init__(self, tower: Tower, vision: Vision, most_bytes: int = KEPT_BYTES) -> None:
-        self._tower = tower
+    def __init__(self, tower: Tower | None, vision: Vision, most_bytes: int = KEPT_BYTES) -> None:
+        """tower: None where another stage of a pipeline has it."""
+        self._tower, self._vision = tower, vision
         self.places = ImagePlaces(vision)
         self._most = most_bytes
-        self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
-        """By salt and content; the one that was used last at the end. Salts are apart, so that nobody can tell by the
-        time that it takes whether another tenant has shown an image."""
+        self._kept: OrderedDict[Key, Tensor] = OrderedDict()
+        """The one that was used last at the end."""
         self._bytes = 0
+        self._begun: dict[int, _Begun] = {}
+        """By slot; several may have the same."""
         self.made = 0
         """Images, or parts of them, that the tower has read."""
 
-    def of(self, rows: Iterable[Row], owner: Callable[[Row], Owner]) -> Features | None:
+    def look(self, batch: Batch, owner: Callable[[Row], Admission]) -> None:
+        """Read what the step's rows say. Those that it reads from their beginning to their end, of one height and
+        width, are read together."""
+        if self._tower is None:
+            return
+        for slot in (*batch.left, *(each.slot for each in batch.admissions)):
+            self._begun.pop(slot, None)
+        whole: dict[tuple[int, int], dict[Key, Image]] = {}
+        for row in batch.rows:
+            admission = owner(row)
+            for look in row.looks:
+                key, image = (admission.salt, look.digest), _content(admission, look.digest)
+                begun = next((each for each in self._begun.values() if each.key == key), None)
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                elif begun is None and look.ends:
+                    whole.setdefault((image.height, image.width), {})[key] = image
+                else:
+                    begun = begun or _Begun(key, self._tower.reading([image]), self._vision.work(image))
+                    self._go_on(row.slot, begun, look)
+        for images in whole.values():
+            self._read(images)
+
+    def of(self, rows: Iterable[Row], owner: Callable[[Row], Admission]) -> Features | None:
         """For the tokens of these rows, in their order, that stand for a part of an image; None where none does."""
         places: list[Tensor] = []
         values: list[Tensor] = []
         begin = 0
-        for row in rows:
-            admission = owner(row).admission
+        for row in rows if self._tower is not None else ():
+            admission = owner(row)
             for span in admission.spans:
                 first = max(span.start, row.start)
                 last = min(span.start + span.count, row.start + row.count)
@@ -47,21 +94,42 @@ class ImageFeatures:
             begin += row.count
         return Features(torch.cat(places), torch.cat(values)) if places else None
 
+    def vectors(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> Tensor:
+        """Of rows each of which is one image, whose features are its vector: [rows, size]."""
+        found = self.of(rows, owner)
+        assert found is not None
+        return found.values
+
+    def _go_on(self, slot: int, begun: _Begun, look: Look) -> None:
+        self._begun[slot] = begun
+        if (found := begun.go_on(look)) is not None:
+            self._keep(begun.key, found)
+            self._begun = {slot: each for slot, each in self._begun.items() if each is not begun}
+
+    def _read(self, images: dict[Key, Image]) -> None:
+        assert self._tower is not None
+        found = self._tower.features(list(images.values()))
+        for key, each in zip(images, found, strict=True):
+            self._keep(key, each)
+
     def _features(self, admission: Admission, span: Span) -> Tensor:
         key = admission.salt, span.digest
-        found = self._kept.get(key)
-        if found is None:
-            image = next(each for each in admission.images if each.digest == span.digest)
-            found = self._tower.features(image)
-            self.made += 1
-            self._keep(key, found)
-        self._kept.move_to_end(key) if key in self._kept else None
+        if key not in self._kept:  # it was let go of since it was read
+            self._read({key: _content(admission, span.digest)})
+        self._kept.move_to_end(key)
+        found = self._kept[key]
         assert span.offset + span.count <= len(found), "a span is longer than its image's features"
         return found
 
-    def _keep(self, key: tuple[str, bytes], features: Tensor) -> None:
+    def _keep(self, key: Key, features: Tensor) -> None:
+        """All of it, and what else there is room for."""
+        self.made += 1
         self._kept[key] = features
         self._bytes += features.nbytes
-        while self._bytes > self._most:
+        while self._bytes > self._most and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= dropped.nbytes
+
+
+def _content(admission: Admission, digest: bytes) -> Image:
+    return next(each for each in admission.images if each.digest == digest)

@@ -7,17 +7,25 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
+from quire.engine.checkpoint.stages import stage_layers
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.choose import tower_of
 from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.images.config import read_vision
 from quire.engine.images.vision import Vision
+from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import Chosen
 from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.loading.loader import dummy_stream, image_stream, load_weights
+from quire.kernels.backend import Backend
+
+_ON_CPUS = "images are read on CPUs alone so far (--device cpu)"
 
 
 class LoadedTower(NamedTuple):
@@ -29,34 +37,77 @@ class LoadedTower(NamedTuple):
 
 
 def load_tower(
-    config: EngineConfig, path: Path, model_config: ModelConfig, chosen: Chosen, progress: Callable[[], None]
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    chosen: Chosen,
+    progress: Callable[[], None],
+    *,
+    stage: int = 0,
 ) -> LoadedTower:
-    """The tower of the model at `path`, in the model's own type: it is not quantized. Raises ModelError for weights
-    that are missing or of another shape."""
+    """The tower of the model at `path`, the linears of its layers in as few bits as are asked for; of a pipeline's
+    stages the first alone has it, the others know where images stand. Raises ModelError for weights that are missing or
+    of another shape."""
     vision = None if model_config.given is not None else read_vision(path)
     if vision is None:
         return LoadedTower(None, TEXT_ALONE)
     if (why := cannot_see(config, chosen, vision, model_config)) is not None:
         return LoadedTower(None, why)
-    scheme = Unquantized(chosen.of_images, chosen.dtype)
-    tower = tower_of(vision, TowerMaking(chosen.of_images, scheme, chosen.dtype, model_config.hidden_size, progress))
+    backend, dtype = chosen.of_images, chosen.dtype
+    few = config.at_load
+    scheme = Unquantized(backend, dtype) if few is None else AtLoad(backend, dtype, few)
+    making = TowerMaking(backend, scheme, dtype, model_config.hidden_size, progress)
+    loaded = _loaded(config, vision, making, chosen.device, reads=not stage)
+    if few is None or not backend.keeps_bits or not loaded.weight_bytes:
+        return loaded
+    saved = round(vision.linear_numbers * (dtype.itemsize - QUANTIZED_BITS[few] / 8))
+    return loaded._replace(weight_bytes=loaded.weight_bytes - saved)
+
+
+def load_vectors(
+    config: EngineConfig,
+    path: Path,
+    size: int,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[], None],
+) -> LoadedTower:
+    """The tower beside an encoder of text at `path`, which makes vectors of so many numbers of images. Raises
+    ModelError."""
+    vision = read_vision(path)
+    if vision is None:
+        return LoadedTower(None, TEXT_ALONE)
+    if device.type != "cpu":
+        return LoadedTower(None, _ON_CPUS)
+    return _loaded(config, vision, TowerMaking(backend, Unquantized(backend, dtype), dtype, size, progress), device)
+
+
+def _loaded(
+    config: EngineConfig, vision: Vision, making: TowerMaking, device: torch.device, *, reads: bool = True
+) -> LoadedTower:
+    tower = tower_of(vision, making)
     table = tower.parameters()
     if config.load_format == "dummy":
-        stream = dummy_stream(table, config.seed, chosen.device)
+        stream = dummy_stream(table, config.seed, device)
     else:
         stream = image_stream(stored_at(config), tower.unused)
         if (first := next(stream, None)) is None:
             return LoadedTower(None, "the weights hold no tower for images")
         stream = chain((first,), stream)
-    return LoadedTower(ImageFeatures(tower, vision), "", load_weights(table, stream, device=chosen.device))
+    if not reads:
+        return LoadedTower(ImageFeatures(None, vision))
+    return LoadedTower(ImageFeatures(tower, vision), "", load_weights(table, stream, device=device))
 
 
 def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_config: ModelConfig) -> str | None:
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
     if chosen.device.type != "cpu":
-        return "images are read on CPUs alone so far (--device cpu)"
-    if config.pipeline_parallel_size > 1:
-        return "stages (--pipeline-parallel-size) read no images yet"
+        return _ON_CPUS
+    first = stage_layers(model_config.num_layers, config.pipeline_parallel_size)[0]
+    if len(first) < vision.deep:
+        after = f"features are added behind the first {vision.deep} layers"
+        return f"{after}, and the first stage (--pipeline-parallel-size) has {len(first)}"
     if config.divides_tokens and vision.whole:
         return "ranks that divide tokens (--decode-context-parallel-size) read no images whose tokens see each other"
     if vision.image_token_id >= model_config.vocab_size:

@@ -10,7 +10,6 @@ import torch
 
 from quire.engine.core.batch import Admission, Row
 from quire.engine.images.vision import Vision
-from quire.engine.worker.inputs import Owner
 from quire.kernels.backend import AttentionMetadata, Together
 
 
@@ -22,9 +21,11 @@ class ImagePlaces:
         self._known: dict[int, tuple[Admission, np.ndarray]] = {}
         """By slot: the last owner's admission, and `coordinates` of it."""
 
-    def put(self, metadata: AttentionMetadata, rows: Sequence[Row], owner: Callable[[Row], Owner]) -> AttentionMetadata:
+    def put(
+        self, metadata: AttentionMetadata, rows: Sequence[Row], owner: Callable[[Row], Admission]
+    ) -> AttentionMetadata:
         """The metadata of these rows with what their images change of it; itself where none has some."""
-        admissions = [owner(row).admission for row in rows]
+        admissions = [owner(row) for row in rows]
         if not any(each.spans for each in admissions):
             return metadata
         return self._together(self._turned(metadata, rows, admissions), rows, admissions)

@@ -134,7 +134,8 @@ class StageRunner(Runner):
         for each in picked:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
             self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
-        self._take_in(batch)
+        begun = self._begin(batch)
         self._copy(batch)
-        inputs = self._slots.build(batch)
-        pass_to(self._after, *self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache))
+        if (inputs := begun.inputs) is not None:
+            passed = self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache, begun.features)
+            pass_to(self._after, *passed)

@@ -196,6 +196,9 @@ class StageRank(Rank):
         for inbox in inboxes:
             loaded.model.follow(inbox)
         held = held_bytes(loaded.model.parameters(), self._config, self._chosen.backend, loaded.read_bytes)
+        about = self._config, self._path, self._model_config, self._chosen
+        self._tower = load_tower(*about, progress, stage=start.rank - 1)
+        held += self._tower.weight_bytes
         table = loaded.checkpoint.table.items()
         self.loaded = Loaded(held, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
@@ -206,7 +209,8 @@ class StageRank(Rank):
     def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner:
         part, eos = self._part, self._model_config.eos_token_ids
         room = make_room(self._config, self._chosen, part, pages, max_model_len, shares)
-        own = StageRunner(self._next, part.model, room.pages, room.slots, SlotGrammars(_no_grammars), eos)
+        grammars, features = SlotGrammars(_no_grammars), self._tower.features
+        own = StageRunner(self._next, part.model, room.pages, room.slots, grammars, eos, None, None, None, features)
         self._compute = own.compute
         return own
 

@@ -228,7 +228,7 @@ def _close(over: threading.Event, group: Collective) -> None:
 def for_others(batch: Batch) -> Batch:
     """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know: not even grammars."""
     admissions = [_computed(each) for each in batch.admissions]
-    return Batch(batch.rows, admissions, batch.copies, slot_copies=batch.slot_copies)
+    return Batch(batch.rows, admissions, batch.copies, left=batch.left, slot_copies=batch.slot_copies)
 
 
 def _computed(admission: Admission) -> Admission:

@@ -206,6 +206,11 @@ def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     return tokens * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
 
 
+def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:
+    """Bytes of a tower for images on each device; of stages the first one has it."""
+    return sizes.tower_bytes(width, quantized) * machine.reads_images // machine.stages
+
+
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     sizes = sizes.within_windows() if wishes.within_windows else sizes
@@ -218,7 +223,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
     alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
-    on_device += adapters // sharing + drafts // alone + sizes.tower * width * machine.reads_images
+    on_device += adapters // sharing + drafts // alone + tower_share(sizes, machine, width, quantized)
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, kv_type)
     whole = kv_bytes(sizes, dtype, kv_type)

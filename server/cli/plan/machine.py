@@ -59,8 +59,8 @@ class Machine:
 
     @property
     def reads_images(self) -> bool:
-        """Whether a model's tower for images is loaded, on each rank: on CPUs, unless stages divide the layers."""
-        return not self.gpu and self.stages == 1
+        """Whether a model's tower for images is loaded: on CPUs, on each rank, and of stages on the first."""
+        return not self.gpu
 
     @property
     def sharing(self) -> int:

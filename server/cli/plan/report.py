@@ -99,7 +99,7 @@ def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
     return [
         ("images", f"{asked.count:,} x {asked.width:,} x {asked.height:,}: {tiles}, {tokens}"),
         ("they take", f"{features}, {pixels}"),
-        ("their tower", loaded if images.tower_bytes else "not loaded: images are read on CPUs, without stages"),
+        ("their tower", loaded if images.tower_bytes else "not loaded: images are read on CPUs"),
     ]
 
 

@@ -297,18 +297,24 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
 
 
 def test_images_of_several_requests_are_read_in_several_steps() -> None:
-    """Of two that come together: one with an image of 64 x 32 pixels, which weighs 8 tokens, leaves 10 - 5 - 8 of the
-    step's; the other one's begins when it is computed, and nobody who has a token to compute waits for either."""
+    """Reading an image takes of a step's tokens, in parts if need be: nobody who has a token to compute waits for it,
+    and its own tokens do."""
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
     busy.add(request("calm", 3, max_tokens=20))
     step(busy, device)
-    for name in ("a", "b"):
-        image = Image.of(64, 32, name.encode())
+    for name, work in (("a", 5), ("b", 12)):
+        image = msgspec.structs.replace(Image.of(64, 32, name.encode()), work=work)
         spans = (Span(1, 2, image.digest), Span(4, 1, image.digest, offset=2))
         busy.add(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
-    rows = [[(row.request_id, row.count) for row in step(busy, device).rows] for _ in range(3)]
-    assert rows == [[("calm", 1), ("a", 5)], [("calm", 1), ("a", 1), ("b", 5)], [("calm", 1), ("b", 1)]]
+    batches = [step(busy, device) for _ in range(4)]
+    rows = [[(row.request_id, row.count, [look.until for look in row.looks]) for row in each.rows] for each in batches]
+    assert rows == [
+        [("calm", 1, []), ("a", 4, [5])],
+        [("calm", 1, []), ("a", 1, []), ("b", 1, [7])],
+        [("calm", 1, []), ("a", 1, []), ("b", 3, [12])],
+        [("calm", 1, []), ("b", 1, [])],
+    ]
 
 
 def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:

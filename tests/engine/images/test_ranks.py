@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.images.config import read_vision
 from quire.engine.loop import Engine
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, run
@@ -47,3 +48,37 @@ def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+def numbers_of(each: Engine) -> list[int]:
+    """Of each of the engine's images, or parts of them, that its own tower has read."""
+    return [] if each.runner._features._tower is None else [each.runner._features.made]  # type: ignore[attr-defined]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", [each for each in KINDS if each != "gemma4 of 2 B"])
+def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
+    """The first stage has the tower. Bit for bit, alone and beside others, with images that are read in parts."""
+    path = save_family(tmp_path, name, num_hidden_layers=4) if name == "qwen3_vl" else save_family(tmp_path, name)
+    asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
+    vision = read_vision(path)
+    assert vision is not None
+    least = max(24, *(span.count for each in asked for span in each.spans), vision.longest if vision.whole else 0)
+    options: dict[str, Any] = {
+        "num_kv_blocks": 96,
+        "dtype": "bfloat16",
+        "attention_backend": "cpu",
+        "max_num_batched_tokens": least,
+    }
+    one = Engine(EngineConfig(model=str(path), **options))
+    wanted = run(one, asked)
+    divided = Engine(EngineConfig(model=str(path), pipeline_parallel_size=2, **options))
+    assert not divided.info.no_images
+    assert divided.info.weight_bytes >= one.info.weight_bytes
+    assert numbers_of(divided) == []
+    found = run(divided, asked)
+    for each in asked:
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        for answer in (found[each.id], alone):
+            assert (answer.ids, answer.logprobs) == (wanted[each.id].ids, wanted[each.id].logprobs)

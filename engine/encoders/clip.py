@@ -1,0 +1,42 @@
+"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
+a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.pooling import vector_size
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, base_spec
+from quire.engine.layers.heads import Stage
+
+NAMES = EncoderNames(
+    words="embeddings.token_embedding",
+    positions="embeddings.position_embedding",
+    layer="encoder.layers.{}",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    attention_norm="layer_norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    mlp_norm="layer_norm2",
+    final_norm="final_layer_norm",
+)
+_UNUSED = ("logit_scale", "logit_bias", "embeddings.position_ids", "vision_model.", "visual_projection.")
+
+
+def spec(config: ModelConfig) -> EncoderSpec:
+    raw, clip = config.raw, config.model_type == "clip_text_model"
+    eps, act = (1e-5, "quick_gelu") if clip else (1e-6, "gelu_pytorch_tanh")
+    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=lambda hidden, labels: [])
+    name = "text_projection" if clip else "head"
+    return replace(
+        base,
+        eps=raw.get("layer_norm_eps") or eps,
+        activation=activation_of(raw.get("hidden_act") or act),
+        positions=config.max_position,
+        pre_norm=True,
+        first_norm=True,
+        causal=clip,
+        filled=not clip,
+        projection=(Stage(name, config.hidden_size, vector_size(config), bias=not clip),),
+        unused=_UNUSED,
+    )

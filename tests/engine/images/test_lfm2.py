@@ -1,0 +1,133 @@
+"""LFM2-VL, whose processor transformers has for torchvision alone: its own code for sizes, tiles and tokens, with
+PyTorch's interpolation of bytes in the place of torchvision's, which is that."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from transformers.image_processing_backends import TorchvisionBackend
+
+from quire.engine.images.config import read_vision
+from quire.engine.images.lfm2 import Lfm2
+from tests.engine.harness import run
+from tests.engine.images.test_families import about, bits, engine
+from tests.tiny_vision import picture
+from tests.vision_families import FAMILIES, Family, save_family
+
+SETTINGS: dict[str, Any] = {
+    **{"downsample_factor": 2, "min_tiles": 2, "max_tiles": 6, "use_thumbnail": True, "min_image_tokens": 4},
+    **{"max_image_tokens": 16, "encoder_patch_size": 4, "tile_size": 24, "max_pixels_tolerance": 2.0},
+}
+TILES = tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7))
+FAMILY = Family(
+    config="Lfm2VlConfig",
+    processor="",
+    image_processor="",
+    text={
+        **{"model_type": "lfm2", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 258},
+        **{"max_position_embeddings": 2048, "layer_types": ["conv", "full_attention", "conv"]},
+    },
+    vision={
+        "model_type": "siglip2_vision_model",
+        **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{"num_patches": 25, "patch_size": 4, "vision_use_head": False},
+    },
+    preparing={**SETTINGS, "resample": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+    image="<image>",
+    written="<image>",
+    outer={"projector_hidden_size": 80, "downsample_factor": 2},
+    tokens={"image_token": "<image>"},
+    others=("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *TILES),
+)
+SIZES = [(40, 30), (16, 16), (70, 50), (30, 200), (160, 40), (90, 90), (9, 300)]
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(FAMILIES, "lfm2_vl", FAMILY)
+    return save_family(tmp_path, "lfm2_vl")
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+        monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
+    v2: Any = sys.modules["torchvision.transforms.v2"]
+    v2.functional = sys.modules["torchvision.transforms.v2.functional"]
+
+    def resize(self: Any, image: Tensor, size: Any, **_: Any) -> Tensor:
+        return F.interpolate(image, (size.height, size.width), mode="bilinear", antialias=True)
+
+    monkeypatch.setattr(TorchvisionBackend, "resize", resize)
+    return import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl").Lfm2VlImageProcessor
+
+
+def prepared(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor], int, int]:
+    """The parts of a picture, uint8 [3, height, width], and their rows and columns."""
+    image = torch.from_numpy(np.array(picture(seed, *size))).permute(2, 0, 1)[None]
+    made = object.__new__(theirs)
+    (parts,), (rows,), (columns,), _ = theirs.resize_and_split(made, image, **SETTINGS, resample=None)
+    return list(parts), rows, columns
+
+
+def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
+    vision = read_vision(path)
+    assert isinstance(vision, Lfm2)
+    for number, size in enumerate(SIZES):
+        parts, rows, columns = prepared(theirs, number, size)
+        layout = vision.layout(*size)
+        assert (layout.rows, layout.columns) == (rows, columns)
+        ours = list(layout.contents(picture(number, *size)))
+        assert [(each.height, each.width) for each in ours] == [tuple(each.shape[1:]) for each in parts]
+        assert [sum(each) for each in layout.runs] == [each.shape[1] * each.shape[2] // 64 for each in parts]
+        for own, part in zip(ours, parts, strict=True):
+            pixels = np.frombuffer(own.pixels, dtype=np.uint8).reshape(own.height, own.width, 3)
+            apart = np.abs(pixels.astype(int) - part.permute(1, 2, 0).numpy().astype(int))
+            assert apart.max() <= 1
+
+
+def test_an_answer_is_that_of_transformers(path: Path, theirs: Any) -> None:
+    """About the pixels that we prepare, so that a level of rounding is no matter."""
+    asked = about(path, "lfm2_vl", "a", 1, 2)
+    answer = run(engine(path, dtype="float32"), [asked])["a"]
+    most = max(each.height * each.width for each in asked.images) // 16
+    pixels, shapes = [], []
+    for each in asked.images:
+        rows, columns = each.height // 4, each.width // 4
+        image = torch.frombuffer(bytearray(each.pixels), dtype=torch.uint8).view(rows, 4, columns, 4, 3)
+        patches = image.transpose(1, 2).reshape(rows * columns, 48).double() / 255 * 2 - 1
+        pixels.append(F.pad(patches, (0, 0, 0, most - len(patches))))
+        shapes.append([rows, columns])
+    masks = torch.tensor([[1] * (rows * columns) + [0] * (most - rows * columns) for rows, columns in shapes])
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    with torch.inference_mode():
+        logits = model(
+            input_ids=torch.tensor([[*asked.prompt_ids, *answer.ids]]),
+            pixel_values=torch.stack(pixels),
+            spatial_shapes=torch.tensor(shapes),
+            pixel_attention_mask=masks,
+        ).logits[0]
+    wanted = logits.log_softmax(-1)[len(asked.prompt_ids) - 1 : -1]
+    assert wanted.argmax(-1).tolist() == answer.ids
+    found = [each.logprob for each in answer.logprobs]
+    assert found == pytest.approx(wanted.max(-1).values.tolist(), abs=1e-4)
+
+
+def test_bits_depend_on_nothing_else(path: Path) -> None:
+    asked = [about(path, "lfm2_vl", "a", 1), about(path, "lfm2_vl", "b", 2, 3)]
+    wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
+    for options in ({}, {"max_num_batched_tokens": 24}):
+        served = engine(path, **options)
+        for _ in range(2):
+            assert bits(run(served, asked)) == bits(wanted)

@@ -1,0 +1,72 @@
+"""A tower's features have the same bits alone, beside others' of the same shape, and in whatever pieces."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.encoders.vision.tower import Tower
+from quire.engine.images.config import read_vision
+from quire.engine.images.reader import Asked, image_reader
+from quire.engine.loop import Engine
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Image
+from tests.tiny_vision import picture
+from tests.vision_families import FAMILIES, save_family
+
+
+def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
+    """The engine's, and three of one shape."""
+    reader = image_reader(path, Tokenizer.load(path))
+    assert reader is not None
+    images = [reader.tiles(Asked("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
+    served = Engine(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))
+    tower = served.runner._features._tower  # type: ignore[attr-defined]
+    assert isinstance(tower, Tower)
+    return tower, images
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_depend_on_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, images = tower_and_images(save_family(tmp_path, name))
+    alone = [tower.features([each])[0] for each in images]
+    for module in ("encoder", "vision.grids"):
+        monkeypatch.setattr(f"quire.engine.encoders.{module}.ROWS", 12)
+    for found, wanted in zip(tower.features(images), alone, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_weigh_what_a_step_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, images = tower_and_images(save_family(tmp_path, name))
+    monkeypatch.setattr("quire.engine.encoders.encoder.ROWS", 12)
+    pieces = list(tower.reading(images[:1]))
+    assert sum(pieces) == pytest.approx(images[0].work, rel=0.1)
+    assert max(pieces) < images[0].work / 2
+
+
+def test_few_bits(tmp_path: Path) -> None:
+    """Of the linears of its layers, near what it makes otherwise, and counted."""
+    path = save_family(tmp_path, "qwen3_vl")
+    plain, images = tower_and_images(path)
+    few, _ = tower_and_images(path, quantization="int8")
+    (wanted,), (found,) = plain.features(images[:1]), few.features(images[:1])
+    assert 0 < (found - wanted).float().norm() < 0.1 * wanted.float().norm()
+    text: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
+    vision = read_vision(path)
+    assert vision is not None
+    held = Engine(EngineConfig(model=str(path), **text)).info.weight_bytes
+    numbers = sum(math.prod(each.shape) for each in few.parameters().values())
+    beside = read_sizes(read_raw_config(str(path))[0])
+    assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.linear_numbers
+    assert beside.tower_bytes(2, None) == 2 * numbers
+    assert held < 2 * beside.parameters + beside.tower_bytes(2, "int8")

@@ -1,0 +1,160 @@
+"""CLIP and SigLIP: vectors of texts and of images from the whole server, against transformers' in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import torch
+from openai import AsyncOpenAI
+from tokenizers import decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from quire.engine.checkpoint.files import read_model_config, read_raw_config
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.images.reader import image_reader
+from quire.engine.link.client import EngineClient
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.served_model import ModelSource
+from tests.server.images.test_vectors import talk
+from tests.texts import BYTES
+from tests.tiny_vision import picture
+
+END, PAD = 256, 257
+TEXT = {
+    **{"vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "max_position_embeddings": 40},
+}
+VISION = {
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3},
+    **{"image_size": 24, "patch_size": 4},
+}
+PREPARING: dict[str, dict[str, Any]] = {
+    "clip": {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}, "resample": 3},
+    "siglip": {"size": {"height": 24, "width": 24}, "resample": 3},
+}
+
+
+def save_pair(path: Path, kind: str) -> Path:
+    torch.manual_seed(5)
+    model: Any
+    if kind == "clip":
+        text = {**TEXT, "eos_token_id": END}
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32))
+    else:
+        text = {**TEXT, "projection_size": 48}
+        model = SiglipModel(SiglipConfig(text_config=text, vision_config=VISION))
+    for name, each in model.named_parameters():
+        if each.ndim > 1:
+            torch.nn.init.normal_(each, std=0.5 if "embedding" in name else 1.5 * each[0].numel() ** -0.5)
+        elif each.ndim:
+            torch.nn.init.normal_(each, mean=0.0 if "bias" in name else 1.0, std=0.2)
+    model.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PREPARING[kind]))
+    backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>", "<pad>"])
+    backend.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", END)])
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+    return path
+
+
+@dataclass
+class Served:
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    kind: str
+    path: Path
+
+    async def vector(self, **body: Any) -> Tensor:
+        answer = await self.http.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        return torch.tensor(answer.json()["data"][0]["embedding"])
+
+    def theirs(self, text: str | None = None, seed: int = 0) -> Tensor:
+        """What transformers makes of a text, or of a picture."""
+        clip = self.kind == "clip"
+        model: Any = (CLIPModel if clip else SiglipModel).from_pretrained(self.path, dtype=torch.float64)
+        with torch.inference_mode():
+            if text is not None:
+                ids = [*text.encode(), END]
+                ids += [] if clip else [PAD] * (40 - len(ids))
+                found = model.get_text_features(input_ids=torch.tensor([ids]))
+            else:
+                made: Any = CLIPImageProcessorPil if clip else SiglipImageProcessorPil
+                pixels = made(**PREPARING[self.kind])(images=[picture(seed, 70, 50)], return_tensors="pt")
+                found = model.get_image_features(pixel_values=pixels["pixel_values"].double())
+        return torch.nn.functional.normalize(found.pooler_output[0], dim=0)
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path = save_pair(tmp_path_factory.mktemp("pair"), request.param)
+    config = ServerConfig(model=str(path), dtype="float32", max_num_batched_tokens=64)
+    tokenizer, (pooling, _) = Tokenizer.load(path), read_tasks(path, read_model_config(path), config)
+    client = EngineClient(InProcessLink(config))
+    source = ModelSource(config, tokenizer, 258, {}, pooling=pooling, images=image_reader(path, tokenizer))
+    app = create_app(client, source)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
+    ):
+        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
+        yield Served(http, openai, request.param, path)
+
+
+async def test_vectors_are_those_of_transformers(served: Served) -> None:
+    for text in ("a", "A cat on a mat."):
+        wanted = served.theirs(text)
+        assert (await served.vector(input=text)).double() == pytest.approx(wanted, abs=1e-5)
+        assert (await served.vector(messages=talk(text))).double() == pytest.approx(wanted, abs=1e-5)
+    for seed in (1, 2):
+        wanted = served.theirs(seed=seed)
+        assert (await served.vector(messages=talk(seed))).double() == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_bits_depend_on_nothing_else(served: Served) -> None:
+    """Images, which are read in several steps here, beside texts and each other."""
+    asked: list[dict[str, Any]] = [{"messages": talk(seed)} for seed in (1, 2, 3, 1)]
+    asked += [{"input": text} for text in ("a", "longer than that")]
+    alone = [await served.vector(**each) for each in asked]
+    together = await asyncio.gather(*(served.vector(**each) for each in asked))
+    for found, wanted in zip(together, alone, strict=True):
+        assert torch.equal(found, wanted)
+
+
+async def test_a_text_and_an_image_are_refused_together(served: Served) -> None:
+    for messages in (talk("See", 1), talk(1, 2), [*talk("a"), *talk("b")]):
+        answer = await served.http.post("/v1/embeddings", json={"messages": messages})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert "one text or of one image" in answer.json()["error"]["message"]
+    answer = await served.http.post("/v1/embeddings", json={"input": "long " * 20})
+    assert answer.status_code == 400
+    (card,) = (await served.http.get("/v1/models")).json()["data"]
+    assert "image" in card["architecture"]["input_modalities"]
+
+
+async def test_the_plan_counts_both_parts(served: Served) -> None:
+    sizes = read_sizes(read_raw_config(str(served.path))[0])
+    model: Any = (CLIPModel if served.kind == "clip" else SiglipModel).from_pretrained(served.path)
+    vision = sum(each.numel() for name, each in model.named_parameters() if name.startswith(("vision", "visual")))
+    assert sizes.tower == vision
+    text = sum(each.numel() for name, each in model.named_parameters() if not name.startswith(("vision", "visual")))
+    assert sizes.parameters == pytest.approx(text, rel=0.05)  # without what follows the pooling
