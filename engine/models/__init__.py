@@ -1,4 +1,5 @@
-"""The model families: one thin file each, which engine/checkpoint/families.py lists by config.json's model_type."""
+"""The model families: rows of tables, and thin files where a row cannot say it. engine/checkpoint/families.py lists
+them by config.json's model_type."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models.activations import activation_of
+from quire.engine.models.family import spec_as
 
 if TYPE_CHECKING:
     from quire.engine.models.spec import DecoderSpec
@@ -30,7 +32,7 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
+    spec = spec_as(config.model_type, config)
     experts = {"silu" if each.gated else "relu2" for each in spec.parts(ExpertsSpec)}
     activations = {each.activation for each in spec.parts(MlpSpec)} or experts or {"silu"}
     named = activation_of(config)

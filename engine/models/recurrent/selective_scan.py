@@ -11,7 +11,7 @@ from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
 _SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
 
 
-def selective_scan(config: ModelConfig, **rules: Any) -> SelectiveScanSpec:
+def selective_scan(config: ModelConfig, norm: NormSpec, **rules: Any) -> SelectiveScanSpec:
     """`rules`: fields of SelectiveScanSpec. Raises ModelError."""
     raw = config.raw
     sizes = [raw.get(name) for name in _SIZES]
@@ -26,4 +26,4 @@ def selective_scan(config: ModelConfig, **rules: Any) -> SelectiveScanSpec:
     if key % 2:
         raise ModelError(f"model: config.json: mamba_d_state: expected an even number, got {key}")
     biases = {"bias": bool(raw.get("mamba_proj_bias")), "conv_bias": raw.get("mamba_conv_bias") is not False}
-    return SelectiveScanSpec(heads, value, key, rank, width, NormSpec(config.norm_eps), **(biases | rules))
+    return SelectiveScanSpec(heads, value, key, rank, width, norm, **(biases | rules))
