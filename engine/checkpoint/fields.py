@@ -145,6 +145,13 @@ class SharedFields(UnequalFields, total=False):
     qk_nope_head_dim: _Width0 | None
     v_head_dim: _Width | None
     mlp_layer_types: Annotated[list[_Text], Meta(max_length=MAX_LAYERS)] | None
+    multi_query: bool | None
+    new_decoder_architecture: bool | None
+    use_bias: bool | None
+    shared_intermediate_size: _Width0 | None
+    mlp_only_layers: list[int] | None
+    first_k_dense_replace: _LayerCount | None
+    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -178,7 +185,6 @@ class ServedFields(SharedFields, total=False):
     num_experts_per_tok: _Experts | None
     moe_intermediate_size: _Width | None
     shared_expert_intermediate_size: _Width | None
-    shared_intermediate_size: _Width0 | None
     n_shared_experts: _Experts0 | None
     norm_topk_prob: bool | None
     moe_norm_min: _Epsilon | None
@@ -188,14 +194,10 @@ class ServedFields(SharedFields, total=False):
     use_expert_bias: bool | None
     router_jitter_noise: _Epsilon | None
     decoder_sparse_step: _Layers | None
-    mlp_only_layers: list[int] | None
-    first_k_dense_replace: _LayerCount | None
-    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
     num_nextn_predict_layers: _LayerCount | None
     qkv_bias: bool | None
     clip_qkv: float | None
     attention_out_bias: bool | None
-    use_bias: bool | None
     use_qkv_bias: bool | None
     enable_bias: bool | None
     partial_rotary_factor: _Part | None
@@ -228,9 +230,7 @@ class ServedFields(SharedFields, total=False):
     topk_method: _Text | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
-    new_decoder_architecture: bool | None
     num_ln_in_parallel_attn: _Width | None
-    multi_query: bool | None
     alibi: bool | None
     attn_config: AttnConfig | None
     use_qk_norm: bool | None
@@ -295,9 +295,6 @@ class PlannedFields(SharedFields, total=False):
     num_kv_heads: _Width | list[Any] | None
     kv_channels: _Width | None
     sliding_window: Any
-    multi_query: bool | None
-    new_decoder_architecture: bool | None
-    use_bias: bool | None
     n_inner: _Width | None
     ffn_dim: _Width | None
     ffn_hidden_size: _Width | None
@@ -316,13 +313,9 @@ class PlannedFields(SharedFields, total=False):
     moe_topk: _Width0 | list[Any] | None
     moe_intermediate_size: _Width | list[Any] | None
     shared_expert_intermediate_size: _Width0 | None
-    shared_intermediate_size: _Width0 | None
     n_shared_experts: _Width0 | None
     decoder_sparse_step: _LayerCount | None
     interleave_moe_layer_step: _LayerCount | None
-    mlp_only_layers: list[int] | None
-    first_k_dense_replace: _LayerCount | None
-    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
 
 
 class AdaptedFields(PlannedFields, total=False):

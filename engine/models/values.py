@@ -5,10 +5,11 @@ A value is either the field's own or a reader, a function of the config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
 
 Read = Callable[[ModelConfig], Any]
 Fields = Mapping[str, Any]
@@ -37,3 +38,12 @@ def given(name: str, otherwise: Any = None) -> Read:
 def biased(name: str) -> Fields:
     """Attention's linears have biases if config.json says so by this name."""
     return {"qkv_bias": flag(name), "out_bias": flag(name)}
+
+
+def sizes(config: ModelConfig, names: Sequence[str], what: str) -> list[int]:
+    """Integers that config.json must have, the sizes of `what`. Raises ModelError."""
+    found = [config.raw.get(name) for name in names]
+    for name, size in zip(names, found, strict=True):
+        if not isinstance(size, int):
+            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a {what}")
+    return [size for size in found if isinstance(size, int)]

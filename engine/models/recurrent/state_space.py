@@ -7,6 +7,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
+from quire.engine.models.values import sizes
 
 _SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -14,11 +15,7 @@ _SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "m
 def state_space(config: ModelConfig, norm: NormSpec, **rules: Any) -> StateSpaceSpec:
     """`rules`: fields of StateSpaceSpec. Raises ModelError."""
     raw = config.raw
-    sizes = [raw.get(name) for name in _SIZES]
-    for name, size in zip(_SIZES, sizes, strict=True):
-        if not isinstance(size, int):
-            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a state space")
-    groups, heads, key, value, width = (size for size in sizes if isinstance(size, int))
+    groups, heads, key, value, width = sizes(config, _SIZES, "state space")
     if heads % groups:
         raise ModelError(f"model: config.json: mamba_n_groups: {groups} do not divide {heads} heads")
     if key % 2:

@@ -119,11 +119,7 @@ class ToolParser:
 
     def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
         """Content and calls that this text completes."""
-        self._source.text += text
-        self._source.closed = final
-        for _ in self._steps:
-            break  # it needs more text
-        else:
+        if self._source.feed(self._steps, text, final=final):
             self._sink.content(self._source.take(len(self._source.text)))
         if final:
             self._sink.finish()

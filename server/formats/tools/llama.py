@@ -41,7 +41,7 @@ class LlamaJson(ToolFormat):
         return True
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        calls = [json_call(tool, arguments="parameters", in_words=must) for tool in tools]
+        calls = [json_call(tool, in_words=must) for tool in tools]
         return grammar_of(calls, many, between=[text("; ")], must=must, unlike=r'\s*\{\s*"name"')
 
 
