@@ -279,38 +279,30 @@ class ServedFields(SharedFields, total=False):
     eagle_config: EagleConfig | None
 
 
-class PlannedFields(SharedFields, total=False):
+_COUNT = _Width0 | list[Any] | None
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), _Width | None),
+    **{"num_hidden_layers": _Layers | None, "max_position_embeddings": _Positions | None},
+    **{"experts": _COUNT, "experts_per_token": _COUNT},
+}
+"""The bounds of what ALIASES lists, whichever key gives it."""
+_Sizes = TypedDict(  # type: ignore[misc]  # its fields are ALIASES'
+    "_Sizes",
+    {key: kind for size, kind in _SIZES.items() for key in ALIASES[size] if key not in SharedFields.__annotations__},
+    total=False,
+)
+
+
+class PlannedFields(SharedFields, _Sizes, total=False):
     """The fields that `quire plan` reads, of nearly every family. A list, where there may be one, is not read."""
 
-    n_embd: _Width | None
-    d_model: _Width | None
-    dim: _Width | None
-    hidden_dim: _Width | None
-    n_layer: _Layers | None
-    n_layers: _Layers | None
-    num_layers: _Layers | None
-    n_head: _Width | None
-    n_heads: _Width | None
     head_dim: _Width0 | None
     num_kv_heads: _Width | list[Any] | None
     kv_channels: _Width | None
     sliding_window: Any
-    n_inner: _Width | None
-    ffn_dim: _Width | None
-    ffn_hidden_size: _Width | None
     expansion_ratio: _Above0 | None
     intermediate_size_mlp: _Width | None
-    n_positions: _Positions | None
-    max_seq_len: _Positions | None
-    n_ctx: _Positions | None
-    seq_length: _Positions | None
     layers_block_type: list[_Text] | None
-    num_local_experts: _Width0 | list[Any] | None
-    num_experts: _Width0 | list[Any] | None
-    n_routed_experts: _Width0 | list[Any] | None
-    num_experts_per_tok: _Width0 | list[Any] | None
-    experts_per_token: _Width0 | list[Any] | None
-    moe_topk: _Width0 | list[Any] | None
     moe_intermediate_size: _Width | list[Any] | None
     shared_expert_intermediate_size: _Width0 | None
     n_shared_experts: _Width0 | None

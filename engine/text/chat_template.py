@@ -42,7 +42,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Shows:
+class TemplateAbilities:
     """What a template shows of tools and systems."""
 
     tools: bool
@@ -140,7 +140,7 @@ class ChatRenderer:
         return renderer
 
     @cached_property
-    def shows(self) -> Shows:
+    def shows(self) -> TemplateAbilities:
         """What the template shows, found out by rendering a few messages."""
         user, tool = {"role": "user", "content": "u"}, _probe_tool()
         arguments = {"qkeyq": "qvalueq"}
@@ -171,7 +171,7 @@ class ChatRenderer:
         result = {"role": "tool", "tool_call_id": "qidqidqid", "name": "qcalledq", "content": "qresultq"}
         as_object = any(mark in text for text in texts for mark in ("qcalledq", "qidqidqid", "qvalueq"))
         as_text = not as_object and "qcalledq" in with_text()
-        return Shows(
+        return TemplateAbilities(
             tools=shown,
             calls=as_object or as_text,
             results=any("qresultq" in rendered([*turns, result], tools) for turns in (answer, [user, said])),
@@ -231,7 +231,7 @@ class ChatRenderer:
                     **self._special_tokens,
                     **variables,
                     **self._environment.budget(),
-                    "messages": Given(turns),
+                    "messages": ReadOnlyList(turns),
                     "tools": tools or None,
                 }
             )
@@ -341,7 +341,7 @@ class GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class Given(list[Any]):
+class ReadOnlyList(list[Any]):
     """A list that a template may read and not change, as in transformers."""
 
 

@@ -52,7 +52,7 @@ class Attended:
 
 
 @dataclass(slots=True)
-class Noting:
+class AttentionProbe:
     """Attends to nothing and notes what is asked of it."""
 
     longest: int
@@ -126,7 +126,7 @@ def window_of(allowed: MaskFunction, longest: int) -> int | None:
 def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     """By call of attention, in their order, what it is. Raises ModelError for what pages do not compute; `longest`:
     tokens of contexts."""
-    noting, name = Noting(longest), type(model).__name__
+    noting, name = AttentionProbe(longest), type(model).__name__
     if _recurrent(model):
         raise stateful(type(model))
     attend_by(model, noting)

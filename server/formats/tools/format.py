@@ -39,6 +39,8 @@ class ToolFormat(ABC):
     """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and behind calls."""
+    bare: ClassVar[str] = ""
+    """What an answer begins with that is calls without a marker; "": they always have one."""
     example: ClassVar[str] = EXAMPLE
     """A call, for a model that is told in words how to write one."""
 
@@ -50,6 +52,10 @@ class ToolFormat(ABC):
     def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
         """Read an answer to its end; the text left in the source is content. in_blocks: calls in code blocks are read
         too."""
+        if self.bare and (yield from source.word()) == self.bare:
+            source.mark("")
+            if not (yield from self.read_calls(source, sink, tools, "")):
+                sink.content(source.taken)
         blocks, names = CodeBlocks(), frozenset(tools)
         markers = (*self.markers, FENCE) if in_blocks else self.markers
         while (marker := (yield from pass_content(source, sink, markers))) is not None:

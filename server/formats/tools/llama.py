@@ -23,13 +23,8 @@ class LlamaJson(ToolFormat):
 
     markers = ("<|python_tag|>", "<|python_start|>")
     other_markers = ("<|python_end|>",)
+    bare = "{"
     example = '{"name": "<function-name>", "parameters": <args-json-object>}'
-
-    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
-        if (yield from source.word()) == "{":
-            source.mark("")
-            yield from self.read_calls(source, sink, tools, "")
-        yield from super().parse(source, sink, tools, in_blocks=in_blocks)
 
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
         if not (yield from read_call(source, sink, tools)):
@@ -53,14 +48,8 @@ class Pythonic(ToolFormat):
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
+    bare = "["
     example = "[<function-name>(<parameter-name>=<value>, ...)]"
-
-    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
-        if (yield from source.word()) == "[":
-            source.mark("")
-            if not (yield from self.read_calls(source, sink, tools, "")):
-                sink.content(source.taken)
-        yield from super().parse(source, sink, tools, in_blocks=in_blocks)
 
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
         if not (yield from source.follows("[")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.text.chat_template import Shows
+from quire.engine.text.chat_template import TemplateAbilities
 from quire.server.resolve.translated.names import Places
 
 Turn = dict[str, Any]
@@ -18,7 +18,7 @@ def image_part(url: str, field: str, **more: str) -> Turn:
     return {"type": "image_url", "image_url": {"url": url, **more}, FIELD: field}
 
 
-def placed(turns: Sequence[Turn], shows: Shows, places: Places) -> list[Turn]:
+def placed(turns: Sequence[Turn], shows: TemplateAbilities, places: Places) -> list[Turn]:
     """The turns, in which texts of a system that the template would refuse or leave out are the user's, in their place:
     agents send them in the middle of a conversation. Where its images stand is noted in `places`.
 
