@@ -92,15 +92,15 @@ FAMILIES = {
 """config.json's model_type to the module of engine/models that reads such a file: by a row of its TABLE, or by its
 function `spec`."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
-"""Those of them with latent attention in all layers,"""
+"""Families with latent attention in all layers."""
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""and what config.json calls its sizes."""
+"""What config.json calls the sizes of latent attention."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module == "sparse"),
     *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba"),
     *("kimi_k2", "nemotron_h"),
 )
-"""Those of them that have mixtures of experts."""
+"""Families with mixtures of experts."""
 WITHOUT_GATES = (
     *(
         "apertus",
@@ -119,22 +119,22 @@ WITHOUT_GATES = (
     ),
     "starcoder2",
 )
-"""Those whose MLPs have two matrices, not three."""
+"""Families whose MLPs have two matrices, not three."""
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Families with gated delta nets in most layers,"""
+"""Families with gated delta nets in most layers."""
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
-"""with selective state spaces,"""
+"""Families with selective state spaces."""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
-"""and with selective scans."""
+"""Families with selective scans."""
 STATES = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
 STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
-"""What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""
+"""By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
 ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose layers are one part each,"""
+"""Families whose layers are one part each."""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
-"""and what layer_types calls those that are an MLP, or experts."""
+"""By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
-"""Those whose attention has a gate for each query."""
+"""Families whose attention has a gate for each query."""
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
 _SHARED |= {"nemotron_h": "mixer.shared_experts"}
@@ -151,7 +151,7 @@ STACKED = (
     ),
     "qwen3_vl_moe_text",
 )
-"""Those whose checkpoints have all experts of a layer in one tensor."""
+"""Families whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
     "bert": "bert",
     "camembert": "roberta",
@@ -164,7 +164,7 @@ ENCODERS = {
     "roberta": "roberta",
     "xlm-roberta": "roberta",
 }
-"""The same of models that only read, to the modules of engine/encoders."""
+"""The model_type of models that only read, to the module of engine/encoders that makes such a model."""
 WITH_IMAGES = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -202,9 +202,9 @@ _SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_
     "granite_swa": 128,
     "granitemoe_swa": 128,
 }
-"""Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
+"""By family, the tokens of a sliding window where config.json does not say them."""
 _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
-"""By family: every so many layers one has no window, where config.json does not say which."""
+"""By family: one layer of so many has no window, where config.json does not say which."""
 
 
 def stored_dtype(text: Mapping[str, Any]) -> str:
@@ -237,7 +237,7 @@ class LayerParts(NamedTuple):
     """A state, in attention's place or beside it."""
     mlp: bool
     experts: bool
-    """Or, in granitemoehybrid, what stands beside some elsewhere."""
+    """Also of a granitemoehybrid without experts, whose layers have the MLP that stands beside experts elsewhere."""
 
 
 def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
@@ -255,7 +255,7 @@ def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
 
 
 def _attends(kind: str) -> bool:
-    """A layer, by its layer_types."""
+    """Whether a layer attends, by its entry in layer_types."""
     return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
 
@@ -301,7 +301,7 @@ def has_file(raw: Mapping[str, Any]) -> bool:
 
 
 def family_not_served(raw: Mapping[str, Any]) -> str | None:
-    """The same of the family alone; None where it is served, by a file of ours or by transformers' class."""
+    """Why Quire does not serve a model's family; None where a file of ours or transformers' class serves it."""
     if has_file(raw) or (reason := class_not_served(raw)) is None:
         return None
     kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -325,7 +325,7 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
-    """Its rope_type, where it is not computed; else ""."""
+    """A rope_type that is not computed; "" where it is."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     of_phi, dynamic = raw.get("model_type") in ("phi3", "phimoe"), bool(rope.get("alpha"))
     served = {"mrope": True, "dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)

@@ -42,9 +42,9 @@ class _LayerPart(NamedTuple):
 
     part: Part
     own: list[int]
-    """Where the tensors are that it keeps, among those of the layer."""
+    """Places of the tensors that it keeps, among those of the layer."""
     drops: bool
-    """It is the last one that keeps something: what comes behind it is wanted of some tokens alone."""
+    """Whether it is the last part that keeps something: the parts behind it need not compute all tokens."""
 
 
 def _steps(layer: Sequence[Part]) -> list[_LayerPart]:

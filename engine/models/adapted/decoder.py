@@ -67,7 +67,7 @@ class AdaptedDecoder(Decoder):
     """Fill it by way of `parameters()` before use, then call `ready`."""
 
     sums = True
-    """Whether ranks add up what they have parts of. Without it one of them computes alone, to no meaning."""
+    """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
 
     def make_parts(self, making: Making) -> None:
         """It has all layers: see check_adapted."""

@@ -67,7 +67,7 @@ class Estimate:
     needs: PageNeeds
     """How many pages a context holds, of the groups of layers."""
     layer_page_bytes: int
-    """Bytes of one layer's part of a page, not divided among devices."""
+    """Bytes that one layer has of a page, not divided among devices."""
     kv_budget: int
     device_weight_bytes: int = 0
     """Of the weights as they are kept."""
@@ -85,9 +85,9 @@ class Estimate:
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot,"""
+    """Of the states that layers keep of sequences beside pages, in all slots together."""
     shares: StateShares = ONE_SLOT
-    """and who has these."""
+    """How many sequences and snapshots have these slots."""
     experts: ExpertsPlan = _NO_EXPERTS
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
