@@ -23,7 +23,7 @@ FAMILIES = {
     "exaone4": "dense",
     "exaone_moe": "sparse",
     "falcon": "classic",
-    "falcon_h1": "recurrent.falcon_h1",
+    "falcon_h1": "recurrent",
     "falcon_mamba": "recurrent",
     "flex_olmo": "sparse",
     "gemma": "dense",

@@ -13,7 +13,6 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models.activations import activation_of
-from quire.engine.models.family import spec_as
 
 if TYPE_CHECKING:
     from quire.engine.models.spec import DecoderSpec
@@ -32,7 +31,7 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec = spec_as(config.model_type, config)
+    spec = _spec_as(config.model_type, config)
     experts = {"silu" if each.gated else "relu2" for each in spec.parts(ExpertsSpec)}
     activations = {each.activation for each in spec.parts(MlpSpec)} or experts or {"silu"}
     named = activation_of(config)
@@ -40,3 +39,10 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
     if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
         raise ModelError(f"model: hidden_act {named!r} is not supported in a {config.model_type!r}")
     return spec
+
+
+def _spec_as(kind: str, config: ModelConfig) -> DecoderSpec:
+    """As a family's row, or its file's function `spec`, makes it."""
+    module = import_module(f"quire.engine.models.{FAMILIES[kind]}")
+    made: DecoderSpec = module.TABLE[kind](config, _spec_as) if hasattr(module, "TABLE") else module.spec(config)
+    return made

@@ -9,7 +9,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.activations import activation_of
-from quire.engine.models.family import Family, SpecOf, ropes_in_windows, windows
+from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.models.values import Fields, biased, flag, given, unless
 
@@ -67,7 +67,7 @@ def _falcon_shares_norm(config: ModelConfig) -> bool:
     return _falcon_is_parallel(config) and norms == 1
 
 
-def _mpt(config: ModelConfig) -> DecoderSpec:
+def _mpt(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     raw, attention = config.raw, config.raw.get("attn_config") or {}
     if raw.get("no_bias") is False or raw.get("logit_scale") is not None:
         raise ModelError("model: config.json: no_bias: false and logit_scale of an 'mpt' are not supported")
@@ -77,17 +77,17 @@ def _mpt(config: ModelConfig) -> DecoderSpec:
         )
     scale = attention.get("softmax_scale") or config.head_dim**-0.5
     plain = _plain(bias=False, norm=_layer_norm(bias=False), attention={"rope": None, "alibi": 1.0, "scale": scale})
-    return plain(config)
+    return plain(config, spec_as)
 
 
-def _opt(config: ModelConfig) -> DecoderSpec:
+def _opt(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if config.raw.get(name) is False:
             raise ModelError(f"model: config.json: {name}: false is not supported")
     if config.raw.get("word_embed_proj_dim") not in (None, config.hidden_size):
         raise ModelError("model: config.json: word_embed_proj_dim: embeddings of another size are not supported")
     plain = _plain(bias=unless("enable_bias"), attention={"rope": None}, decoder={"positions": _max_position})
-    return plain(config)
+    return plain(config, spec_as)
 
 
 TABLE: Mapping[str, SpecOf] = {

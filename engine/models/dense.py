@@ -9,7 +9,7 @@ from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.family import Family, SpecOf, ropes_in_windows, windows
+from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.models.values import Read, biased, flag, given
 
@@ -49,13 +49,13 @@ def _exaone_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     return ropes_in_windows(config) if slides else [config.rope] * config.num_layers
 
 
-def _gemma3(config: ModelConfig) -> DecoderSpec:
+def _gemma3(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     if not isinstance(every := raw.get("sliding_window_pattern") or 6, int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
-    return _GEMMA3(config)
+    return _GEMMA3(config, spec_as)
 
 
 _GEMMA3 = Family(
@@ -73,7 +73,7 @@ def residual_unit(config: ModelConfig) -> float:
     return config.raw.get("residual_multiplier") or 1.0
 
 
-def _granite_swa(config: ModelConfig) -> DecoderSpec:
+def _granite_swa(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     raw, layers = config.raw, config.num_layers
     thetas = raw.get("layer_rope_theta") or [config.rope["rope_theta"]] * layers
     if not raw.get("layer_types"):
@@ -83,7 +83,7 @@ def _granite_swa(config: ModelConfig) -> DecoderSpec:
             f"model: config.json: layer_rope_theta: {len(thetas)} entries, 0 or from 1 on, for {layers} layers"
         )
     ropes = [config.rope | {"rope_theta": theta} if theta else None for theta in thetas]
-    return Family(like="granite", attention={"window": windows, "rope": ropes, "sinks": True})(config)
+    return Family(like="granite", attention={"window": windows, "rope": ropes, "sinks": True})(config, spec_as)
 
 
 def phi3_rope(config: ModelConfig) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
-from quire.engine.checkpoint.families import FAMILIES, layer_windows
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
@@ -19,7 +18,10 @@ from quire.engine.models.experts import in_layers
 from quire.engine.models.spec import DecoderSpec, base_spec
 from quire.engine.models.values import Fields, read_all
 
-SpecOf = Callable[[ModelConfig], DecoderSpec]
+SpecAs = Callable[[str, ModelConfig], DecoderSpec]
+"""The spec that a family, by its model_type, makes of a config.json, which may be of a family that is like it. Raises
+ModelError."""
+SpecOf = Callable[[ModelConfig, SpecAs], DecoderSpec]
 """What a family's entry in a table is: a Family, or a function where a row cannot say it. Raises ModelError."""
 
 
@@ -41,7 +43,7 @@ class Family:
     """What stands in the MLP's place in layers with experts; None: the model has none."""
     decoder: Fields = field(default_factory=dict)
 
-    def __call__(self, config: ModelConfig) -> DecoderSpec:
+    def __call__(self, config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
         """Raises ModelError."""
         for name, wrong in self.refused.items():
             if config.raw.get(name):
@@ -56,13 +58,6 @@ class Family:
         if self.experts is not None and (experts := self.experts(config, spec.norm)) is not None:
             spec = in_layers(experts, spec, config)
         return replace(spec, **read_all(self.decoder, config))
-
-
-def spec_as(kind: str, config: ModelConfig) -> DecoderSpec:
-    """The spec that a family makes of a config.json, which may be of a family that is like it. Raises ModelError."""
-    module = import_module(f"quire.engine.models.{FAMILIES[kind]}")
-    made: SpecOf = module.TABLE[kind] if hasattr(module, "TABLE") else module.spec
-    return made(config)
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:

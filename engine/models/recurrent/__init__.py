@@ -14,7 +14,8 @@ from quire.engine.layers.part import PartSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.short_conv import ShortConvSpec
 from quire.engine.models.experts import mixture, where_sparse
-from quire.engine.models.family import Family, SpecOf
+from quire.engine.models.family import Family, SpecAs, SpecOf
+from quire.engine.models.recurrent.falcon_h1 import falcon_h1
 from quire.engine.models.recurrent.selective_scan import selective_scan
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
@@ -36,7 +37,7 @@ def beside_attention(part: PartOf) -> Callable[[ModelConfig, NormSpec], Sequence
 def _alone(part: PartOf) -> SpecOf:
     """A family of layers that are this part, without attention and without MLPs."""
 
-    def spec(config: ModelConfig) -> DecoderSpec:
+    def spec(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
         norm = NormSpec(config.norm_eps)
         layers = ((part(config, norm),),) * config.num_layers
         return DecoderSpec(config.vocab_size, config.hidden_size, layers, norm, tie_embeddings=config.tie_embeddings)
@@ -70,7 +71,7 @@ def _delta_net(config: ModelConfig, norm: NormSpec) -> PartSpec:
     return DeltaNetSpec(key_heads, heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm)
 
 
-def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
+def _granite_hybrid(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     """Experts beside an MLP, or an MLP alone; with or without positions."""
     name, width = shared_experts(config.raw)
     experts = bool(config.raw.get("num_local_experts"))
@@ -81,7 +82,7 @@ def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
         mlp={} if experts else {"name": name, "intermediate_size": width},
         mixing=beside_attention(state_space),
     )
-    return family(config)
+    return family(config, spec_as)
 
 
 TABLE: Mapping[str, SpecOf] = {
@@ -96,6 +97,9 @@ TABLE: Mapping[str, SpecOf] = {
     ),
     # Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers.
     "bamba": Family(like="llama", mixing=beside_attention(state_space)),
+    # Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
+    # everywhere.
+    "falcon_h1": falcon_h1,
     # Granite 4 (IBM, 2025): Granite with state spaces in most layers.
     "granitemoehybrid": _granite_hybrid,
     # Mamba 2 (Dao and Gu, 2024).

@@ -9,12 +9,12 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.recurrent.state_space import Factors, StateSpaceSpec
-from quire.engine.models.family import spec_as
+from quire.engine.models.family import SpecAs
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
 
 
-def spec(config: ModelConfig) -> DecoderSpec:
+def falcon_h1(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
     raw, base = config.raw, spec_as("llama", config)
     read, given = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
