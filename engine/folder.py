@@ -101,6 +101,16 @@ def checked(content: dict[str, Any], kind: type[Checked], file: str) -> Checked:
         raise ModelError(f"model: {file}: {explained(error, content)}") from None
 
 
+def decoded(content: bytes, kind: type[Checked], where: str) -> Checked:
+    """JSON of this type. Raises ModelError that says where it is wrong."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"model: {where}: {explained(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"model: {where} cannot be read: {error}") from None
+
+
 def explained(error: msgspec.ValidationError, content: Any = None) -> str:
     """A validation error as `field: what is expected, got value`."""
     text = str(error)

@@ -9,97 +9,98 @@ from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.quantization import why_not
 
 FAMILIES = {
-    "apertus": "dense.apertus",
-    "arcee": "dense.arcee",
-    "bamba": "recurrent.bamba",
-    "bloom": "classic.bloom",
-    "cohere": "classic.cohere",
-    "cohere2": "classic.cohere2",
-    "deepseek_v2": "latent.deepseek_v2",
-    "deepseek_v3": "latent.deepseek_v3",
-    "dots1": "grouped.dots1",
-    "ernie4_5": "dense.ernie4_5",
-    "ernie4_5_moe": "sparse.ernie4_5_moe",
-    "exaone4": "dense.exaone4",
-    "exaone_moe": "grouped.exaone_moe",
-    "falcon": "classic.falcon",
-    "falcon_h1": "recurrent.falcon_h1",
-    "falcon_mamba": "recurrent.mamba",
-    "flex_olmo": "sparse.flex_olmo",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
+    "apertus": "dense",
+    "arcee": "dense",
+    "bamba": "recurrent",
+    "bloom": "classic",
+    "cohere": "classic",
+    "cohere2": "classic",
+    "deepseek_v2": "latent",
+    "deepseek_v3": "latent",
+    "dots1": "sparse",
+    "ernie4_5": "dense",
+    "ernie4_5_moe": "sparse",
+    "exaone4": "dense",
+    "exaone_moe": "sparse",
+    "falcon": "classic",
+    "falcon_h1": "recurrent",
+    "falcon_mamba": "recurrent",
+    "flex_olmo": "sparse",
+    "gemma": "dense",
+    "gemma2": "dense",
+    "gemma3_text": "dense",
     "gemma4_text": "gemma4",
-    "glm": "dense.glm",
-    "glm4": "dense.glm4",
-    "glm4_moe": "grouped.glm4_moe",
-    "glm4_moe_lite": "latent.deepseek_v3",
-    "gpt2": "classic.gpt2",
-    "gpt_bigcode": "classic.gpt2",
-    "gpt_neox": "classic.gpt_neox",
-    "gpt_oss": "sparse.gpt_oss",
-    "gptj": "classic.gptj",
-    "granite": "dense.granite",
-    "granite_swa": "dense.granite_swa",
-    "granitemoe": "sparse.granitemoe",
-    "granitemoe_swa": "sparse.granitemoe",
-    "granitemoehybrid": "recurrent.granitemoehybrid",
-    "granitemoeshared": "sparse.granitemoe",
-    "helium": "dense.helium",
-    "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
-    "hunyuan_v1_moe": "sparse.hunyuan_v1_moe",
-    "jamba": "recurrent.jamba",
-    "kimi_k2": "latent.deepseek_v3",
-    "lfm2": "lfm2",
-    "lfm2_moe": "sparse.lfm2_moe",
-    "llama": "llama",
-    "mamba": "recurrent.mamba",
-    "mamba2": "recurrent.mamba2",
-    "mellum": "sparse.mellum",
-    "minicpm3": "latent.minicpm3",
-    "minimax_m2": "sparse.minimax_m2",
-    "ministral3": "dense.ministral3",
-    "mistral": "mistral",
-    "mixtral": "sparse.mixtral",
-    "mpt": "classic.mpt",
-    "nemotron": "classic.nemotron",
+    "glm": "dense",
+    "glm4": "dense",
+    "glm4_moe": "sparse",
+    "glm4_moe_lite": "latent",
+    "gpt2": "classic",
+    "gpt_bigcode": "classic",
+    "gpt_neox": "classic",
+    "gpt_oss": "sparse",
+    "gptj": "classic",
+    "granite": "dense",
+    "granite_swa": "dense",
+    "granitemoe": "sparse",
+    "granitemoe_swa": "sparse",
+    "granitemoehybrid": "recurrent",
+    "granitemoeshared": "sparse",
+    "helium": "dense",
+    "hunyuan_v1_dense": "dense",
+    "hunyuan_v1_moe": "sparse",
+    "jamba": "recurrent",
+    "kimi_k2": "latent",
+    "lfm2": "recurrent",
+    "lfm2_moe": "sparse",
+    "llama": "dense",
+    "mamba": "recurrent",
+    "mamba2": "recurrent",
+    "mellum": "sparse",
+    "minicpm3": "latent",
+    "minimax_m2": "sparse",
+    "ministral3": "dense",
+    "mistral": "dense",
+    "mixtral": "sparse",
+    "mpt": "classic",
+    "nemotron": "classic",
     "nemotron_h": "recurrent.nemotron_h",
-    "olmo2": "dense.olmo2",
-    "olmo3": "dense.olmo3",
-    "olmoe": "sparse.olmoe",
-    "opt": "classic.opt",
-    "phi": "classic.phi",
-    "phi3": "dense.phi3",
-    "phimoe": "sparse.phimoe",
-    "qwen2": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen2_moe": "sparse.qwen2_moe",
-    "qwen2_vl_text": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_5_moe_text": "sparse.qwen3_next",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_moe": "sparse.qwen3_moe",
-    "qwen3_next": "sparse.qwen3_next",
-    "qwen3_vl_moe_text": "sparse.qwen3_moe",
-    "qwen3_vl_text": "qwen3",
-    "seed_oss": "dense.seed_oss",
-    "smollm3": "smollm3",
-    "solar_open": "grouped.glm4_moe",
-    "stablelm": "classic.stablelm",
-    "starcoder2": "classic.starcoder2",
-    "youtu": "latent.youtu",
+    "olmo2": "dense",
+    "olmo3": "dense",
+    "olmoe": "sparse",
+    "opt": "classic",
+    "phi": "classic",
+    "phi3": "dense",
+    "phimoe": "sparse",
+    "qwen2": "dense",
+    "qwen2_5_vl_text": "dense",
+    "qwen2_moe": "sparse",
+    "qwen2_vl_text": "dense",
+    "qwen3": "dense",
+    "qwen3_5_moe_text": "sparse",
+    "qwen3_5_text": "recurrent",
+    "qwen3_moe": "sparse",
+    "qwen3_next": "sparse",
+    "qwen3_vl_moe_text": "sparse",
+    "qwen3_vl_text": "dense",
+    "seed_oss": "dense",
+    "smollm3": "dense",
+    "solar_open": "sparse",
+    "stablelm": "classic",
+    "starcoder2": "classic",
+    "youtu": "latent",
 }
-"""config.json's model_type to the module of engine/models whose `spec` reads such a file."""
+"""config.json's model_type to the module of engine/models that reads such a file: by a row of its TABLE, or by its
+function `spec`."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
-"""Those of them with latent attention in all layers,"""
+"""Families with latent attention in all layers."""
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""and what config.json calls its sizes."""
+"""What config.json calls the sizes of latent attention."""
 WITH_EXPERTS = (
-    *(kind for kind, module in FAMILIES.items() if module.startswith(("grouped.", "sparse."))),
+    *(kind for kind, module in FAMILIES.items() if module == "sparse"),
     *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba"),
     *("kimi_k2", "nemotron_h"),
 )
-"""Those of them that have mixtures of experts."""
+"""Families with mixtures of experts."""
 WITHOUT_GATES = (
     *(
         "apertus",
@@ -118,22 +119,22 @@ WITHOUT_GATES = (
     ),
     "starcoder2",
 )
-"""Those whose MLPs have two matrices, not three."""
+"""Families whose MLPs have two matrices, not three."""
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Families with gated delta nets in most layers,"""
+"""Families with gated delta nets in most layers."""
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
-"""with selective state spaces,"""
+"""Families with selective state spaces."""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
-"""and with selective scans."""
+"""Families with selective scans."""
 STATES = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
 STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
-"""What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""
+"""By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
 ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose layers are one part each,"""
+"""Families whose layers are one part each."""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
-"""and what layer_types calls those that are an MLP, or experts."""
+"""By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
-"""Those whose attention has a gate for each query."""
+"""Families whose attention has a gate for each query."""
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
 _SHARED |= {"nemotron_h": "mixer.shared_experts"}
@@ -150,7 +151,7 @@ STACKED = (
     ),
     "qwen3_vl_moe_text",
 )
-"""Those whose checkpoints have all experts of a layer in one tensor."""
+"""Families whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
     "bert": "bert",
     "camembert": "roberta",
@@ -165,7 +166,7 @@ ENCODERS = {
     "siglip_text_model": "clip",
     "xlm-roberta": "roberta",
 }
-"""The same of models that only read, to the modules of engine/encoders."""
+"""The model_type of models that only read, to the module of engine/encoders that makes such a model."""
 PAIRED = ("clip_text_model", "siglip_text_model")
 """Those of them beside which an image has a vector too."""
 WITH_IMAGES = {
@@ -211,9 +212,9 @@ _SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_
     "granite_swa": 128,
     "granitemoe_swa": 128,
 }
-"""Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
+"""By family, the tokens of a sliding window where config.json does not say them."""
 _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
-"""By family: every so many layers one has no window, where config.json does not say which."""
+"""By family: one layer of so many has no window, where config.json does not say which."""
 
 
 def wide_activations(text: Mapping[str, Any]) -> bool:
@@ -252,7 +253,7 @@ class LayerParts(NamedTuple):
     """A state, in attention's place or beside it."""
     mlp: bool
     experts: bool
-    """Or, in granitemoehybrid, what stands beside some elsewhere."""
+    """Also of a granitemoehybrid without experts, whose layers have the MLP that stands beside experts elsewhere."""
 
 
 def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
@@ -270,7 +271,7 @@ def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
 
 
 def _attends(kind: str) -> bool:
-    """A layer, by its layer_types."""
+    """Whether a layer attends, by its entry in layer_types."""
     return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
 
@@ -316,7 +317,7 @@ def has_file(raw: Mapping[str, Any]) -> bool:
 
 
 def family_not_served(raw: Mapping[str, Any]) -> str | None:
-    """The same of the family alone; None where it is served, by a file of ours or by transformers' class."""
+    """Why Quire does not serve a model's family; None where a file of ours or transformers' class serves it."""
     if has_file(raw) or (reason := class_not_served(raw)) is None:
         return None
     kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -340,7 +341,7 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
-    """Its rope_type, where it is not computed; else ""."""
+    """A rope_type that is not computed; "" where it is."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     of_phi, dynamic = raw.get("model_type") in ("phi3", "phimoe"), bool(rope.get("alpha"))
     served = {"mrope": True, "dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)

@@ -145,6 +145,13 @@ class SharedFields(UnequalFields, total=False):
     qk_nope_head_dim: _Width0 | None
     v_head_dim: _Width | None
     mlp_layer_types: Annotated[list[_Text], Meta(max_length=MAX_LAYERS)] | None
+    multi_query: bool | None
+    new_decoder_architecture: bool | None
+    use_bias: bool | None
+    shared_intermediate_size: _Width0 | None
+    mlp_only_layers: list[int] | None
+    first_k_dense_replace: _LayerCount | None
+    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -180,7 +187,6 @@ class ServedFields(SharedFields, total=False):
     num_experts_per_tok: _Experts | None
     moe_intermediate_size: _Width | None
     shared_expert_intermediate_size: _Width | None
-    shared_intermediate_size: _Width0 | None
     n_shared_experts: _Experts0 | None
     norm_topk_prob: bool | None
     moe_norm_min: _Epsilon | None
@@ -190,14 +196,10 @@ class ServedFields(SharedFields, total=False):
     use_expert_bias: bool | None
     router_jitter_noise: _Epsilon | None
     decoder_sparse_step: _Layers | None
-    mlp_only_layers: list[int] | None
-    first_k_dense_replace: _LayerCount | None
-    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
     num_nextn_predict_layers: _LayerCount | None
     qkv_bias: bool | None
     clip_qkv: float | None
     attention_out_bias: bool | None
-    use_bias: bool | None
     use_qkv_bias: bool | None
     enable_bias: bool | None
     partial_rotary_factor: _Part | None
@@ -230,9 +232,7 @@ class ServedFields(SharedFields, total=False):
     topk_method: _Text | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
-    new_decoder_architecture: bool | None
     num_ln_in_parallel_attn: _Width | None
-    multi_query: bool | None
     alibi: bool | None
     attn_config: AttnConfig | None
     use_qk_norm: bool | None
@@ -281,50 +281,35 @@ class ServedFields(SharedFields, total=False):
     eagle_config: EagleConfig | None
 
 
-class PlannedFields(SharedFields, total=False):
+_COUNT = _Width0 | list[Any] | None
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), _Width | None),
+    **{"num_hidden_layers": _Layers | None, "max_position_embeddings": _Positions | None},
+    **{"experts": _COUNT, "experts_per_token": _COUNT},
+}
+"""The bounds of what ALIASES lists, whichever key gives it."""
+_Sizes = TypedDict(  # type: ignore[misc]  # its fields are ALIASES'
+    "_Sizes",
+    {key: kind for size, kind in _SIZES.items() for key in ALIASES[size] if key not in SharedFields.__annotations__},
+    total=False,
+)
+
+
+class PlannedFields(SharedFields, _Sizes, total=False):
     """The fields that `quire plan` reads, of nearly every family. A list, where there may be one, is not read."""
 
-    n_embd: _Width | None
-    d_model: _Width | None
-    dim: _Width | None
-    hidden_dim: _Width | None
-    n_layer: _Layers | None
-    n_layers: _Layers | None
-    num_layers: _Layers | None
-    n_head: _Width | None
-    n_heads: _Width | None
     head_dim: _Width0 | None
     num_kv_heads: _Width | list[Any] | None
     kv_channels: _Width | None
     sliding_window: Any
-    multi_query: bool | None
-    new_decoder_architecture: bool | None
-    use_bias: bool | None
-    n_inner: _Width | None
-    ffn_dim: _Width | None
-    ffn_hidden_size: _Width | None
     expansion_ratio: _Above0 | None
     intermediate_size_mlp: _Width | None
-    n_positions: _Positions | None
-    max_seq_len: _Positions | None
-    n_ctx: _Positions | None
-    seq_length: _Positions | None
     layers_block_type: list[_Text] | None
-    num_local_experts: _Width0 | list[Any] | None
-    num_experts: _Width0 | list[Any] | None
-    n_routed_experts: _Width0 | list[Any] | None
-    num_experts_per_tok: _Width0 | list[Any] | None
-    experts_per_token: _Width0 | list[Any] | None
-    moe_topk: _Width0 | list[Any] | None
     moe_intermediate_size: _Width | list[Any] | None
     shared_expert_intermediate_size: _Width0 | None
-    shared_intermediate_size: _Width0 | None
     n_shared_experts: _Width0 | None
     decoder_sparse_step: _LayerCount | None
     interleave_moe_layer_step: _LayerCount | None
-    mlp_only_layers: list[int] | None
-    first_k_dense_replace: _LayerCount | None
-    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
 
 
 class AdaptedFields(PlannedFields, total=False):

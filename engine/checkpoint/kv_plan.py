@@ -70,12 +70,13 @@ class KVPlan:
 
 
 class StateShares(NamedTuple):
-    """Who has the slots in which layers keep what is not in pages; there is one more, for computations of nobody's."""
+    """How many slots sequences and snapshots have for the states that layers keep beside pages. One more slot takes
+    what is computed of no sequence."""
 
     sequences: int
-    """That run at a time."""
+    """Those that run at a time."""
     snapshots: int
-    """For cached prefixes, of states that are too large for pages."""
+    """Those of cached prefixes, where states are too large for pages."""
 
     @property
     def slots(self) -> int:

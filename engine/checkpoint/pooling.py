@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, TypedDict, TypeVar
 
-import msgspec
 from msgspec import Meta
 
 from quire.engine.checkpoint.families import ENCODERS, PAIRED
@@ -21,7 +20,7 @@ from quire.engine.checkpoint.layouts import layout_of, own_modules
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder import JSON_BYTES, checked, explained, read_bytes, read_json
+from quire.engine.folder import JSON_BYTES, checked, decoded, read_bytes, read_json
 from quire.engine.types import PoolingType, Task
 
 Activation = Literal["identity", "sigmoid", "softmax", "tanh"]
@@ -258,12 +257,7 @@ def _modules(path: Path) -> list[_Module]:
     content = read_bytes(path / "modules.json", JSON_BYTES)
     if content is None:
         return []
-    try:
-        modules = msgspec.json.decode(content, type=list[_Module])
-    except msgspec.ValidationError as error:
-        raise ModelError(f"model: modules.json: {explained(error)}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"model: modules.json cannot be read: {error}") from None
+    modules = decoded(content, list[_Module], "modules.json")
     for module in modules:
         folder = PurePosixPath(module["path"])
         if folder.is_absolute() or ".." in folder.parts or not module["path"].isprintable():

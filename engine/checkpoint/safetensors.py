@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from quire.engine.checkpoint import pickled
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB, explained, open_file, read_bytes
+from quire.engine.folder import MIB, decoded, open_file, read_bytes
 from quire.engine.gguf.config import EMBEDDING
 from quire.engine.gguf.files import read_gguf
 from quire.engine.gguf.types import FLOATS
@@ -32,7 +32,6 @@ _BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16"
 _INDEX_BYTES = 64 * MIB
 _HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
-_T = TypeVar("_T")
 _MOST_TENSORS = 2**17
 _MOST_SHARDS = 4096
 _SHOWN = 200
@@ -122,7 +121,7 @@ def weight_files(path: Path) -> list[Path]:
         single = path / pickled.SINGLE if os.path.lexists(path / pickled.SINGLE) else single
     if content is None:
         return [single]
-    shards = sorted(set(_decoded(content, _Index, name).weight_map.values()))
+    shards = sorted(set(decoded(content, _Index, name).weight_map.values()))
     if not 0 < len(shards) <= _MOST_SHARDS:
         raise ModelError(f"model: {name}: weight_map: names {len(shards)} files")
     for shard in shards:
@@ -228,11 +227,11 @@ def _read_header(shard: Path) -> dict[str, _Tensor] | None:
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, _HEADER_BYTES):
             raise ModelError(f"model: {shard.name} cannot be read: its header is cut off, or it is no safetensors file")
-        header = _decoded(file.read(length), dict[str, msgspec.Raw], shard.name)
+        header = decoded(file.read(length), dict[str, msgspec.Raw], shard.name)
     header.pop("__metadata__", None)
     if len(header) > _MOST_TENSORS:
         raise ModelError(f"model: {shard.name}: its header has {len(header)} tensors, more than {_MOST_TENSORS}")
-    tensors = {name: _decoded(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
+    tensors = {name: decoded(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
         if not begin <= end <= total - 8 - length:
@@ -253,13 +252,3 @@ def _check_apart(tensors: dict[str, _Tensor], shard: str) -> None:
     for ((_, end), before), ((begin, _), name) in pairwise(placed):
         if begin < end:
             raise ModelError(f"model: {shard}: {name[:_SHOWN]}: data_offsets: shares bytes with {before[:_SHOWN]}")
-
-
-def _decoded(content: bytes, kind: type[_T], where: str) -> _T:
-    """JSON of this type. Raises ModelError that says where it is wrong."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"model: {where}: {explained(error)}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"model: {where} cannot be read: {error}") from None

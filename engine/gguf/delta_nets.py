@@ -24,7 +24,7 @@ INSIDE = {
 }
 """Names of a layer's tensors, as engine/gguf/names.py has them."""
 BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-"""The same of whole names behind the layer's."""
+"""Whole names of a layer's tensors, with their endings."""
 
 
 def fields(header: Header, arch: str) -> dict[str, Any]:

@@ -121,14 +121,14 @@ def read_header(path: Path) -> Header:
         return _Reader(file, path, os.fstat(file.fileno()).st_size).header()
 
 
-class Pieces(Protocol):
+class ByteSource(Protocol):
     """A file that is read from its beginning on."""
 
     def read(self, length: int, /) -> bytes:
         """The next so many bytes, or more; fewer at the end."""
 
 
-def header_bytes(file: Pieces, path: Path, size: int) -> bytes:
+def header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
     """The header of a file of `size` bytes, and maybe a little of what follows it. path: what errors call it. Raises
     ModelError as read_header does."""
     reader = _Reader(file, path, size)
@@ -139,7 +139,7 @@ def header_bytes(file: Pieces, path: Path, size: int) -> bytes:
 class _Reader:
     """Takes values one after another from a file of which it holds what it has read: the header."""
 
-    def __init__(self, file: Pieces, path: Path, size: int) -> None:
+    def __init__(self, file: ByteSource, path: Path, size: int) -> None:
         self._file = file
         self._path = path
         self._total = size

@@ -35,14 +35,14 @@ _SCANS = ("falcon_mamba", "jamba", "mamba")
 """Model types with selective scans."""
 _BARE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
 _PLAIN = _BARE | {"ssm_dt.bias": "mamba.dt_bias", "ffn_norm": "post_attention_layernorm.weight"}
-"""Those of state spaces; Falcon-H1's second norm has no more of a name."""
+"""The same of state spaces; the second norm of Falcon-H1's layers is called ffn_norm, without an ending."""
 _LONG = 131_072
 """A long context, where the file names a million tokens because nothing limits them."""
 _UNLIMITED = 2**20
 
 
 def bare(model_type: str) -> Mapping[str, str]:
-    """The same of whole names behind the layer's."""
+    """Whole names of a layer's tensors, with their endings, as delta_nets.BARE has them."""
     if model_type in _SCANS:
         return _BARE
     return _PLAIN if model_type in FAMILIES.values() else {}

@@ -1,4 +1,5 @@
-"""The model families: one thin file each, which engine/checkpoint/families.py lists by config.json's model_type."""
+"""The model families: rows of tables, and thin files where a row cannot say it. engine/checkpoint/families.py lists
+them by config.json's model_type."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
+    spec = _spec_as(config.model_type, config)
     experts = {"silu" if each.gated else "relu2" for each in spec.parts(ExpertsSpec)}
     activations = {each.activation for each in spec.parts(MlpSpec)} or experts or {"silu"}
     named = activation_of(config)
@@ -38,3 +39,10 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
     if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
         raise ModelError(f"model: hidden_act {named!r} is not supported in a {config.model_type!r}")
     return spec
+
+
+def _spec_as(kind: str, config: ModelConfig) -> DecoderSpec:
+    """As a family's row, or its file's function `spec`, makes it."""
+    module = import_module(f"quire.engine.models.{FAMILIES[kind]}")
+    made: DecoderSpec = module.TABLE[kind](config, _spec_as) if hasattr(module, "TABLE") else module.spec(config)
+    return made

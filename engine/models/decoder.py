@@ -37,24 +37,24 @@ _FEW_TOKENS = 64
 _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 
 
-class _Keeps(NamedTuple):
+class _LayerPart(NamedTuple):
     """A part of a layer, among those of the layer."""
 
     part: Part
     own: list[int]
-    """Where the tensors are that it keeps, among those of the layer."""
+    """Places of the tensors that it keeps, among those of the layer."""
     drops: bool
-    """It is the last one that keeps something: what comes behind it is wanted of some tokens alone."""
+    """Whether it is the last part that keeps something: the parts behind it need not compute all tokens."""
 
 
-def _steps(layer: Sequence[Part]) -> list[_Keeps]:
+def _steps(layer: Sequence[Part]) -> list[_LayerPart]:
     """Pages lie before slots, both in the parts' order."""
     pages, slots = [part.reads for part in layer], [len(part.slots(1, 0)) for part in layer]
     found, last = [], max((at for at in range(len(layer)) if pages[at] or slots[at]), default=None)
     for at, part in enumerate(layer):
         page, slot = sum(pages[:at]), sum(pages) + sum(slots[:at])
         own = [*range(page, page + pages[at]), *range(slot, slot + slots[at])]
-        found.append(_Keeps(part, own, at == last))
+        found.append(_LayerPart(part, own, at == last))
     return found
 
 

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -17,7 +16,7 @@ from quire.engine.link.weights import Mode, Weights
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
 from quire.engine.offline.metrics import Metric, metrics_of
-from quire.engine.offline.model import Encoded, Message, Model, Prompt
+from quire.engine.offline.model import Encoded, Message, Model, Prompt, check_id
 from quire.engine.offline.options import EngineOptions, ModelWithOptions, documented, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
@@ -216,14 +215,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         free = (str(number) for number in self._counter if str(number) not in self._open)
         name = next(free) if request_id is None else request_id
-        if not isinstance(name, str) or name in self._open:
-            what = "is in use" if isinstance(name, str) else "must be a text"
-            raise InvalidRequest(f"request_id {name!r} {what}", param="request_id")
+        check_id(name, self._open)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
-        task = self._model.task(name, prompt, params or self.get_default_sampling_params(), info)
         (adapter,) = adapters_for(self._model.adapters, lora_request, 1)
-        task = replace(task, adapter=adapter)
+        task = self._model.task(name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter)
         self._model.check(task.prompt_ids, info)
         self._open.add(name)
         try:

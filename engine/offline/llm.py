@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -359,10 +358,11 @@ class LLM:
         defaults = self.get_default_sampling_params
         many, urgency = each_params(params, len(prompts), defaults), each_priority(priority, len(prompts))
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        tasks = []
-        for prompt, one, adapter, first in zip(prompts, many, adapters, urgency, strict=True):
-            task = self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
-            tasks.append(replace(task, adapter=adapter, priority=first))
+        task = partial(self._model.task, info=self.info, kind=RequestOutputKind.FINAL_ONLY)
+        tasks = [
+            task(self._next_id(), prompt, one, adapter=adapter, priority=first)
+            for prompt, one, adapter, first in zip(prompts, many, adapters, urgency, strict=True)
+        ]
         self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
         answer = partial(self._generate, receipts=self._receipts if receipts else None)
         return self._each(tasks, answer, "generating", show_progress)

@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
-from quire.engine.offline.model import Encoded, Prompt
+from quire.engine.offline.model import Encoded, Prompt, check_id
 from quire.engine.offline.options import ModelWithOptions, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
@@ -109,9 +109,7 @@ class LLMEngine:
         priorities go first; `arrival_time` is not read. Returns the id. Raises InvalidRequest for what is not served.
         """
         self._running.check_awake()
-        if not isinstance(request_id, str) or request_id in self._open:
-            what = "is in use" if isinstance(request_id, str) else "must be a text"
-            raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
+        check_id(request_id, self._open)
         if not isinstance(params, SamplingParams | PoolingParams):
             message = f"params must be SamplingParams or PoolingParams, got {params!r}"
             raise InvalidRequest(message, param="params")
@@ -120,7 +118,7 @@ class LLMEngine:
         (adapter,) = adapters_for(model.adapters, lora_request, 1)
         work: AsyncIterator[Output]
         if isinstance(params, SamplingParams):
-            task = replace(model.task(request_id, encoded, params, info), adapter=adapter, priority=priority)
+            task = model.task(request_id, encoded, params, info, adapter=adapter, priority=priority)
             model.check(task.prompt_ids, info)
             work = generate(self._running.client, model.tokenizer, task)
         else:

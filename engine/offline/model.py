@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -176,6 +176,9 @@ class Model:
         params: SamplingParams,
         info: EngineInfo,
         kind: RequestOutputKind | None = None,
+        *,
+        adapter: types.Adapter | None,
+        priority: int = 0,
     ) -> Task:
         """`kind`: instead of the parameters' own. Raises InvalidRequest for what cannot be served; `check` goes on."""
         if "generate" not in info.tasks:
@@ -192,7 +195,7 @@ class Model:
             most = info.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-most:]
         kind = kind or params.output_kind
-        return Task(id, text, ids, sent, kind, params.detokenize, spans=prompt.spans, images=prompt.images)
+        return Task(id, text, ids, sent, kind, params.detokenize, adapter, priority, prompt.spans, prompt.images)
 
     def check(self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", room: int = 1) -> None:
         """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have
@@ -204,6 +207,13 @@ class Model:
             wrong = f"has token id {outside[0]}, which is out of vocabulary"
         if wrong:
             raise InvalidRequest(f"{name} {wrong}", param="prompts")
+
+
+def check_id(request_id: object, taken: Container[str]) -> None:
+    """Raises InvalidRequest for what is no text, or one of those `taken`."""
+    if not isinstance(request_id, str) or request_id in taken:
+        what = "is in use" if isinstance(request_id, str) else "must be a text"
+        raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def listed(prompts: Any) -> list[Any]:

@@ -25,20 +25,14 @@ class Vector:
 
     @property
     def embedding(self) -> list[float]:
-        return self._floats
+        found: list[float] = self.data.tolist()
+        return found
 
-    @property
-    def probs(self) -> list[float]:
-        return self._floats
+    probs = embedding
 
     @property
     def score(self) -> float:
         return float(self.data[0])
-
-    @property
-    def _floats(self) -> list[float]:
-        found: list[float] = self.data.tolist()
-        return found
 
 
 @dataclass(slots=True)

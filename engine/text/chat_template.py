@@ -42,7 +42,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Shows:
+class TemplateAbilities:
     """What a template shows of tools and systems."""
 
     tools: bool
@@ -140,14 +140,17 @@ class ChatRenderer:
         return renderer
 
     @cached_property
-    def shows(self) -> Shows:
+    def shows(self) -> TemplateAbilities:
         """What the template shows, found out by rendering a few messages."""
         user, tool = {"role": "user", "content": "u"}, _probe_tool()
         arguments = {"qkeyq": "qvalueq"}
 
-        def rendered(messages: list[Message], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        def rendered(
+            messages: list[Message], tools: Sequence[dict[str, Any]] | None = None, *, text_arguments: bool = False
+        ) -> str:
+            turns = [normalize(message, text_arguments=text_arguments) for message in messages]
             try:
-                return self._rendered([normalize(message) for message in messages], tools, {})
+                return self._rendered(turns, tools, {})
             except InvalidRequest:
                 return ""
 
@@ -155,12 +158,6 @@ class ChatRenderer:
             function = {"name": "qcalledq", "arguments": arguments}
             call = {"id": "qidqidqid", "type": "function", "function": function}
             return [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-        def with_text() -> str:
-            try:
-                return self._rendered([user, normalize(turn(arguments)[1], text_arguments=True)], tools, {})
-            except InvalidRequest:
-                return ""
 
         shown = "tool_use" in self._templates or "qnameq" in rendered([user], [tool])
         tools, answer = [tool] if shown else None, turn(arguments)
@@ -170,8 +167,8 @@ class ChatRenderer:
         said, system = {"role": "assistant", "content": "a"}, {"role": "system", "content": "qsystemq"}
         result = {"role": "tool", "tool_call_id": "qidqidqid", "name": "qcalledq", "content": "qresultq"}
         as_object = any(mark in text for text in texts for mark in ("qcalledq", "qidqidqid", "qvalueq"))
-        as_text = not as_object and "qcalledq" in with_text()
-        return Shows(
+        as_text = not as_object and "qcalledq" in rendered(answer, tools, text_arguments=True)
+        return TemplateAbilities(
             tools=shown,
             calls=as_object or as_text,
             results=any("qresultq" in rendered([*turns, result], tools) for turns in (answer, [user, said])),
@@ -231,7 +228,7 @@ class ChatRenderer:
                     **self._special_tokens,
                     **variables,
                     **self._environment.budget(),
-                    "messages": Given(turns),
+                    "messages": ReadOnlyList(turns),
                     "tools": tools or None,
                 }
             )
@@ -341,7 +338,7 @@ class GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class Given(list[Any]):
+class ReadOnlyList(list[Any]):
     """A list that a template may read and not change, as in transformers."""
 
 

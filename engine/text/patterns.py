@@ -64,19 +64,20 @@ def check_growth(backend: tokenizers.Tokenizer) -> None:
     """Raise ModelError for a tokenizer that makes much more text of a text before it splits it."""
     if backend.normalizer is None:
         return
-    growth = math.prod(max(len(text), 1) for text in _inserted(json.loads(backend.normalizer.__getstate__())))
+    texts = _texts(json.loads(backend.normalizer.__getstate__()))
+    growth = math.prod(max(len(text), 1) for key, text in texts if key in ("content", "prepend"))  # what it puts in
     if growth > _MOST_GROWTH:
         raise ModelError(
             f"model: tokenizer.json: its normalizer can make a text {min(growth, 10**30):.0e} times longer"
         )
 
 
-def _inserted(state: Any) -> Iterator[str]:
-    """What the parts of a normalizer put into a text."""
+def _texts(state: Any) -> Iterator[tuple[str, str]]:
+    """All texts under a key in the JSON of a part of a tokenizer, with their keys."""
     if isinstance(state, dict):
-        yield from (value for key, value in state.items() if key in ("content", "prepend") and isinstance(value, str))
+        yield from ((key, value) for key, value in state.items() if isinstance(value, str))
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _inserted(value)
+        yield from _texts(value)
 
 
 def panicked(error: BaseException) -> bool:
@@ -107,24 +108,9 @@ def texts_of(pattern: str, length: int) -> Iterator[str]:
 
 
 def _patterns(backend: tokenizers.Tokenizer) -> Sequence[str]:
-    found: dict[str, None] = {}
-    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
-        if part is not None:
-            found |= dict.fromkeys(_regexes(json.loads(part.__getstate__())))
-    return list(found)
-
-
-def _regexes(state: Any) -> Iterator[str]:
-    """All values of keys "Regex" in the JSON of a part of a tokenizer."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if key == "Regex" and isinstance(value, str):
-                yield value
-            else:
-                yield from _regexes(value)
-    elif isinstance(state, list):
-        for value in state:
-            yield from _regexes(value)
+    parts = [part for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder) if part is not None]
+    found = (text for part in parts for key, text in _texts(json.loads(part.__getstate__())) if key == "Regex")
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:

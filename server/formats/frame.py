@@ -33,10 +33,7 @@ class FrameParser:
         self._steps = self._parse()
 
     def push(self, text: str, final: bool = False) -> str:
-        self._source.text += text
-        self._source.closed = final
-        for _ in self._steps:
-            break  # it needs more text
+        self._source.feed(self._steps, text, final=final)
         shown = "".join(self._shown)
         self._shown = []
         return shown

@@ -126,12 +126,8 @@ class ReasoningParser:
         tokens begin."""
         if not self._over:
             self._offsets += offsets
-            self._source.text += text
-            self._source.closed = final
-            for _ in self._steps:
-                break  # it needs more text
-            else:
-                self._over = True
+            self._over = self._source.feed(self._steps, text, final=final)
+            if self._over:
                 self._show(self._source.take(len(self._source.text)))
         else:
             self._show(text)

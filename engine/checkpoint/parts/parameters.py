@@ -40,15 +40,15 @@ TIED |= {"minicpm3", "youtu", *ENCODERS}
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
 """Families whose linear layers have biases."""
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
-"""The same of MLPs and of heads that are not tied."""
+"""Families whose MLPs have biases, and those whose output heads have them where they are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 _NO_OUT_BIAS |= {"qwen2_5_vl_text", "qwen2_vl_text"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
 _HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"}
-"""Families with norms of query and key heads,"""
+"""Families with a norm of each query and key head."""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
-"""and of all of them together."""
+"""Families with a norm of all query heads together, and of all key heads."""
 _CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
 _CORRECTED |= {"exaone_moe", "nemotron_h", "solar_open"}
 """Families whose choice of experts a number of each expert corrects."""

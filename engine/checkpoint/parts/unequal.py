@@ -113,7 +113,7 @@ def _heads(text: Mapping[str, Any], layer: int, *, full: bool) -> tuple[int, int
 
 
 def _of_layer(each: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """Whose keys are numbers, with zeros before some. Raises ModelError."""
+    """A layer's entry; its key is the layer's number, which may begin with zeros. Raises ModelError."""
     for key, own in each.items():
         if not (number := str(key)).isdecimal():
             raise ModelError(f"model: config.json: per_layer_config: {number[:40]!r} is no layer's number")

@@ -47,7 +47,7 @@ class PickledTensor(NamedTuple):
     """0 where another tensor of the file has the same numbers."""
 
 
-class _Name(NamedTuple):
+class _Imported(NamedTuple):
     """What a pickle would import: module and name."""
 
     text: str
@@ -70,14 +70,14 @@ def read_tensors(path: Path) -> dict[str, PickledTensor] | None:
     with file:
         try:
             found = _content(file)
-            if not isinstance(found, dict) or not all(isinstance(each, _Named) for each in found.values()):
+            if not isinstance(found, dict) or not all(isinstance(each, _Rebuilt) for each in found.values()):
                 raise ValueError("it does not hold tensors by name")
             return _sized(found)
         except (OSError, LookupError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
             raise ModelError(f"model: {path.name} cannot be read: {str(error)[:200] or type(error).__name__}") from None
 
 
-class _Named(NamedTuple):
+class _Rebuilt(NamedTuple):
     """A tensor as the instructions make it."""
 
     storage: _Storage
@@ -85,7 +85,7 @@ class _Named(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _sized(found: dict[str, _Named]) -> dict[str, PickledTensor]:
+def _sized(found: dict[str, _Rebuilt]) -> dict[str, PickledTensor]:
     seen, sized = set[tuple[str, int]](), {}
     for name, (storage, first, shape) in found.items():
         if len(shape) > 16 or not all(isinstance(each, int) and 0 <= each <= 2**62 for each in shape):
@@ -147,9 +147,9 @@ def _step(name: str, given: Any, stack: list[Any]) -> None:
         more = _since_mark(stack) if name == "APPENDS" else _last(stack, 1)
         stack[-1].extend(more)
     elif name == "GLOBAL":
-        stack.append(_Name(str(given)))
+        stack.append(_Imported(str(given)))
     elif name == "STACK_GLOBAL":
-        stack.append(_Name(" ".join(map(str, _last(stack, 2)))))
+        stack.append(_Imported(" ".join(map(str, _last(stack, 2)))))
     elif name == "BINPERSID":
         stack.append(_storage(stack.pop()))
     elif name == "REDUCE":
@@ -186,14 +186,14 @@ def _storage(given: Any) -> _Storage:
 
 def _made(called: Any, arguments: Any) -> Any:
     match called:
-        case _Name("torch._utils _rebuild_tensor_v2"):
-            return _Named(arguments[0], arguments[1], arguments[2])
-        case _Name("torch._utils _rebuild_tensor_v3"):
+        case _Imported("torch._utils _rebuild_tensor_v2"):
+            return _Rebuilt(arguments[0], arguments[1], arguments[2])
+        case _Imported("torch._utils _rebuild_tensor_v3"):
             kind = arguments[6].text.removeprefix("torch ")
             storage = _Storage(_TYPES.get(kind, kind), arguments[0].key)
-            return _Named(storage, arguments[1], arguments[2])
-        case _Name("torch._utils _rebuild_parameter"):
+            return _Rebuilt(storage, arguments[1], arguments[2])
+        case _Imported("torch._utils _rebuild_parameter"):
             return arguments[0]
-        case _Name("collections OrderedDict") if not arguments:
+        case _Imported("collections OrderedDict") if not arguments:
             return {}
     raise ValueError(f"its pickle calls {str(getattr(called, 'text', called))[:60]!r}, which tensors need not")

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.engine.checkpoint.page_groups import PageGroups
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.interface import AttentionCall
-from quire.engine.models.adapted.spec import AdaptedAttention
+from quire.engine.models.adapted.probe import AdaptedAttention
 from quire.kernels.backend import AttentionMetadata, Backend, Pages
 from quire.kernels.softmax import Softmax
 

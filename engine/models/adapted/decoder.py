@@ -46,7 +46,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.kv_codes import scale_elements
 
 
-class _Hidden(BaseModelOutputWithPast):
+class _BodyOutput(BaseModelOutputWithPast):
     """What a body returns: the hidden states, and None of whatever else a class's body may return."""
 
     def __getattr__(self, name: str) -> None:
@@ -54,20 +54,20 @@ class _Hidden(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _Given(nn.Module):
+class _BodyStandIn(nn.Module):
     """In the place of the body while the head is computed: it gives the hidden states that it was given."""
 
     hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Hidden(last_hidden_state=self.hidden)
+        return _BodyOutput(last_hidden_state=self.hidden)
 
 
 class AdaptedDecoder(Decoder):
     """Fill it by way of `parameters()` before use, then call `ready`."""
 
     sums = True
-    """Whether ranks add up what they have parts of. Without it one of them computes alone, to no meaning."""
+    """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
 
     def make_parts(self, making: Making) -> None:
         """It has all layers: see check_adapted."""
@@ -85,7 +85,7 @@ class AdaptedDecoder(Decoder):
         self._by_rows: AbstractContextManager[object] = ByRows(backend) if on_cpu else nullcontext()
         self._table = self._replace()
         attend_by(model, self._paged)
-        (name, self._body), self._given = body_of(model), _Given()
+        (name, self._body), self._given = body_of(model), _BodyStandIn()
         _set(model, name, self._given)
 
     @property

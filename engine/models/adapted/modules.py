@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
+from quire.engine.models.adapted.positions import StandIn
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear, LinearContext
 
 _ROWS, _CLOSE = 3, 1e-5
@@ -132,19 +133,13 @@ def turned(parameter: Parameter) -> Parameter:
     return replace(parameter, shape=parameter.shape[::-1], put=lambda tensor: parameter.put(tensor.t().contiguous()))
 
 
-class RowsApart(nn.Module):
+class RowsApart(StandIn):
     """A module of a class that multiplies by its own matrices, as routers do: by our linears, so that no row's bits
     depend on the others."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
-        super().__init__()
-        self._module, self._products = module, _Products(module, backend)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("_module"), name)
+        super().__init__(module)
+        self._products = _Products(module, backend)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._products:

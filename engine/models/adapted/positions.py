@@ -11,20 +11,28 @@ import torch
 from torch import Tensor, nn
 
 
-class RotationTable(nn.Module):
-    """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
-    the tokens beside it, and scalings that a context's length chooses are those of the longest context."""
+class StandIn(nn.Module):
+    """In the place of a class's module, with whatever that has."""
 
-    def __init__(self, module: nn.Module, positions: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module, self._positions = module, positions
-        self._tables: dict[str, tuple[Tensor, ...] | None] = {}
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("_module"), name)
+
+
+class RotationTable(StandIn):
+    """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
+    the tokens beside it, and scalings that a context's length chooses are those of the longest context."""
+
+    def __init__(self, module: nn.Module, positions: int) -> None:
+        super().__init__(module)
+        self._positions = positions
+        self._tables: dict[str, tuple[Tensor, ...] | None] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if position_ids is None or position_ids.ndim != 2 or any(isinstance(each, Tensor) for each in kwargs.values()):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
+from quire.engine.layers.attention import Attention, AttentionSpec
+from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.part import Making
 from quire.engine.models.adapted.build import body_of, stateful
 from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, allowed_by, attend_by
 
+NO_NORM = NormSpec(0.0)
+"""Norms are the class's."""
 _TOKENS = 7
 _LONGEST = 1 << 20
 """Positions up to which masks are tried: longer ones would take memory, and windows are shorter."""
@@ -36,27 +41,29 @@ _IRRELEVANT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
-    """A call of attention: all that pages must know of it."""
+class AdaptedAttention(AttentionSpec):
+    """One call of attention by the class. Its pages and softmax are as in ours; what is around it is the class's."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    """Of keys,"""
-    value_dim: int
-    """and of values."""
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: bool
+    value_dim: int = 0
+    """Numbers of a head's value; the rest of `head_dim` is zeros."""
+
+    def part(self, making: Making, layer: str) -> Attention:
+        _never()
+
+    def indivisible(self, ranks: int) -> str | None:
+        _never()
+
+
+def _never() -> NoReturn:
+    raise ModelError("model: transformers' class computes it, which does not go here")
 
 
 @dataclass(slots=True)
-class Noting:
+class AttentionProbe:
     """Attends to nothing and notes what is asked of it."""
 
     longest: int
-    found: list[Attended] = field(default_factory=list)
+    found: list[AdaptedAttention] = field(default_factory=list)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         module, query, key, value, mask, given = call
@@ -71,16 +78,19 @@ class Noting:
         window = self._window(where, module, mask, given)
         sinks = given.get("s_aux") if given.get("s_aux") is not None else given.get("sinks")
         scale = given.get("scaling")
+        widest = max(key.shape[3], value.shape[3])
         self.found.append(
-            Attended(
-                heads=query.shape[1],
-                kv_heads=key.shape[1],
-                head_dim=key.shape[3],
-                value_dim=value.shape[3],
-                scale=key.shape[3] ** -0.5 if scale is None else float(scale),
+            AdaptedAttention(
+                query.shape[1],
+                key.shape[1],
+                widest + widest % 2,
+                key.shape[3] ** -0.5 if scale is None else float(scale),
+                rope=None,
+                norm=NO_NORM,
                 window=window,
                 softcap=None if given.get("softcap") is None else float(given["softcap"]),
                 sinks=sinks is not None,
+                value_dim=value.shape[3],
             )
         )
         return query.new_empty(1, _TOKENS, query.shape[1], value.shape[3])
@@ -123,10 +133,10 @@ def window_of(allowed: MaskFunction, longest: int) -> int | None:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
+def probe(model: PreTrainedModel, longest: int) -> list[AdaptedAttention]:
     """By call of attention, in their order, what it is. Raises ModelError for what pages do not compute; `longest`:
     tokens of contexts."""
-    noting, name = Noting(longest), type(model).__name__
+    noting, name = AttentionProbe(longest), type(model).__name__
     if _recurrent(model):
         raise stateful(type(model))
     attend_by(model, noting)

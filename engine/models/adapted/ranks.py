@@ -19,7 +19,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut, Shard
 from quire.engine.models.adapted.build import body_of, build
 from quire.engine.models.adapted.experts import OurExperts
-from quire.engine.models.adapted.probe import Attended, probe
+from quire.engine.models.adapted.probe import AdaptedAttention, probe
 
 _CUTS: Mapping[str, Literal["outs", "ins"]] = {"colwise": "outs", "rowwise": "ins"}
 _WHOLE = {
@@ -98,7 +98,7 @@ def division_of(model: PreTrainedModel, ranks: int) -> Division:
     return Division(linears, frozenset(experts), frozenset(heads))
 
 
-def divided_attention(given: Mapping[str, object], longest: int, shard: Shard) -> list[Attended]:
+def divided_attention(given: Mapping[str, object], longest: int, shard: Shard) -> list[AdaptedAttention]:
     """What a rank's attention keeps, by call, as its part of the class says when it is run without numbers. Raises
     ModelError for a class that does not run so."""
     model = build(given, torch.float32)
@@ -115,9 +115,9 @@ def divided_attention(given: Mapping[str, object], longest: int, shard: Shard) -
         setattr(model.get_submodule(parent), own, nn.Parameter(torch.empty(part, device="meta"), requires_grad=False))
     found = probe(model, longest)
     for own_part, all_of_it in zip(found, whole, strict=True):
-        parts = all_of_it.heads // own_part.heads
-        if parts not in (1, shard.count) or own_part.kv_heads * parts != all_of_it.kv_heads:
-            heads = f"{all_of_it.heads} heads over {all_of_it.kv_heads} of keys"
+        parts = all_of_it.num_heads // own_part.num_heads
+        if parts not in (1, shard.count) or own_part.num_kv_heads * parts != all_of_it.num_kv_heads:
+            heads = f"{all_of_it.num_heads} heads over {all_of_it.num_kv_heads} of keys"
             raise ModelError(f"transformers' {type(model).__name__}: {shard.count} ranks do not divide {heads}")
     return found
 

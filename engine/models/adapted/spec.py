@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,33 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import Attention, AttentionSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import Making
 from quire.engine.layers.shard import Shard
 from quire.engine.models.adapted.build import build
-from quire.engine.models.adapted.probe import Attended, called, check_head, probe
+from quire.engine.models.adapted.probe import NO_NORM, AdaptedAttention, called, check_head, probe
 from quire.engine.models.adapted.ranks import divided_attention
 from quire.engine.models.spec import DecoderSpec
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """What the names of linears end with that choose experts."""
-_NO_NORM = NormSpec(0.0)
-"""Norms are the class's."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedAttention(AttentionSpec):
-    """One call of attention by the class. Its pages and softmax are as in ours; what is around it is the class's."""
-
-    value_dim: int = 0
-    """Numbers of a head's value; the rest of `head_dim` is zeros."""
-
-    def part(self, making: Making, layer: str) -> Attention:
-        never()
-
-    def indivisible(self, ranks: int) -> str | None:
-        never()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +43,7 @@ class AdaptedSpec(DecoderSpec):
         """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
         if shard.count == 1:
             return self.attention
-        return [_attention(each) for each in divided_attention(self.given, self.longest, shard)]
+        return divided_attention(self.given, self.longest, shard)
 
     def indivisible(self, ranks: int) -> str | None:
         try:
@@ -82,8 +63,8 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
     return AdaptedSpec(
         config.vocab_size,
         config.hidden_size,
-        tuple((_attention(each),) for each in calls),
-        _NO_NORM,
+        tuple((each,) for each in calls),
+        NO_NORM,
         tie_embeddings=config.tie_embeddings,
         given=config.given,
         made_by=type(model).__name__,
@@ -104,23 +85,3 @@ def _linears(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tu
             elif type(module) is Conv1D:
                 found[name] = module.weight.shape[0], module.weight.shape[1]
     return found
-
-
-def _attention(call: Attended) -> AdaptedAttention:
-    widest = max(call.head_dim, call.value_dim)
-    return AdaptedAttention(
-        call.heads,
-        call.kv_heads,
-        widest + widest % 2,
-        call.scale,
-        rope=None,
-        norm=_NO_NORM,
-        window=call.window,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        value_dim=call.value_dim,
-    )
-
-
-def never() -> NoReturn:
-    raise ModelError("model: transformers' class computes it, which does not go here")

@@ -25,7 +25,7 @@ TensorStream = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Unconverted:
     """What makes some of the class's tensors, as it comes."""
 
     converter: Any
@@ -56,7 +56,7 @@ class Conversion:
 
     def converted(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
         """Raises ModelError for tensors that the rules do not fit."""
-        seen, waiting = set[str](), dict[str, _Waiting]()
+        seen, waiting = set[str](), dict[str, _Unconverted]()
         for stored, tensor in stream:
             for name, made in self._one(stored, tensor, waiting):
                 own = self.own_name(name)
@@ -68,7 +68,7 @@ class Conversion:
             name = next(iter(waiting))
             raise ModelError(f"model: the weights lack some of what makes {name}")
 
-    def _one(self, stored: str, tensor: Tensor, waiting: dict[str, _Waiting]) -> Iterator[tuple[str, Tensor]]:
+    def _one(self, stored: str, tensor: Tensor, waiting: dict[str, _Unconverted]) -> Iterator[tuple[str, Tensor]]:
         name, pattern = self._renamed(stored)
         if name not in self._known:  # it may be of a model that has more than text
             if (text := text_tensor(stored)) is None or _BESIDE_TEXT.search(stored):
@@ -81,7 +81,7 @@ class Conversion:
         if name not in waiting:
             targets = {name.replace(rule.target_patterns[0], target) for target in rule.target_patterns}
             needed = sum(self._known[each].numel() for each in targets if each in self._known)
-            waiting[name] = _Waiting(copy.deepcopy(rule), needed)
+            waiting[name] = _Unconverted(copy.deepcopy(rule), needed)
         held = waiting[name]
         held.parts.append((stored, pattern, tensor))
         if sum(part.numel() for _, _, part in held.parts) >= held.needed:
@@ -92,7 +92,7 @@ class Conversion:
         name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._known)
         return (stored, None) if name not in self._known and stored in self._known else (name, pattern)
 
-    def _made(self, name: str, held: _Waiting) -> Iterator[tuple[str, Tensor]]:
+    def _made(self, name: str, held: _Unconverted) -> Iterator[tuple[str, Tensor]]:
         for stored, pattern, tensor in sorted(held.parts, key=lambda part: dot_natural_key(part[0])):
             held.converter.add_tensor(name, stored, pattern, tensor)
         try:

@@ -1,4 +1,4 @@
-"""The layers of a head that keep keys and values of their own."""
+"""Heads whose layers keep keys and values of their own."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Operations, Pages, Recorded
 
 
-class HeadLayers:
-    """Fill them by way of `parameters()` before use."""
+class LayeredHead(DraftHead):
+    """It takes the decoder's embedding, and its head unless it has one of its own."""
 
     def __init__(self, specs: Mapping[str, LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
         its types, whole on every rank."""
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         making = Making(backend, scheme, *shape, kv_scales={})
+        self.device, self._decoder, self._backend = decoder.device, decoder, backend
         self._layers = [[each.part(making, name) for each in spec] for name, spec in specs.items()]
-        self._backend, self._hidden, self._dtype = backend, decoder.spec.hidden_size, decoder.dtype
+        kinds = Counter(part.page_formula for layer in self._layers for part in layer if part.pages(1))
+        self.page_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
         self._recording: tuple[Sequence[Pages] | None, Recorded | None] = None, None
 
     def parameters(self) -> ParameterTable:
@@ -36,16 +39,27 @@ class HeadLayers:
         return table
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        """Per layer, the tensors that hold so many pages."""
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
 
-    @property
-    def page_formula(self) -> str:
-        """The bytes of a page of all of them, as a sum of products."""
-        kinds = Counter(part.page_formula for layer in self._layers for part in layer if part.pages(1))
-        return " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
+    def observe(
+        self,
+        following: Tensor,
+        hidden: Tensor,
+        tapped: Sequence[Tensor],
+        metadata: AttentionMetadata | None,
+        kv_cache: Sequence[Pages],
+    ) -> Tensor:
+        assert metadata is not None
+        return self.advance(following, self.first_states(hidden, tapped), metadata, kv_cache)
 
-    def run(
+    def first_states(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """What `advance` gets where nothing was guessed yet."""
+        return hidden
+
+    def logits(self, states: Tensor, guessed: int) -> Tensor:
+        return self._decoder.logits(states)
+
+    def run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> tuple[Tensor, Tensor]:
         """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
@@ -76,6 +90,7 @@ class HeadLayers:
         """Those that begin the stream as one call on these pages, where the backend can."""
         if self._recording[0] is not kv_cache:
             layers = [partial(self._layer, index, kv_cache) for index in range(len(self._layers))]
-            made = self._backend.recorded(layers, self._hidden, self._dtype, starts=True, groups=1)
+            hidden, dtype = self._decoder.spec.hidden_size, self._decoder.dtype
+            made = self._backend.recorded(layers, hidden, dtype, starts=True, groups=1)
             self._recording = kv_cache, made
         return self._recording[1]

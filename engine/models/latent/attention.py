@@ -1,17 +1,16 @@
 """What config.json says of latent attention, in the names of all families."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.engine.checkpoint.families import LATENT_SIZES, sparse_layers
+from quire.engine.checkpoint.families import LATENT_SIZES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.latent_attention import LatentAttentionSpec
-from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.part import PartSpec
 from quire.engine.layers.rope import yarn_scale
-from quire.engine.models.experts import in_layers
-from quire.engine.models.spec import DecoderSpec
+from quire.engine.models.values import Read
 from quire.kernels.latents.latent import MOST_ROTATED
 
 LATENT_EPS = 1e-6
@@ -20,8 +19,17 @@ _PLACES = ("partial_rotary_factor", "rotary_dim")
 """What older files say of a head's rotated part, which qk_rope_head_dim is here."""
 
 
-def in_latents(spec: DecoderSpec, config: ModelConfig, *, neighbours: bool = True) -> DecoderSpec:
-    """With latent attention in all layers. Raises ModelError."""
+def latents(neighbours: Read = lambda config: True) -> Callable[[ModelConfig, NormSpec], Sequence[PartSpec | None]]:
+    """Reads latent attention in all layers, as Family.mixing. neighbours: whether rotations turn neighbours."""
+
+    def read(config: ModelConfig, norm: NormSpec) -> Sequence[PartSpec | None]:
+        return [_attention(config, norm, neighbours=neighbours(config))] * config.num_layers
+
+    return read
+
+
+def _attention(config: ModelConfig, norm: NormSpec, *, neighbours: bool) -> LatentAttentionSpec:
+    """Raises ModelError."""
     raw = config.raw
     given: dict[str, Any] = {name: raw.get(name) for name in LATENT_SIZES}
     for name, size in given.items():
@@ -33,7 +41,7 @@ def in_latents(spec: DecoderSpec, config: ModelConfig, *, neighbours: bool = Tru
     if rotated > MOST_ROTATED:
         raise ModelError(f"model: config.json: qk_rope_head_dim: up to {MOST_ROTATED} are served, got {rotated}")
     rope = {name: each for name, each in config.rope.items() if name not in _PLACES}
-    attention = LatentAttentionSpec(
+    return LatentAttentionSpec(
         num_heads=config.num_heads,
         latent=latent,
         rotated=rotated,
@@ -42,14 +50,8 @@ def in_latents(spec: DecoderSpec, config: ModelConfig, *, neighbours: bool = Tru
         query_rank=raw.get("q_lora_rank"),
         scale=(plain + rotated) ** -0.5 * yarn_scale(rope),
         rope=rope,
-        norm=NormSpec(config.norm_eps),
+        norm=norm,
         latent_eps=LATENT_EPS,
         neighbours=neighbours,
         bias=bool(raw.get("attention_bias")),
     )
-    return spec.mixing([attention] * config.num_layers)
-
-
-def with_experts(experts: Callable[[ModelConfig], ExpertsSpec], spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
-    """With experts where the model has some: in a small one all layers may be dense."""
-    return in_layers(experts(config), spec, config) if any(sparse_layers(config.raw, config.num_layers)) else spec

@@ -1,1 +1,118 @@
-"""Families with selective state spaces (Mamba 2) or selective scans (Mamba), alone or in most layers."""
+"""Families that keep a state of a sequence as a whole, alone or in most layers: selective state spaces (Mamba 2),
+selective scans (Mamba), gated delta nets, short convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.engine.checkpoint.families import STATES, shared_experts
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.part import PartSpec
+from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.short_conv import ShortConvSpec
+from quire.engine.models.experts import mixture, where_sparse
+from quire.engine.models.family import Family, SpecAs, SpecOf
+from quire.engine.models.recurrent.falcon_h1 import falcon_h1
+from quire.engine.models.recurrent.selective_scan import selective_scan
+from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.models.values import biased
+
+PartOf = Callable[[ModelConfig, NormSpec], PartSpec]
+
+
+def beside_attention(part: PartOf) -> Callable[[ModelConfig, NormSpec], Sequence[PartSpec | None]]:
+    """Reads in which layers a part stands in attention's place, as Family.mixing."""
+
+    def read(config: ModelConfig, norm: NormSpec) -> Sequence[PartSpec | None]:
+        own, kinds = part(config, norm), STATES[config.model_type]
+        return [own if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
+
+    return read
+
+
+def _alone(part: PartOf) -> SpecOf:
+    """A family of layers that are this part, without attention and without MLPs."""
+
+    def spec(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+        norm = NormSpec(config.norm_eps)
+        layers = ((part(config, norm),),) * config.num_layers
+        return DecoderSpec(config.vocab_size, config.hidden_size, layers, norm, tie_embeddings=config.tie_embeddings)
+
+    return spec
+
+
+def _falcon_mamba(config: ModelConfig, norm: NormSpec) -> PartSpec:
+    return selective_scan(config, norm, inner_norm="plain", inner_eps=config.raw.get("mixer_rms_eps") or 0.0)
+
+
+def _jamba(config: ModelConfig, norm: NormSpec) -> PartSpec:
+    return selective_scan(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
+
+
+def _short_conv(config: ModelConfig, norm: NormSpec) -> PartSpec:
+    raw = config.raw
+    return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
+
+
+def _delta_net(config: ModelConfig, norm: NormSpec) -> PartSpec:
+    raw = config.raw
+    key_heads, heads = raw.get("linear_num_key_heads") or 16, raw.get("linear_num_value_heads") or 32
+    key, value = raw.get("linear_key_head_dim") or 128, raw.get("linear_value_head_dim") or 128
+    if heads % key_heads:
+        raise ModelError(f"model: config.json: linear_num_key_heads: {key_heads} do not divide {heads} value heads")
+    if key % 2:
+        raise ModelError(f"model: config.json: linear_key_head_dim: expected an even number, got {key}")
+    if value % 16:
+        raise ModelError(f"model: config.json: linear_value_head_dim: expected a multiple of 16, got {value}")
+    return DeltaNetSpec(key_heads, heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm)
+
+
+def _granite_hybrid(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+    """Experts beside an MLP, or an MLP alone; with or without positions."""
+    name, width = shared_experts(config.raw)
+    experts = bool(config.raw.get("num_local_experts"))
+    attention: dict[str, Any] = {} if config.raw.get("position_embedding_type") == "rope" else {"rope": None}
+    family = Family(
+        like="granitemoe" if experts else "granite",
+        attention=attention,
+        mlp={} if experts else {"name": name, "intermediate_size": width},
+        mixing=beside_attention(state_space),
+    )
+    return family(config, spec_as)
+
+
+TABLE: Mapping[str, SpecOf] = {
+    # LFM2 (Liquid AI, 2025): gated short convolutions in most layers.
+    "lfm2": Family(attention={"qk_norm": "heads"}, mixing=beside_attention(_short_conv)),
+    # Qwen3.5's text models (Qwen Team, 2026): gated delta nets in most layers, attention with gates in the others;
+    # norms whose weights are offsets from 1.
+    "qwen3_5_text": Family(
+        norm=lambda config: NormSpec(config.norm_eps, 1.0),
+        attention={"qk_norm": "heads", "gated": True, **biased("attention_bias")},
+        mixing=beside_attention(_delta_net),
+    ),
+    # Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers.
+    "bamba": Family(like="llama", mixing=beside_attention(state_space)),
+    # Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
+    # everywhere.
+    "falcon_h1": falcon_h1,
+    # Granite 4 (IBM, 2025): Granite with state spaces in most layers.
+    "granitemoehybrid": _granite_hybrid,
+    # Mamba 2 (Dao and Gu, 2024).
+    "mamba2": _alone(state_space),
+    # Mamba (Gu and Dao, 2023).
+    "mamba": _alone(selective_scan),
+    # Falcon Mamba (TII, 2024), which norms what steps, b and c are made of.
+    "falcon_mamba": _alone(_falcon_mamba),
+    # Jamba (AI21 Labs, 2024): selective scans in most layers, attention without positions in the others, and experts in
+    # some MLPs' place, whose weights are not divided by their sum.
+    "jamba": Family(
+        attention={"rope": None},
+        mixing=beside_attention(_jamba),
+        experts=where_sparse(mixture({"normalized": False}, name="feed_forward", router="router")),
+    ),
+}

@@ -7,15 +7,16 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.recurrent.state_space import Factors, StateSpaceSpec
-from quire.engine.models import llama
+from quire.engine.models.family import SpecAs
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
 
 
-def spec(config: ModelConfig) -> DecoderSpec:
+def falcon_h1(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
-    raw, base = config.raw, llama.spec(config)
+    raw, base = config.raw, spec_as("llama", config)
     read, given = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
     key = raw.get("key_multiplier") or 1.0
     if read != 1 and raw.get("attention_bias"):
@@ -25,13 +26,13 @@ def spec(config: ModelConfig) -> DecoderSpec:
     if raw.get("mlp_bias") and (gate, down) != (1, 1):
         raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
     base = base.having(MlpSpec, factors=[(gate, down)] * config.num_layers)
-    space = _state_space(config)
+    space = _state_space(config, base.norm)
     layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
     embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0
     return replace(base, layers=layers, embedding_scale=embedding, logit_scale=head)
 
 
-def _state_space(config: ModelConfig) -> StateSpaceSpec:
+def _state_space(config: ModelConfig, norm: NormSpec) -> StateSpaceSpec:
     raw = config.raw
     read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
     z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
@@ -40,6 +41,7 @@ def _state_space(config: ModelConfig) -> StateSpaceSpec:
     before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
     return state_space(
         config,
+        norm,
         out_bias=bool(raw.get("projectors_bias")),
         result_norm=before if raw.get("mamba_rms_norm") else None,
         factors=Factors(z, x, b, c, dt, out),

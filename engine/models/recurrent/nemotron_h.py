@@ -1,17 +1,26 @@
 """Nemotron-H (NVIDIA, 2025) and Nemotron 3: layers that are one part each, a state space, attention without positions,
 an MLP, or experts; all without gates. Of limits of steps it has time_step_min alone, as transformers reads it."""
 
-from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
-from quire.engine.layers.moe import ExpertsSpec, SharedSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import PartSpec
-from quire.engine.models.experts import expert_size, group_rules, routed
+from quire.engine.models.experts import GROUPED, expert_size, mixture, shared
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
+from quire.engine.models.values import flag
+
+_EXPERTS = mixture(
+    GROUPED,
+    size=expert_size,
+    beside=shared(always=True, bias=flag("mlp_bias")),
+    shares_norm=True,
+    gated=False,
+    correction="gate.e_score_correction_bias",
+    name="mixer",
+)
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
@@ -25,7 +34,7 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
     bias = bool(config.raw.get("mlp_bias"))
     match kind:
         case "linear_attention":
-            return state_space(config, limits=(config.raw.get("time_step_min") or 0.001, float("inf")))
+            return state_space(config, norm, limits=(config.raw.get("time_step_min") or 0.001, float("inf")))
         case "full_attention":
             sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
             return AttentionSpec(*sizes, scale=config.head_dim**-0.5, rope=None, norm=norm)
@@ -34,14 +43,4 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
             return MlpSpec(width, norm, bias=bias, gated=False, activation="relu2", shares_norm=True)
     if config.raw.get("moe_latent_size"):
         raise ModelError("model: config.json: moe_latent_size: experts between smaller vectors are not served yet")
-    name, width = shared_experts(config.raw)
-    return ExpertsSpec(
-        *routed(config, **group_rules(config)),
-        expert_size(config),
-        norm,
-        SharedSpec(width, name, bias=bias),
-        shares_norm=True,
-        gated=False,
-        correction="gate.e_score_correction_bias",
-        name="mixer",
-    )
+    return _EXPERTS(config, norm)

@@ -7,23 +7,18 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
+from quire.engine.models.values import sizes
 
 _SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
 
 
-def selective_scan(config: ModelConfig, **rules: Any) -> SelectiveScanSpec:
+def selective_scan(config: ModelConfig, norm: NormSpec, **rules: Any) -> SelectiveScanSpec:
     """`rules`: fields of SelectiveScanSpec. Raises ModelError."""
     raw = config.raw
-    sizes = [raw.get(name) for name in _SIZES]
-    for name, size in zip(_SIZES, sizes, strict=True):
-        if not isinstance(size, int):
-            raise ModelError(
-                f"model: config.json of a {config.model_type!r} lacks {name}, the size of a selective scan"
-            )
-    heads, value, key, rank, width = (size for size in sizes if isinstance(size, int))
+    heads, value, key, rank, width = sizes(config, _SIZES, "selective scan")
     if (inner := raw.get("mamba_d_ssm")) != heads * value:
         raise ModelError(f"model: config.json: mamba_d_ssm: expected a multiple of 16 channels, got {inner}")
     if key % 2:
         raise ModelError(f"model: config.json: mamba_d_state: expected an even number, got {key}")
     biases = {"bias": bool(raw.get("mamba_proj_bias")), "conv_bias": raw.get("mamba_conv_bias") is not False}
-    return SelectiveScanSpec(heads, value, key, rank, width, NormSpec(config.norm_eps), **(biases | rules))
+    return SelectiveScanSpec(heads, value, key, rank, width, norm, **(biases | rules))

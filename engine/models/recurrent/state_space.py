@@ -6,20 +6,16 @@ from typing import Any
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
 from quire.engine.layers.recurrent.state_space import StateSpaceSpec
+from quire.engine.models.values import sizes
 
 _SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
-def state_space(config: ModelConfig, **rules: Any) -> StateSpaceSpec:
+def state_space(config: ModelConfig, norm: NormSpec, **rules: Any) -> StateSpaceSpec:
     """`rules`: fields of StateSpaceSpec. Raises ModelError."""
     raw = config.raw
-    sizes = [raw.get(name) for name in _SIZES]
-    for name, size in zip(_SIZES, sizes, strict=True):
-        if not isinstance(size, int):
-            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a state space")
-    groups, heads, key, value, width = (size for size in sizes if isinstance(size, int))
+    groups, heads, key, value, width = sizes(config, _SIZES, "state space")
     if heads % groups:
         raise ModelError(f"model: config.json: mamba_n_groups: {groups} do not divide {heads} heads")
     if key % 2:
@@ -31,11 +27,6 @@ def state_space(config: ModelConfig, **rules: Any) -> StateSpaceSpec:
     least, most = raw.get("time_step_limit") or (0.0, float("inf"))
     bias = bool(raw.get("mamba_proj_bias"))
     chosen: dict[str, Any] = {"bias": bias, "out_bias": bias, "limits": (least, most)}
-    chosen |= {"norm": NormSpec(config.norm_eps), "result_eps": config.norm_eps}
+    chosen |= {"norm": norm, "result_eps": config.norm_eps}
     chosen |= {"conv_bias": raw.get("mamba_conv_bias") is not False}
     return StateSpaceSpec(groups, heads, key, value, width, **(chosen | rules))
-
-
-def in_place(config: ModelConfig, part: StateSpaceSpec) -> list[PartSpec | None]:
-    """By layer, what stands in attention's place; None: nothing."""
-    return [part if kind == "linear_attention" else None for kind in config.raw.get("layer_types") or ()]

@@ -143,14 +143,14 @@ def make_jobs(args: argparse.Namespace, model: str) -> tuple[list[Job], list[Job
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     results: list[Answer | Failure]
     seconds: float
     client_seconds: float
     """Processor time of this process, which a server on the same cores did not have."""
 
 
-async def measure(args: argparse.Namespace, client: StreamClient, model: str) -> Measured:
+async def measure(args: argparse.Namespace, client: StreamClient, model: str) -> Measurement:
     """Warm up, then measure. Raises EngineError when a request of the warm-up fails."""
     jobs, warming = make_jobs(args, model)
     try:
@@ -163,7 +163,7 @@ async def measure(args: argparse.Namespace, client: StreamClient, model: str) ->
             results = await closed_loop(client, jobs, args.concurrency)
         else:
             results = await open_loop(client, jobs, arrivals(len(jobs), args.request_rate, args.seed))
-        return Measured(results, time.perf_counter() - started, time.process_time() - client_started)
+        return Measurement(results, time.perf_counter() - started, time.process_time() - client_started)
     finally:
         client.close()
 
@@ -219,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if summary.failed else 0
 
 
-def report(args: argparse.Namespace, model: str, measured: Measured, summary: Summary) -> None:
+def report(args: argparse.Namespace, model: str, measured: Measurement, summary: Summary) -> None:
     pace = f"concurrency {args.concurrency}" if args.request_rate is None else f"{args.request_rate:g} requests/s"
     prompts = args.prompts.name if args.prompts else f"{args.input_len}/{args.output_len}"
     shared = f", {args.shared_prefix} shared" if args.shared_prefix else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
+from quire.engine.errors import QuireError
 from quire.server.cli.chat.conversation import Chat, text_of
 from quire.server.cli.chat.pictures import data_url
 from quire.server.cli.connect import models, served_model
@@ -49,8 +51,23 @@ class Outcome:
     leave: bool = False
 
 
-def perform(chat: Chat, line: str) -> Outcome:
-    """Do what a line with a slash says. Raises QuireError for what cannot be done."""
+def obey(chat: Chat, line: str, tell: Callable[[str], object], refuse: Callable[[str], object]) -> Outcome:
+    """What is left to do of a line, which is a message or, with a slash, a command that is performed. `tell` and
+    `refuse` show what comes of it, or why it cannot be done."""
+    if not line.startswith("/"):
+        return Outcome(ask=line)
+    try:
+        outcome = _perform(chat, line)
+    except QuireError as error:
+        refuse(str(error))
+        return Outcome()
+    if outcome.says:
+        tell(outcome.says)
+    return outcome
+
+
+def _perform(chat: Chat, line: str) -> Outcome:
+    """Raises QuireError for what cannot be done."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TextIO
 
 from quire.engine.errors import QuireError
-from quire.server.cli.chat.commands import perform
+from quire.server.cli.chat.commands import obey
 from quire.server.cli.chat.conversation import Chat
 
 
@@ -15,22 +16,13 @@ def converse(chat: Chat, stdin: TextIO, out: TextIO) -> int:
     """Until the end of input or /exit. Returns 1 if the last request was refused."""
     status = 0
     for line in _messages(stdin):
-        text: str | None = line
-        if line.startswith("/"):
-            try:
-                outcome = perform(chat, line)
-            except QuireError as error:
-                print(f"quire chat: {error}", file=sys.stderr)
-                continue
-            if outcome.leave:
-                break
-            if outcome.says:
-                print(outcome.says, file=out)
-            text = outcome.ask
-            if outcome.edit is not None:
-                print("/edit needs the new text here", file=out)
-        if text is not None:
-            status = _say(chat, text, out)
+        outcome = obey(chat, line, partial(print, file=out), _refuse)
+        if outcome.leave:
+            break
+        if outcome.edit is not None:
+            print("/edit needs the new text here", file=out)
+        if outcome.ask is not None:
+            status = _say(chat, outcome.ask, out)
     return status
 
 
@@ -50,6 +42,10 @@ def _messages(stdin: TextIO) -> Iterator[str]:
         yield rest
 
 
+def _refuse(why: str) -> None:
+    print(f"quire chat: {why}", file=sys.stderr)
+
+
 def _say(chat: Chat, text: str, out: TextIO) -> int:
     answer = chat.answer(text)
     try:
@@ -58,7 +54,7 @@ def _say(chat: Chat, text: str, out: TextIO) -> int:
     except KeyboardInterrupt:
         print(" [stopped]", end="", file=out)
     except QuireError as error:
-        print(f"quire chat: {error}", file=sys.stderr)
+        _refuse(str(error))
         return 1
     finally:
         answer.close()

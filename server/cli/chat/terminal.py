@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -17,7 +18,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
 from quire.engine.errors import QuireError
-from quire.server.cli.chat.commands import COMMANDS, perform
+from quire.server.cli.chat.commands import COMMANDS, obey
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.chat.markdown import show
 
@@ -32,6 +33,7 @@ def converse(chat: Chat, console: Console) -> int:
         completer=WordCompleter([*COMMANDS], sentence=True),
         complete_while_typing=False,
     )
+    tell, refuse = (partial(console.print, style=style, markup=False, highlight=False) for style in ("dim", "red"))
     status, draft = 0, ""
     while True:
         try:
@@ -42,20 +44,12 @@ def converse(chat: Chat, console: Console) -> int:
             continue
         except EOFError:
             return status
-        draft, text = "", line
-        if line.startswith("/"):
-            try:
-                outcome = perform(chat, line)
-            except QuireError as error:
-                console.print(str(error), style="red", markup=False, highlight=False)
-                continue
-            if outcome.leave:
-                return status
-            if outcome.says:
-                console.print(outcome.says, style="dim", markup=False, highlight=False)
-            draft, text = outcome.edit or "", outcome.ask or ""
-        if text:
-            status = _say(chat, text, console)
+        outcome = obey(chat, line, tell, refuse)
+        if outcome.leave:
+            return status
+        draft = outcome.edit or ""
+        if outcome.ask:
+            status = _say(chat, outcome.ask, console)
 
 
 def _say(chat: Chat, text: str, console: Console) -> int:

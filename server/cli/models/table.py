@@ -35,7 +35,7 @@ _HEAD = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelRow:
     """A model on a machine."""
 
     model: CatalogEntry
@@ -74,7 +74,7 @@ def main(argv: Sequence[str], started: float) -> int:
     return 0
 
 
-def row_of(model: CatalogEntry, machine: Machine) -> Row:
+def row_of(model: CatalogEntry, machine: Machine) -> ModelRow:
     sizes, stored = _sizes(model)
     made = estimate(sizes, machine, Wishes(), stored)
     least = min(CONTEXT, sizes.max_position)
@@ -82,7 +82,7 @@ def row_of(model: CatalogEntry, machine: Machine) -> Row:
     memory = made.device_weight_bytes + keys + (0 if machine.gpu else ENGINE_HOST_BYTES)
     context = made.context if made.fits and made.context >= least and not unserved(made) else 0
     speed = made.decode_limit(1, min(_SHORT, least)) if made.page_bytes and model.use in ("chat", "code") else None
-    return Row(model, sizes.parameters, memory, context, speed)
+    return ModelRow(model, sizes.parameters, memory, context, speed)
 
 
 def _sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
@@ -96,7 +96,7 @@ def _sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
     return sizes, StoredWeights(0, round(model.gigabytes * 1e9), _TABLE_BITS)
 
 
-def _shown(row: Row) -> tuple[str, ...]:
+def _shown(row: ModelRow) -> tuple[str, ...]:
     fits = f"{row.context:,}" if row.context else "does not fit"
     return (
         row.model.name,
@@ -113,7 +113,7 @@ def _source(model: CatalogEntry) -> tuple[str, str]:
     return model.licence, model.hub.shown
 
 
-def _speed(row: Row) -> str:
+def _speed(row: ModelRow) -> str:
     if not row.context or row.speed is None:
         return "-"
     return f"{row.speed:.0f}" if row.speed >= 10 else f"{row.speed:.1f}"

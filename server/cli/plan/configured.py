@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
-from quire.engine.checkpoint.page_groups import keeps_all, most_drafts
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
@@ -15,35 +16,21 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Estimate, Wishes, estimate
-from quire.server.cli.plan.experts import experts_of
 from quire.server.cli.plan.machine import Machine, divided
-from quire.server.cli.plan.tiers import offload_of
 from quire.server.cli.plan.ways_out import lighter
 
 
-def wishes_of(config: EngineConfig) -> Wishes:
-    """What an engine with this configuration would be asked for; without its adapters and what guesses tokens."""
-    return Wishes(
-        dtype=config.dtype,
-        context=config.max_model_len,
-        utilization=config.gpu_memory_utilization,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory=config.kv_cache_memory,
-        offload=offload_of(config),
-        backend=config.attention_backend,
-        quantization=config.at_load,
-        kv_cache_dtype=config.kv_cache_dtype,
-        quantize_embedding=config.quantize_embedding,
-        at_once=config.long_prefill_token_threshold,
-        step_tokens=config.max_num_batched_tokens,
-        keeps_all=keeps_all(config) is not None,
-        drafts=most_drafts(config),
-        state_memory=config.state_memory,
-        prefix_caching=config.enable_prefix_caching,
-        divides_tokens=config.divides_tokens,
-        within_windows=config.disable_sliding_window,
-        experts=experts_of(config),
-    )
+def wishes_of(config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None) -> Wishes:
+    """What an engine with this configuration is asked for, of a model with this config.json, and its weights in
+    `folder` if they are on this machine. Raises ModelError for what guesses tokens and cannot be read."""
+    modules = planned_modules(raw) if config.enable_lora else {}
+    return Wishes(config, concurrency, modules, planned_draft(config.speculative_config, raw, folder))
+
+
+def shared_out(machine: Machine, config: EngineConfig) -> Machine:
+    """So many of it, or of its parts, as this configuration has processes. Raises ConfigError as `divided`."""
+    counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
+    return divided(machine, *counts, config.nnodes)
 
 
 def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
@@ -82,18 +69,8 @@ def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
         raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
         sizes, files = read_sizes(raw), folder if config.load_format == "auto" else None
         stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
-        wishes = wishes_of(config)
-        if config.enable_lora:
-            wishes = replace(
-                wishes,
-                max_loras=config.max_loras,
-                max_cpu_loras=config.max_cpu_loras,
-                max_lora_rank=config.max_lora_rank,
-                modules=planned_modules(raw),
-            )
-        wishes = replace(wishes, draft=planned_draft(config.speculative_config, raw, files))
-        counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
-        parts = divided(machine, *counts, config.nnodes)
+        wishes = wishes_of(config, raw, files)
+        parts = shared_out(machine, config)
         return _Planned(estimate(sizes, parts, wishes, stored), sizes, wishes, stored)
     except (ModelError, ConfigError):
         return None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
 from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model, text_config
@@ -16,7 +13,7 @@ from quire.engine.checkpoint.kv_plan import StateShares, share_states
 from quire.engine.checkpoint.parts.parameters import given_size
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.config import SpeculativeConfig
 from quire.engine.errors import ConfigError
 
 
@@ -91,13 +88,3 @@ def _planned_mtp(asked: SpeculativeConfig, text: Mapping[str, Any], folder: Path
         names = find_mtp(folder, layers)
         found = read_stored_weights(folder, lambda stored: names.own(stored) is not None)
     return Draft(asked, found or StoredWeights(numbers, 0), sizes)
-
-
-def speculative_config(text: str) -> SpeculativeConfig | None:
-    """Of a flag: a method or JSON. Raises ArgumentTypeError."""
-    try:
-        return EngineConfig.model_validate({"speculative_config": text}).speculative_config
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:]))
-        raise argparse.ArgumentTypeError(f"{where}: {first['msg']}" if where else first["msg"]) from None

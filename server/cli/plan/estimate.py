@@ -18,73 +18,34 @@ from quire.engine.checkpoint.kv_plan import (
     fit_pages,
     int8_embedding,
 )
-from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, most_drafts, page_groups
+from quire.engine.checkpoint.page_groups import PageNeeds, keeps_all, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
-from quire.engine.config import EngineConfig
+from quire.engine.config import DISK_GIB, EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
-from quire.server.cli.plan.experts import NO_WISH, ExpertsPlan, ExpertsWish, more_than_even, plan_experts
+from quire.server.cli.plan.experts import ExpertsPlan, impossible_experts, more_than_even, plan_experts
 from quire.server.cli.plan.machine import Machine
-from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
+from quire.server.cli.plan.tiers import Tier, host_bytes, planned_tiers
 from quire.server.cli.plan.weights import kv_bytes, serving_types, weight_bytes
 
 _DEFAULTS = EngineConfig()
-MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
-UTILIZATION = _DEFAULTS.gpu_memory_utilization
 _NO_EXPERTS = ExpertsPlan(0, 0, whole=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for. None means: whatever fits."""
+    """What the user asked for."""
 
-    dtype: str = "auto"
-    context: int | None = None
+    config: EngineConfig = _DEFAULTS
+    """Settings of the engine; without a max_model_len the context is what fits."""
     concurrency: int | None = None
-    utilization: float = UTILIZATION
-    max_num_seqs: int = MAX_NUM_SEQS
-    kv_cache_memory: float | None = None
-    """GiB; None: the server's own rule."""
-    offload: Offload = NO_OFFLOAD
-    """KV below the cache."""
-    backend: str = "auto"
-    """Of attention."""
-    quantization: str | None = None
-    """At load."""
-    kv_cache_dtype: str = "auto"
-    quantize_embedding: bool | None = None
-    """The same of embedding and head; None: with quantization."""
-    max_loras: int = 0
-    """Adapters in one step; 0: none are served."""
-    max_cpu_loras: int | None = None
-    max_lora_rank: int = _DEFAULTS.max_lora_rank
+    """Requests at once; None: as many as fit."""
     modules: Modules = field(default_factory=dict)
     """That may have adapters."""
     draft: Draft | None = None
     """What guesses tokens with weights of its own."""
-    at_once: int | None = None
-    """Most tokens of a sequence in a step; None: a whole step's."""
-    step_tokens: int | None = None
-    """Most tokens of a step; None: the server's own rule."""
-    keeps_all: bool = False
-    """Layers with a sliding window keep all tokens too."""
-    drafts: int = most_drafts(_DEFAULTS)
-    """Most guesses of one sequence in a step."""
-    state_memory: float | None = None
-    """GiB for states that are too large for pages; None: the server's own rule."""
-    prefix_caching: bool = True
-    divides_tokens: bool = False
-    """Ranks divide the tokens of sequences, not their heads."""
-    within_windows: bool = False
-    """The context ends where the narrowest sliding window does."""
-    experts: ExpertsWish = NO_WISH
-
-    @property
-    def in_8_bits(self) -> bool:
-        """Whether embedding and head are made so."""
-        return int8_embedding(self.quantization, self.quantize_embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +54,8 @@ class Estimate:
 
     sizes: ModelSizes
     machine: Machine
+    config: EngineConfig
+    """What was asked for."""
     dtype: str
     weight_bytes: int
     """Bytes of the whole model."""
@@ -105,14 +68,12 @@ class Estimate:
     needs: PageNeeds
     """How many pages a context holds, of the groups of layers."""
     layer_page_bytes: int
-    """Bytes of one layer's part of a page, not divided among devices."""
+    """Bytes that one layer has of a page, not divided among devices."""
     kv_budget: int
     device_weight_bytes: int = 0
     """Of the weights as they are kept."""
     step_bytes: int = 0
     """Of the largest step on a GPU."""
-    utilization: float = 1.0
-    """Share of a GPU's memory to use."""
     num_blocks: int = 0
     """Pages that the server will allocate when it is started with `flags`."""
     context: int = 0
@@ -120,8 +81,6 @@ class Estimate:
     """How many full contexts fit at once; no more than --max-num-seqs."""
     kv_cache_dtype: str = "auto"
     """What keys and values are held in; auto: `dtype`."""
-    quantized: str | None = None
-    """How the weights are quantized at load."""
     fitting: tuple[tuple[int, int], ...] = ()
     """Pairs of a context length and how many such contexts fit at once, for lengths that are powers of two."""
     adapter_bytes: int = 0
@@ -129,9 +88,9 @@ class Estimate:
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot,"""
+    """Of the states that layers keep of sequences beside pages, in all slots together."""
     shares: StateShares = ONE_SLOT
-    """and who has these."""
+    """How many sequences and snapshots have these slots."""
     experts: ExpertsPlan = _NO_EXPERTS
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
@@ -191,10 +150,9 @@ class Estimate:
         return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits
 
 
-def step_tokens(machine: Machine, wishes: Wishes) -> int:
+def step_tokens(machine: Machine, config: EngineConfig) -> int:
     """Most tokens of a step there."""
-    asked = EngineConfig(max_num_batched_tokens=wishes.step_tokens)
-    return (asked.of_card(machine.memory) if machine.gpu else asked).step_tokens
+    return (config.of_card(machine.memory) if machine.gpu else config).step_tokens
 
 
 def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
@@ -203,7 +161,7 @@ def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
     """
     hidden = sizes.head_parameters // sizes.vocab_size
-    return tokens * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
+    return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:
@@ -213,89 +171,84 @@ def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str 
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
-    sizes = sizes.within_windows() if wishes.within_windows else sizes
-    dtype, kv_type = serving_types(sizes, machine, wishes.dtype, wishes.kv_cache_dtype)
-    quantized, width = wishes.quantization, DTYPE_BYTES[dtype]
-    weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=wishes.in_8_bits)
-    experts = plan_experts(wishes.experts, sizes, machine, dtype, quantized)
-    on_device += more_than_even(wishes.experts, sizes, machine, on_device) - experts.on_disk + experts.kept
+    config, draft = wishes.config, wishes.draft
+    sizes = sizes.within_windows() if config.disable_sliding_window else sizes
+    dtype, kv_type = serving_types(sizes, machine, config.dtype, config.kv_cache_dtype)
+    quantized, width = config.at_load, DTYPE_BYTES[dtype]
+    in_8_bits = int8_embedding(quantized, config.quantize_embedding)
+    weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
+    experts = plan_experts(config, sizes, machine, dtype)
+    on_device += more_than_even(config, sizes, machine, on_device) - experts.on_disk + experts.kept
     adapters = adapter_bytes(machine, wishes, width)
-    drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
+    drafts = 0 if draft is None else draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
-    alone = sharing if wishes.draft is not None and wishes.draft.is_model else 1  # all ranks have whole heads
+    alone = sharing if draft is not None and draft.is_model else 1  # all ranks have whole heads
     on_device += adapters // sharing + drafts // alone + tower_share(sizes, machine, width, quantized)
-    drafting = None if wishes.draft is None else wishes.draft.sizes
+    drafting = None if draft is None else draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, kv_type)
     whole = kv_bytes(sizes, dtype, kv_type)
-    split = machine.count if machine.stages > 1 or wishes.divides_tokens else min(machine.count, sizes.kv_heads)
+    split = machine.count if machine.stages > 1 or config.divides_tokens else min(machine.count, sizes.kv_heads)
     token = whole // split + own // alone
-    kept = token - own // alone * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
-    pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": wishes.divides_tokens}
-    block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend, **pages)
-    groups = _groups(sizes, wishes, block_size)
+    kept = token - own // alone * (draft is not None and draft.is_model)  # see Runner.mover
+    pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": config.divides_tokens}
+    block_size = machine.page_tokens(dtype, sizes.head_dim, config.attention_backend, **pages)
+    keep_all = keeps_all(config) is not None
+    groups = page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
-    tokens = step_tokens(machine, wishes)
+    tokens = step_tokens(machine, config)
     step = step_bytes(sizes, width, tokens)
-    beside = 0 if machine.gpu else wishes.offload.host_bytes // (sharing * machine.replicas)
-    budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
-    if wishes.kv_cache_memory is not None:
-        budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
-    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    slot, cached = slot_bytes(sizes, drafting, wishes.drafts, width, split, sharing), wishes.prefix_caching
-    shares = planned_shares(sizes, slot, budget, wishes.state_memory, seqs, cached=cached)
+    beside = 0 if machine.gpu else host_bytes(config) // (sharing * machine.replicas)
+    budget = machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
+    if config.kv_cache_memory is not None:
+        budget = int(config.kv_cache_memory * GIB) // (sharing * machine.replicas)
+    seqs = max(config.max_num_seqs, wishes.concurrency or 0)
+    slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching
+    shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached)
     states, least = slot * shares.slots, LEAST_PAGE_BYTES if sizes.needs_snapshots else 0
-    spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // alone
-    budget = max(budget - states - spare, 0)
+    spare = 0 if draft is None else draft.spare(block_size) * seqs * own * block_size // alone
     made = Estimate(
         sizes=sizes,
         machine=machine,
+        config=config,
         dtype=dtype,
         weight_bytes=weights,
         weight_source="config.json" if stored is None or quantized else "the files' headers",
         kv_token_bytes=token,
         block_size=block_size,
         kv_cache_dtype=kv_type,
-        quantized=quantized,
         page_bytes=(whole * slots // sizes.layers_with_state // split + own // alone) * block_size or least,
-        needs=PageNeeds(groups.windows, block_size, wishes.at_once or tokens),
+        needs=PageNeeds(groups.windows, block_size, config.long_prefill_token_threshold or tokens),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
-        kv_budget=budget,
+        kv_budget=max(budget - states - spare, 0),
         device_weight_bytes=on_device,
         step_bytes=step,
-        utilization=wishes.utilization,
         adapter_bytes=adapters,
         draft_bytes=drafts,
         state_bytes=states,
         shares=shares,
         experts=experts,
-        tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
+        tiers=planned_tiers(config, machine.replicas, kept * block_size, block_size),
     )
-    return _fitted(made, wishes, on_device)
-
-
-def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
-    keep_all = wishes.keeps_all or wishes.draft is not None or wishes.offload != NO_OFFLOAD
-    return page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
+    return _fitted(made, wishes)
 
 
 def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:
     """Of adapters of the largest rank on all linears: those in slots, and in a host's memory those kept beside them."""
-    if not wishes.max_loras:
+    config = wishes.config
+    if not config.enable_lora:
         return 0
-    count = wishes.max_loras if machine.gpu else kept_adapters(wishes.max_loras, wishes.max_cpu_loras)
-    return count * adapter_numbers(wishes.modules, wishes.max_lora_rank, head=machine.gpu) * width
+    count = config.max_loras if machine.gpu else kept_adapters(config.max_loras, config.max_cpu_loras)
+    return count * adapter_numbers(wishes.modules, config.max_lora_rank, head=machine.gpu) * width
 
 
-def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
-    """The estimate completed with what fits, or with the reasons why it does not. on_device: bytes of the weights."""
+def _fitted(made: Estimate, wishes: Wishes) -> Estimate:
+    """The estimate completed with what fits, or with the reasons why it does not."""
     if not made.page_bytes:
-        return _without_cache(made, wishes, on_device)
-    pages = made.kv_budget // made.page_bytes
-    longest = made.sizes.max_position
-    reasons = _reasons(made, wishes, on_device, pages)
+        return _without_cache(made)
+    pages, longest, asked = made.kv_budget // made.page_bytes, made.sizes.max_position, made.config.max_model_len
+    reasons = _reasons(made, wishes, pages)
     if reasons:
         return replace(made, reasons=tuple(reasons))
-    asked = wishes.context
     if asked is None and wishes.concurrency is not None:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
     seqs = made.shares.sequences
@@ -308,79 +261,84 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
         context=context,
         concurrency=min(made.group_pages // needed, seqs),
         fitting=tuple((length, count) for length, count in fitting if count),
-        flags=_flags(made, wishes, context if asked is not None or context < longest else None, seqs),
+        flags=_flags(made, wishes.draft, context if asked is not None or context < longest else None, seqs),
     )
 
 
-def _flags(made: Estimate, wishes: Wishes, context: int | None, seqs: int) -> tuple[str, ...]:
+def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) -> tuple[str, ...]:
     """Those of `quire serve`. context: None where it is the model's own; seqs: the most sequences at once."""
-    machine, draft, loras = made.machine, wishes.draft, wishes.max_loras or None
+    machine, config, offload = made.machine, made.config, made.config.kv_offload_dir
     how, several = "pipeline" if machine.stages > 1 else "tensor", machine.nodes > 1
+    utilization, disk, memory = config.gpu_memory_utilization, config.disk_gib, config.experts_in_memory
     given: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
         ("--max-model-len", context),
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
-        ("--decode-context-parallel-size", machine.count if wishes.divides_tokens else None),
-        ("--enable-expert-parallel", "" if wishes.experts.whole else None),
+        ("--decode-context-parallel-size", machine.count if config.divides_tokens else None),
+        ("--enable-expert-parallel", "" if config.enable_expert_parallel else None),
         ("--nnodes", machine.nodes if several else None),
         ("--master-addr", "ADDRESS" if several else None),
         ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),
-        ("--dtype", made.dtype if wishes.dtype != "auto" or made.dtype != made.sizes.dtype else None),
-        ("--quantization", wishes.quantization),
-        ("--kv-cache-dtype", wishes.kv_cache_dtype if wishes.kv_cache_dtype != "auto" else None),
-        ("--quantize-embedding", "" if wishes.quantize_embedding else None),
-        ("--no-quantize-embedding", "" if wishes.quantize_embedding is False else None),
-        ("--enable-lora", "" if loras else None),
-        ("--max-loras", loras),
-        ("--max-lora-rank", wishes.max_lora_rank if loras else None),
-        ("--max-cpu-loras", wishes.max_cpu_loras if loras else None),
+        ("--dtype", made.dtype if config.dtype != "auto" or made.dtype != made.sizes.dtype else None),
+        ("--quantization", config.at_load),
+        ("--kv-cache-dtype", config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None),
+        ("--quantize-embedding", "" if config.quantize_embedding else None),
+        ("--no-quantize-embedding", "" if config.quantize_embedding is False else None),
+        ("--enable-lora", "" if config.enable_lora else None),
+        ("--max-loras", config.max_loras if config.enable_lora else None),
+        ("--max-lora-rank", config.max_lora_rank if config.enable_lora else None),
+        ("--max-cpu-loras", config.max_cpu_loras if config.enable_lora else None),
         ("--speculative-config", None if draft is None else draft.asked.model_dump_json(exclude_unset=True)),
-        ("--max-num-seqs", seqs if seqs != MAX_NUM_SEQS else None),
+        ("--max-num-seqs", seqs if seqs != _DEFAULTS.max_num_seqs else None),
         (
             "--gpu-memory-utilization",
-            f"{wishes.utilization:g}" if machine.gpu and wishes.utilization != UTILIZATION else None,
+            f"{utilization:g}" if machine.gpu and utilization != _DEFAULTS.gpu_memory_utilization else None,
         ),
-        ("--kv-cache-memory", None if wishes.kv_cache_memory is None else f"{wishes.kv_cache_memory:g}"),
+        ("--kv-cache-memory", None if config.kv_cache_memory is None else f"{config.kv_cache_memory:g}"),
+        ("--experts-on-disk", config.experts_on_disk),
+        ("--experts-in-memory", f"{memory:g}" if memory and config.experts_on_disk is not None else None),
+        ("--kv-offload-memory", f"{config.kv_offload_memory:g}" if config.kv_offload_memory else None),
+        ("--kv-offload-dir", offload),
+        ("--kv-offload-disk", f"{disk:g}" if offload is not None and disk != DISK_GIB else None),
     )
-    words = [word for flag, value in given if value is not None for word in (flag, str(value)) if word]
-    return (*words, *wishes.experts.disk_flags, *wishes.offload.flags)
+    return tuple(word for flag, value in given if value is not None for word in (flag, str(value)) if word)
 
 
-def _without_cache(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
+def _without_cache(made: Estimate) -> Estimate:
     """Of an encoder, which needs room for its weights alone."""
-    machine = made.machine
-    room = machine.memory * (wishes.utilization if machine.gpu else 1.0)
+    machine, config, on_device = made.machine, made.config, made.device_weight_bytes
+    room = machine.memory * (config.gpu_memory_utilization if machine.gpu else 1.0)
     if on_device > room:
         text = f"the weights take {on_device / GIB:.1f} GiB and {machine.name} has {room / GIB:.1f} GiB to use"
         return replace(made, reasons=(text,))
-    flags = () if wishes.dtype == "auto" else ("--dtype", made.dtype)
-    context = wishes.context or made.sizes.max_position
-    return replace(made, context=context, concurrency=wishes.max_num_seqs, flags=flags)
+    flags = () if config.dtype == "auto" else ("--dtype", made.dtype)
+    context = config.max_model_len or made.sizes.max_position
+    return replace(made, context=context, concurrency=config.max_num_seqs, flags=flags)
 
 
-def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list[str]:
+def _reasons(made: Estimate, wishes: Wishes, pages: int) -> list[str]:
     """Why the model does not fit, with the numbers and with what would help; [] if it does."""
-    machine, sizes = made.machine, made.sizes
+    machine, sizes, config, context = made.machine, made.sizes, made.config, made.config.max_model_len
     if made.dtype == "bfloat16" and not machine.bf16:
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
     if machine.stages == 1 and sizes.heads % machine.count:
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
-    if wishes.divides_tokens and (machine.gpu or machine.nodes > 1):
+    if config.divides_tokens and (machine.gpu or machine.nodes > 1):
         return ["ranks divide tokens (--decode-context-parallel-size) on the CPUs of one machine alone so far"]
-    if (wrong := wishes.experts.impossible(sizes, machine)) is not None:
+    if (wrong := impossible_experts(config, sizes, machine)) is not None:
         return [wrong]
     if machine.stages > sizes.num_layers:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
-    if wishes.context is not None and wishes.context > sizes.max_position:
-        return [f"a context of {wishes.context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
+    if context is not None and context > sizes.max_position:
+        return [f"a context of {context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
     if pages < 1:
-        room = machine.memory * wishes.utilization - CUDA_CONTEXT_BYTES if machine.gpu else machine.memory
+        room = machine.memory * config.gpu_memory_utilization - CUDA_CONTEXT_BYTES if machine.gpu else machine.memory
         each = " on each device" if machine.count > 1 else ""
         what = " and ".join(["weights", *made.beside]) if made.beside else "the weights"
         return [
-            f"{what} take {on_device / GIB:.1f} GiB{each} and {machine.name} has {room / GIB:.1f} GiB for them: "
-            "nothing is left for a KV cache"
+            f"{what} take {made.device_weight_bytes / GIB:.1f} GiB{each} and {machine.name} has {room / GIB:.1f} GiB "
+            "for them: nothing is left for a KV cache"
         ]
-    context, together = wishes.context, wishes.concurrency or 1
+    together = wishes.concurrency or 1
     if context is not None and (fewer := made.group_pages // made.needs.most(context)) < together:
         needed = together * made.needs.most(context) * made.page_bytes / len(made.needs.windows)
         shorter = made.needs.longest(made.group_pages // together, context)

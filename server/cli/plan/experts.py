@@ -11,42 +11,16 @@ from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.weights import COMPRESSION_SAVES
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsWish:
-    """What the user asked for."""
-
-    whole: bool = False
-    """Each is whole on one of the ranks that divide every layer."""
-    folder: str | None = None
-    """On a disk, where they lie; None: they are in memory."""
-    memory: float = 0.0
-    """GiB of memory for those of them that are used most, of all processes together."""
-
-    @property
-    def disk_flags(self) -> list[str]:
-        """Of `quire serve`."""
-        if self.folder is None:
-            return []
-        kept = ["--experts-in-memory", f"{self.memory:g}"] if self.memory else []
-        return ["--experts-on-disk", self.folder, *kept]
-
-    def impossible(self, sizes: ModelSizes, machine: Machine) -> str | None:
-        """Why a model's experts cannot be placed so; None: they can."""
-        ranks = machine.count // machine.stages
-        if (self.whole or self.folder is not None) and not sizes.experts:
-            return "the model has no experts, to be whole on devices or on a disk"
-        if self.whole and ranks > sizes.experts:
-            return f"the model's {sizes.experts} experts of a layer cannot be divided among {ranks} devices"
-        if self.folder is not None and machine.gpu:
-            return "experts on a disk (--experts-on-disk) are for CPUs: a GPU's weights are in its memory"
-        return None
-
-
-NO_WISH = ExpertsWish()
-
-
-def experts_of(config: EngineConfig) -> ExpertsWish:
-    return ExpertsWish(config.enable_expert_parallel, config.experts_on_disk, config.experts_in_memory or 0.0)
+def impossible_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
+    """Why a model's experts cannot be placed as they should; None: they can."""
+    ranks, on_disk = machine.count // machine.stages, config.experts_on_disk is not None
+    if (config.enable_expert_parallel or on_disk) and not sizes.experts:
+        return "the model has no experts, to be whole on devices or on a disk"
+    if config.enable_expert_parallel and ranks > sizes.experts:
+        return f"the model's {sizes.experts} experts of a layer cannot be divided among {ranks} devices"
+    if on_disk and machine.gpu:
+        return "experts on a disk (--experts-on-disk) are for CPUs: a GPU's weights are in its memory"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +40,30 @@ class ExpertsPlan:
     """Of those that a token chooses, without the share that is kept."""
 
 
-def plan_experts(
-    wish: ExpertsWish, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None
-) -> ExpertsPlan:
-    ranks = machine.count // machine.stages if wish.whole else 1
+def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
+    whole = config.enable_expert_parallel
+    ranks = machine.count // machine.stages if whole else 1
     least, most = sizes.experts // ranks, -(-sizes.experts // ranks)
-    if wish.folder is None or wish.impossible(sizes, machine) is not None:
-        return ExpertsPlan(least, most, wish.whole)
-    size = round(_bytes(sizes, machine, dtype, quantized) * share_of_fullest(wish, sizes, machine))
-    kept = min(int(wish.memory * GIB) // (machine.sharing * machine.replicas), size)
+    if config.experts_on_disk is None or impossible_experts(config, sizes, machine) is not None:
+        return ExpertsPlan(least, most, whole)
+    size = round(_bytes(sizes, machine, dtype, config.at_load) * share_of_fullest(config, sizes, machine))
+    memory = int((config.experts_in_memory or 0.0) * GIB)
+    kept = min(memory // (machine.sharing * machine.replicas), size)
     chosen = size * sizes.experts_per_token / sizes.experts
-    return ExpertsPlan(least, most, wish.whole, size, kept, round(chosen * (1 - kept / size)))
+    return ExpertsPlan(least, most, whole, size, kept, round(chosen * (1 - kept / size)))
 
 
-def more_than_even(wish: ExpertsWish, sizes: ModelSizes, machine: Machine, on_device: int) -> int:
+def more_than_even(config: EngineConfig, sizes: ModelSizes, machine: Machine, on_device: int) -> int:
     """Bytes that the device with the most experts has beside what all would have if it went evenly."""
-    return round(on_device * (share_of_fullest(wish, sizes, machine) - 1) * sizes.expert_parameters / sizes.parameters)
+    more = share_of_fullest(config, sizes, machine) - 1
+    return round(on_device * more * sizes.expert_parameters / sizes.parameters)
 
 
-def share_of_fullest(wish: ExpertsWish, sizes: ModelSizes, machine: Machine) -> float:
+def share_of_fullest(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
     """Experts of the device with the most of them, as a multiple of what each would have if it went evenly."""
     ranks = machine.count // machine.stages
-    return -(-sizes.experts // ranks) * ranks / sizes.experts if wish.whole and sizes.experts else 1.0
+    whole = config.enable_expert_parallel and sizes.experts
+    return -(-sizes.experts // ranks) * ranks / sizes.experts if whole else 1.0
 
 
 def _bytes(sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:

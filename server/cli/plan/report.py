@@ -36,7 +36,7 @@ def as_text(
     quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
     compressed = made.machine.compresses and made.dtype == "bfloat16" and not quantized
     kept = ", in 12 bits on this CPU" if compressed else ""
-    kept = f", {made.quantized} at load" if made.quantized else kept
+    kept = f", {made.config.at_load} at load" if made.config.at_load else kept
     lines = [
         ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters{active}"),
         ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
@@ -259,11 +259,11 @@ _ROUNDING = 4
 
 
 def _memory(made: Estimate) -> str:
-    machine = made.machine
+    machine, utilization = made.machine, made.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
     # Whole MiB that add up: what is rounded is in the rough estimate, of the largest step or of what Quire takes.
     all_of_it, kept, cache = (
-        round(size / MIB) for size in (machine.memory * made.utilization, made.device_weight_bytes, made.kv_budget)
+        round(size / MIB) for size in (machine.memory * utilization, made.device_weight_bytes, made.kv_budget)
     )
     others = "".join(f" and {name}" for name in made.beside)
     weights = f"{kept:,} MiB of weights{others}"
@@ -272,7 +272,7 @@ def _memory(made: Estimate) -> str:
         left = f"{total - own - kept:,} MiB; of it {cache:,} MiB for the KV cache"
         return f"{each} {total:,} MiB free - {own:,} MiB for Quire - {weights} = {left}"
     cuda = round(CUDA_CONTEXT_BYTES / MIB)
-    whole = f"{machine.memory / MIB:,.0f} MiB x {made.utilization:g} = {all_of_it:,} MiB"
+    whole = f"{machine.memory / MIB:,.0f} MiB x {utilization:g} = {all_of_it:,} MiB"
     step = round(made.step_bytes / MIB)
     if all_of_it < cuda + kept:
         return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + kept - all_of_it:,} MiB too few"

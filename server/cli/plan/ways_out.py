@@ -28,7 +28,11 @@ def cheapest(sizes: ModelSizes, wishes: Wishes, stored: StoredWeights | None, at
 
 def lighter(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None) -> str | None:
     """The --quantization with which the model fits there, the one that changes it least; None if none does."""
-    if wishes.quantization is not None or sizes.quantization or sizes.model_type in WITH_EXPERTS:
+    config = wishes.config
+    if config.at_load is not None or sizes.quantization or sizes.model_type in WITH_EXPERTS:
         return None
-    each = ((name, estimate(sizes, machine, replace(wishes, quantization=name), stored)) for name in ("int8", "int4"))
-    return next((name for name, made in each if made.fits), None)
+    for name in ("int8", "int4"):
+        fewer = replace(wishes, config=config.model_copy(update={"quantization": name}))
+        if estimate(sizes, machine, fewer, stored).fits:
+            return name
+    return None

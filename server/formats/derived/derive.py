@@ -15,6 +15,7 @@ from quire.server.formats.derived.probes import (
     Call,
     NotDerived,
     Prober,
+    parsed,
 )
 from quire.server.formats.derived.turn import Turn, infer_turn
 from quire.server.formats.derived.values import infer_arguments, region_of
@@ -127,7 +128,7 @@ def _json_arguments(turn: str) -> tuple[str, Arguments] | None:
         sort = written.find(KEYS[1]) < written.find(KEYS[0])
         if value == FULL:
             return written, JsonArguments(sort=sort, indented="\n" in written)
-        if isinstance(value, str) and value[:1] == "{" and _parsed(value) == FULL:
+        if isinstance(value, str) and value[:1] == "{" and parsed(value) == FULL:
             return written, JsonArguments(sort=sort, in_string=True)
     return None
 
@@ -145,18 +146,11 @@ def _json_values(text: str) -> list[tuple[int, Any, int]]:
     return found
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _keys(answer: str) -> JsonKeys | None:
     """The keys of a call that is a JSON object; None if it is none, or names no name."""
 
     def is_arguments(value: Any) -> bool:
-        return value == FULL or (isinstance(value, str) and _parsed(value) == FULL)
+        return value == FULL or (isinstance(value, str) and parsed(value) == FULL)
 
     inner: dict[str, Any] | None = None
     for _, value, _ in reversed(_json_values(answer)):
@@ -218,4 +212,4 @@ def read_calls(format: ToolFormat, tools: dict[str, Tool], pieces: Sequence[str]
             if delta.name is not None:
                 found.append([delta.name, ""])
             found[-1][1] += delta.arguments
-    return content, [(name, _parsed(arguments)) for name, arguments in found]
+    return content, [(name, parsed(arguments)) for name, arguments in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,3 +98,11 @@ class Prober:
             return self.renderer.render(messages, tools=self.tools, add_generation_prompt=prompt)
         except QuireError as error:
             raise NotDerived(error.message) from error
+
+
+def parsed(text: str) -> Any:
+    """JSON's value; None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

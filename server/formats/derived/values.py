@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.formats.derived.probes import KEYS, NAMES, VALUES, Call, NotDerived, Prober
+from quire.server.formats.derived.probes import KEYS, NAMES, VALUES, Call, NotDerived, Prober, parsed
 from quire.server.formats.forms.arguments import Arguments, LiteralArguments
 from quire.server.formats.forms.literal_rules import Words
 from quire.server.formats.forms.literals import Literals
@@ -129,17 +129,9 @@ def _words(written: dict[str, str]) -> Words:
         true=written.get("boolean", "true"),
         false="False" if written.get("boolean") == "True" else "false",
         null=written.get("null", "null") or "null",
-        json_lists=_is_json(written.get("array", "")),
-        json_objects=_is_json(written.get("object", "")),
+        json_lists=parsed(written.get("array", "")) is not None,
+        json_objects=parsed(written.get("object", "")) is not None,
     )
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:

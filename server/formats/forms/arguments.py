@@ -105,10 +105,10 @@ class LiteralArguments(Arguments):
         begun = False
         sink.arguments("{")
         try:
-            while not (yield from _comes(source, tail)):
+            while not (yield from comes(source, tail)):
                 if begun and not (yield from source.loosely(self.separator)):
                     return False
-                if begun and (yield from _comes(source, tail)):
+                if begun and (yield from comes(source, tail)):
                     break
                 yield from self._read_entry(source, sink, begun)
                 begun = True
@@ -164,7 +164,7 @@ def _name(found: tuple[str, Any, bool]) -> str:
     return found[0]
 
 
-def _comes(source: Source, literal: str) -> Steps[bool]:
+def comes(source: Source, literal: str) -> Steps[bool]:
     """Whether a literal comes next. Takes nothing."""
     if not literal.strip():
         return not (yield from source.word())

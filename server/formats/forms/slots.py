@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 NAME, ID, INDEX, ARGUMENTS, KEY = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 """Characters for private use that stand for a call's name, id, number, arguments, and for an argument's key."""
@@ -25,21 +26,16 @@ def atoms(text: str) -> list[str]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    found = []
-    for left, right in zip(atoms(one), atoms(other), strict=False):
-        if left != right:
-            break
-        found.append(left)
-    return "".join(found)
+    return "".join(_first_equal(atoms(one), atoms(other)))
 
 
 def common_suffix(one: str, other: str) -> str:
-    found = []
-    for left, right in zip(reversed(atoms(one)), reversed(atoms(other)), strict=False):
-        if left != right:
-            break
-        found.append(left)
-    return "".join(reversed(found))
+    return "".join(reversed(_first_equal(atoms(one)[::-1], atoms(other)[::-1])))
+
+
+def _first_equal(one: list[str], other: list[str]) -> list[str]:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return [left for left, _ in pairs]
 
 
 def last_tag(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms import elements
-from quire.server.formats.forms.arguments import Arguments
+from quire.server.formats.forms.arguments import Arguments, comes
 from quire.server.formats.forms.literal_rules import MAX_DEPTH, LiteralRules, Rules, Words, definitions
 from quire.server.formats.forms.patterns import pattern_of
 from quire.server.formats.forms.slots import KEY, TAG, atoms
@@ -90,13 +90,8 @@ class TaggedArguments(Arguments):
 
 def _ends(source: Source, tail: str) -> Steps[bool]:
     """Whether the end of the call comes next: one of its tags, for models forget some, or all of it if it has none."""
-    literal = tail.strip()
-    if not literal:
-        return not (yield from source.word())
-    for mark in TAG.findall(literal) or [literal]:
-        place = source.here()
-        if (yield from source.loosely(mark)):
-            source.back(place)
+    for mark in TAG.findall(tail) or [tail]:
+        if (yield from comes(source, mark)):
             return True
     return False
 

@@ -39,6 +39,8 @@ class ToolFormat(ABC):
     """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and behind calls."""
+    bare: ClassVar[str] = ""
+    """What an answer begins with that is calls without a marker; "": they always have one."""
     example: ClassVar[str] = EXAMPLE
     """A call, for a model that is told in words how to write one."""
 
@@ -50,6 +52,10 @@ class ToolFormat(ABC):
     def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
         """Read an answer to its end; the text left in the source is content. in_blocks: calls in code blocks are read
         too."""
+        if self.bare and (yield from source.word()) == self.bare:
+            source.mark("")
+            if not (yield from self.read_calls(source, sink, tools, "")):
+                sink.content(source.taken)
         blocks, names = CodeBlocks(), frozenset(tools)
         markers = (*self.markers, FENCE) if in_blocks else self.markers
         while (marker := (yield from pass_content(source, sink, markers))) is not None:
@@ -119,11 +125,7 @@ class ToolParser:
 
     def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
         """Content and calls that this text completes."""
-        self._source.text += text
-        self._source.closed = final
-        for _ in self._steps:
-            break  # it needs more text
-        else:
+        if self._source.feed(self._steps, text, final=final):
             self._sink.content(self._source.take(len(self._source.text)))
         if final:
             self._sink.finish()

@@ -15,7 +15,7 @@ from quire.server.formats.tools.source import Source, Steps
 FIRST_KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"')
 PLAIN = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
 """All characters that JSON has outside strings."""
-CLOSING = {"{": "}", "[": "]"}
+CLOSING = {"{": "}", "[": "]", "(": ")"}
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,16 @@ USUAL = JsonKeys()
 
 
 class Scanner:
-    """Follows the brackets and strings of a JSON object, to find its end or the character that breaks it."""
+    """Follows brackets and strings, to find the end of what they are around or the character that breaks it."""
 
-    def __init__(self, open_brackets: str = "") -> None:
+    def __init__(self, open_brackets: str = "", *, quotes: str = '"', outside: frozenset[str] | None = PLAIN) -> None:
+        """Of a JSON object, whose first brackets may have been read; with other quotes, or any characters `outside` of
+        strings, of other literals."""
         self._expected = [CLOSING[bracket] for bracket in open_brackets]
         self._begun = bool(open_brackets)
-        self._in_string = False
+        self._quotes, self._outside = quotes, outside
+        self._quote = ""
+        """That of the string that is open."""
         self._escaped = False
         self.done = False
         self.broken = False
@@ -93,23 +97,23 @@ class Scanner:
         return len(text)
 
     def _read(self, character: str) -> None:
-        if self._in_string:
+        if self._quote:
             if self._escaped:
                 self._escaped = False
             elif character == "\\":
                 self._escaped = True
-            elif character == '"':
-                self._in_string = False
+            elif character == self._quote:
+                self._quote = ""
         elif not self._begun and character != "{":
             self.broken = not character.isspace()
-        elif character not in PLAIN:
+        elif self._outside is not None and character not in self._outside:
             self.broken = True
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
+        elif character in self._quotes:
+            self._quote = character
+        elif character in CLOSING:
             self._begun = True
             self._expected.append(CLOSING[character])
-        elif character in "}]":
+        elif character in "}])":
             if self._expected[-1] == character:
                 self._expected.pop()
                 self.done = not self._expected

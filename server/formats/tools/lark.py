@@ -17,54 +17,37 @@ def grammar_of(
     calls: Sequence[Sequence[str]],
     many: bool,
     *,
+    unlike: str,
     before: Sequence[str] = (),
     between: Sequence[str] = (),
     after: Sequence[str] = (),
     must: bool = True,
-    unlike: str | None = None,
 ) -> str:
     """One of the calls, or many of them with `between` between.
 
-    Unless they `must` be made, an answer may be text alone, or text followed by calls, which begin with the first of
-    `before`. With `unlike` there is no text before calls: an answer is calls alone, or text that does not begin with
-    this regular expression.
+    Unless they `must` be made, an answer may be text instead, which does not begin with the regular expression
+    `unlike`.
     """
     more = ["(", *between, "call", ")*"] if many else []
-    whole = [*before, "call", *more, *after]
-    rules = [f"start: {' '.join(whole)}"] if must else _optional(whole, unlike)
+    whole = " ".join([*before, "call", *more, *after])
+    rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
     rules += [f"call_{index}: {' '.join(call)}" for index, call in enumerate(calls)]
     return "\n".join(rules) + "\n"
-
-
-def _optional(calls: Sequence[str], unlike: str | None) -> list[str]:
-    """The start rule, and the rules it needs, of an answer that may have these calls."""
-    trigger, rest = calls[0], " ".join(calls[1:])
-    anything = "/(?s:.*)/"
-    if unlike is not None:
-        return [f"start: TEXT | {' '.join(calls)}", f"TEXT: {anything} & ~/({unlike})(?s:.*)/"]
-    if trigger.startswith("<["):  # a special token, which text does not have
-        return [f"start: TEXT ( {trigger} {rest} )?", f"TEXT: {anything}"]
-    return [f"start: TEXT | lead {rest}", f"lead[suffix={trigger}]: {anything}", f"TEXT: {anything}"]
 
 
 def text(literal: str) -> str:
     return json.dumps(literal, ensure_ascii=False)
 
 
-def json_call(tool: Tool, arguments: str = "arguments", *, in_words: bool = False) -> list[str]:
-    """{"name": …, "arguments": …}. `in_words` splits it into the words that %json uses.
+def json_call(tool: Tool, *, in_words: bool) -> list[str]:
+    """{"name": …, "parameters": …}. `in_words` splits it into the words that %json uses.
 
     llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
     longer word here would keep that object from being read where both begin alike.
     """
-    words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{arguments}"', ": "]
-    return [*map(text, words if in_words else ["".join(words)]), arguments_of(tool), text("}")]
-
-
-def arguments_of(tool: Tool) -> str:
-    """The arguments as one JSON object."""
-    return json_rule(tool.parameters)
+    words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
+    return [*map(text, words if in_words else ["".join(words)]), json_rule(tool.parameters), text("}")]
 
 
 def keyword_call(tool: Tool) -> list[str]:

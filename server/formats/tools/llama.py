@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.format import Token, Tool, ToolFormat, Tools
-from quire.server.formats.tools.json_calls import read_call
+from quire.server.formats.tools.json_calls import Scanner, read_call
 from quire.server.formats.tools.lark import grammar_of, json_call, keyword_call, text
 from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import LONGEST_NAME, Source, Steps
@@ -23,13 +23,8 @@ class LlamaJson(ToolFormat):
 
     markers = ("<|python_tag|>", "<|python_start|>")
     other_markers = ("<|python_end|>",)
+    bare = "{"
     example = '{"name": "<function-name>", "parameters": <args-json-object>}'
-
-    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
-        if (yield from source.word()) == "{":
-            source.mark("")
-            yield from self.read_calls(source, sink, tools, "")
-        yield from super().parse(source, sink, tools, in_blocks=in_blocks)
 
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
         if not (yield from read_call(source, sink, tools)):
@@ -41,7 +36,7 @@ class LlamaJson(ToolFormat):
         return True
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        calls = [json_call(tool, arguments="parameters", in_words=must) for tool in tools]
+        calls = [json_call(tool, in_words=must) for tool in tools]
         return grammar_of(calls, many, between=[text("; ")], must=must, unlike=r'\s*\{\s*"name"')
 
 
@@ -53,14 +48,8 @@ class Pythonic(ToolFormat):
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
+    bare = "["
     example = "[<function-name>(<parameter-name>=<value>, ...)]"
-
-    def parse(self, source: Source, sink: Sink, tools: Tools, *, in_blocks: bool = False) -> Steps[None]:
-        if (yield from source.word()) == "[":
-            source.mark("")
-            if not (yield from self.read_calls(source, sink, tools, "")):
-                sink.content(source.taken)
-        yield from super().parse(source, sink, tools, in_blocks=in_blocks)
 
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
         if not (yield from source.follows("[")):
@@ -94,9 +83,9 @@ def read_keyword_call(source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
     head = NAME.match(source.text[:LONGEST_NAME])
     if head is None or head[1] not in tools:
         return False
-    scanner = _Parentheses()
+    scanner = Scanner("(", quotes="'\"", outside=None)
     position = scanner.scan(source.text, head.end())
-    while not scanner.done and not source.closed:
+    while not (scanner.done or scanner.broken or source.closed):
         yield
         position = scanner.scan(source.text, position)
     arguments = _arguments(source.text[head.end() : position - 1]) if scanner.done else None
@@ -105,36 +94,6 @@ def read_keyword_call(source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
     source.take(position)
     sink.call(head[1], arguments)
     return True
-
-
-class _Parentheses:
-    """Looks for the parenthesis that closes a call; the opening one was read before."""
-
-    def __init__(self) -> None:
-        self._depth = 1
-        self._quote = ""
-        self._escaped = False
-
-    @property
-    def done(self) -> bool:
-        return self._depth == 0
-
-    def scan(self, text: str, start: int) -> int:
-        """Read from `start` to the closing parenthesis or the end; give the index of the first character not read."""
-        for position in range(start, len(text)):
-            character = text[position]
-            if self._escaped:
-                self._escaped = False
-            elif self._quote:
-                self._escaped = character == "\\"
-                self._quote = "" if character == self._quote else self._quote
-            elif character in "'\"":
-                self._quote = character
-            else:
-                self._depth += (character in "([{") - (character in ")]}")
-                if self.done:
-                    return position + 1
-        return len(text)
 
 
 def _arguments(text: str) -> str | None:

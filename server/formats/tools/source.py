@@ -25,6 +25,14 @@ class Source:
         """No more will come."""
         self._taken: list[str] = []
 
+    def feed(self, parser: Steps[None], text: str, *, final: bool) -> bool:
+        """Give a parser more text, of which with `final` no more comes. Returns whether the parser has ended."""
+        self.text += text
+        self.closed = final
+        for _ in parser:
+            return False  # it needs more text
+        return True
+
     def mark(self, text: str) -> None:
         """Forget the text taken so far; `taken` begins anew, with `text`."""
         self._taken = [text]

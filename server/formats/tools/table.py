@@ -25,7 +25,7 @@ PYTHONIC = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NamedFormat:
     """A format and its name for --tool-call-parser, which is vLLM's name where vLLM has one."""
 
     name: str
@@ -35,19 +35,19 @@ class Row:
 
 
 TABLE = (
-    Row("deepseek_v3", known.DEEPSEEK, lambda text: known.CALLS_BEGIN in text and "```json" in text),
-    Row("deepseek_v31", known.DEEPSEEK_31, lambda text: known.CALLS_BEGIN in text),
-    Row("mistral_args", known.MISTRAL_NAMED, lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
-    Row("mistral", known.MISTRAL, lambda text: "[TOOL_CALLS]" in text),
-    Row("seed_oss", known.SEED_OSS, lambda text: "seed:tool_call" in text),
-    Row("qwen3_coder", known.QWEN_XML, lambda text: "<function=" in text and "<parameter=" in text),
-    Row(
+    NamedFormat("deepseek_v3", known.DEEPSEEK, lambda text: known.CALLS_BEGIN in text and "```json" in text),
+    NamedFormat("deepseek_v31", known.DEEPSEEK_31, lambda text: known.CALLS_BEGIN in text),
+    NamedFormat("mistral_args", known.MISTRAL_NAMED, lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
+    NamedFormat("mistral", known.MISTRAL, lambda text: "[TOOL_CALLS]" in text),
+    NamedFormat("seed_oss", known.SEED_OSS, lambda text: "seed:tool_call" in text),
+    NamedFormat("qwen3_coder", known.QWEN_XML, lambda text: "<function=" in text and "<parameter=" in text),
+    NamedFormat(
         "hermes", known.HERMES, lambda text: "<tool_call>" in text and '"arguments"' in text and not _other_calls(text)
     ),
-    Row("openai", known.HARMONY, lambda text: "<|channel|>commentary" in text and "functions." in text),
-    Row("granite", known.GRANITE, lambda text: "<|tool_call|>" in text and "available_tools" in text),
-    Row("pythonic", Pythonic(), lambda text: any(one in text for one in PYTHONIC)),
-    Row("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
+    NamedFormat("openai", known.HARMONY, lambda text: "<|channel|>commentary" in text and "functions." in text),
+    NamedFormat("granite", known.GRANITE, lambda text: "<|tool_call|>" in text and "available_tools" in text),
+    NamedFormat("pythonic", Pythonic(), lambda text: any(one in text for one in PYTHONIC)),
+    NamedFormat("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
 )
 """A template uses the format of the first row that fits."""
 

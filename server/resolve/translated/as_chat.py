@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.decode import head_of
-from quire.engine.text.chat_template import Shows
+from quire.engine.text.chat_template import TemplateAbilities
 from quire.server.images.asked import NeedsImages
 from quire.server.resolve.common import Resolved
 
@@ -76,7 +76,7 @@ def tool_turn(call_id: str, content: str | list[Turn], names: Mapping[str, str])
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 
-def placed(turns: Sequence[Turn], shows: Shows, places: Places) -> list[Turn]:
+def placed(turns: Sequence[Turn], shows: TemplateAbilities, places: Places) -> list[Turn]:
     """The turns, with system messages that the template would refuse or leave out turned into user messages at the same
     place: agents send them in the middle of a conversation. `places` receives where the images are. `shows`: what the
     template shows. Content is a list of parts, or a tool's text."""

@@ -41,7 +41,7 @@ def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: s
     assert (info.dtype, info.kv_cache_dtype) == (dtype, pages)
     if "attention_backend" not in settings:
         sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
-        planned = estimate(sizes, Machine("test", 2**30, gpu=False), Wishes(**settings), stored)
+        planned = estimate(sizes, Machine("test", 2**30, gpu=False), Wishes(EngineConfig(**settings)), stored)
         assert (planned.dtype, planned.page_bytes) == (dtype, info.kv_bytes // 8)
 
 

@@ -13,7 +13,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.images.config import read_vision
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.models import qwen2, qwen3
+from quire.engine.models import decoder_spec
 
 _QWEN_VISION = {"in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14}
 _MROPE = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 151936}
@@ -104,10 +104,9 @@ def test_parameters_are_those_of_the_published_files(name: str, tmp_path: Path) 
 
 
 def test_rotations_are_of_rows_and_columns(tmp_path: Path) -> None:
-    def axes(name: str, family: Any) -> tuple[int, ...] | None:
+    def axes(name: str) -> tuple[int, ...] | None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-        part: AttentionSpec = family.spec(read_model_config(tmp_path)).parts(AttentionSpec)[0]
-        return part.axes
+        return decoder_spec(read_model_config(tmp_path)).parts(AttentionSpec)[0].axes
 
-    assert axes("Qwen2.5-VL-3B-Instruct", qwen2) == (0,) * 16 + (1,) * 24 + (2,) * 24
-    assert axes("Qwen3-VL-2B-Instruct", qwen3) == (0, 1, 2) * 20 + (0,) * 4
+    assert axes("Qwen2.5-VL-3B-Instruct") == (0,) * 16 + (1,) * 24 + (2,) * 24
+    assert axes("Qwen3-VL-2B-Instruct") == (0, 1, 2) * 20 + (0,) * 4

@@ -282,14 +282,15 @@ def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_text")
     calls = probe(model_at(tmp_path), 512)
     sliding, full = (24, 16, 2), (None, 32, 2)
-    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [sliding, sliding, full, sliding, full]
+    found = [(each.window, each.head_dim, each.num_kv_heads) for each in calls]
+    assert found == [sliding, sliding, full, sliding, full]
 
 
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "axk1")
     sizes = read_sizes(json.loads((tmp_path / "config.json").read_text()))
     calls = probe(model_at(tmp_path), 512)
-    assert sizes.kv_numbers == sum(2 * each.kv_heads * max(each.head_dim, each.value_dim) for each in calls)
+    assert sizes.kv_numbers == sum(2 * each.num_kv_heads * max(each.head_dim, each.value_dim) for each in calls)
     assert sizes.notes[0].startswith("transformers' class computes it")
     assert not sizes.unserved
 

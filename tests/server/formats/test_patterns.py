@@ -13,7 +13,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.forms.arguments import LiteralArguments
 from quire.server.formats.forms.patterns import whole
 from quire.server.formats.tools.format import ToolFormat, ToolParser
-from quire.server.formats.tools.table import TABLE, Row
+from quire.server.formats.tools.table import TABLE, NamedFormat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.responses import CustomTool
 from quire.server.resolve.tools import ToolUse, tool_use
@@ -87,7 +87,7 @@ def test_what_a_grammar_lets_through_is_read_as_what_matches(name: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_formats_with_names_let_nothing_else_through(row: Row, kind: str) -> None:
+def test_formats_with_names_let_nothing_else_through(row: NamedFormat, kind: str) -> None:
     one = TOKENIZERS[kind]
     made = GrammarCompiler(vocabulary_of(one, one.vocab_size, one.eos_token_ids))
     check_walks(made, one, use_of(row.format, "regex", HARD))

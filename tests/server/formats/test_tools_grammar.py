@@ -19,7 +19,7 @@ from quire.server.formats.forms.slots import TAG
 from quire.server.formats.grammars import after_thinking, either
 from quire.server.formats.reasoning import ReasoningFormat
 from quire.server.formats.tools.format import ToolParser
-from quire.server.formats.tools.table import TABLE, Row
+from quire.server.formats.tools.table import TABLE, NamedFormat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.tools import tool_use
 from tests.texts import BYTES
@@ -115,7 +115,7 @@ def check_arguments(name: str, arguments: str, xml: bool) -> None:
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("choice", ["required", "weather", "one"])
 def test_what_a_grammar_lets_through_are_whole_calls(
-    row: Row, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
+    row: NamedFormat, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     xml = row.name in ("qwen3_coder", "seed_oss")
     tools = TOOLS[:2] if xml else TOOLS
@@ -143,7 +143,7 @@ def test_what_a_grammar_lets_through_are_whole_calls(
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_strict_tools_leave_text_free_and_constrain_calls(
-    row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]
+    row: NamedFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     def grammar(choice: str) -> Grammar:
         tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
@@ -174,7 +174,9 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_calls_beside_a_format_of_the_content(row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
+def test_calls_beside_a_format_of_the_content(
+    row: NamedFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
+) -> None:
     """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
     asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
     use = tool_use(ChatRequest.model_validate(asked), row.format)

@@ -1,1 +1,0 @@
-"""Families with LayerNorms: parallel blocks, MLPs without gates, learned positions, ALiBi."""

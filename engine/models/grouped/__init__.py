@@ -1,1 +1,0 @@
-"""Families with DeepSeek-V3's experts behind another attention than its own."""
