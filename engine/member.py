@@ -25,9 +25,9 @@ from msgspec.structs import replace
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.link.process import engine_json
 from quire.engine.processes.child import Child
 from quire.engine.processes.procfs import Stopped, oom_kills
+from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import Ended, Progress, encode
 from quire.engine.worker.ranks.processes import PROGRAM
@@ -162,8 +162,10 @@ class Member:
             raise _Refused(answer.refused)
         if answer.refused:
             raise ConnectionError(answer.refused)
-        rank = config.node_rank * config.ranks_here + place
-        return Joined(engine_json(config), (theirs[0], theirs[1]), rank, place, ours[0], copies)
+        rank, cores = config.node_rank * config.ranks_here + place, node_cores(config.ranks_here, allowed_cores())
+        own = config.model_dump(include={"model", "revision", "threads"})
+        stays_on = sorted(cores[place]) if cores else []
+        return Joined((theirs[0], theirs[1]), rank, own, stays_on, config.niceness, ours[0], copies)
 
     def _wait(self, process: subprocess.Popen[bytes], life: Life) -> None:
         """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""

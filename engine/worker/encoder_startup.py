@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.runner import EncoderRunner
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
@@ -52,12 +52,15 @@ def start_encoder(
     stored = stored_at(config)
     check_files(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
-    refuse(config)
+    check_encoder(config)
     spec = encoder_spec(model_config)
     length = context_of(config, model_config, spec.longest, pooling.max_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
-    if config.deterministic and not backend.keeps_rows_apart(device, dtype):
-        raise ConfigError(f"deterministic: not promised for encoders in {dtype_name} here", param="deterministic")
+    deterministic = backend.keeps_rows_apart(device, dtype)
+    refuse(
+        "deterministic",
+        config.deterministic and not deterministic and f"not promised for encoders in {dtype_name} here",
+    )
     with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
@@ -73,7 +76,7 @@ def start_encoder(
         device=str(device),
         dtype=dtype_name,
         backend=f"{backend.name} ({why})",
-        deterministic=backend.keeps_rows_apart(device, dtype),
+        deterministic=deterministic,
         weight_bytes=weight_bytes,
         steps_ahead=0,
         micro_batches=1,
@@ -94,7 +97,7 @@ def start_encoder(
     )
 
 
-def refuse(config: EngineConfig) -> None:
+def check_encoder(config: EngineConfig) -> None:
     """Raise ConfigError for what decoders alone can have."""
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
@@ -106,8 +109,7 @@ def refuse(config: EngineConfig) -> None:
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
     ):
-        if asked:
-            raise ConfigError(f"{name}: {why}", param=name)
+        refuse(name, asked and why)
 
 
 def context_of(config: EngineConfig, model: ModelConfig, longest: int | None, trained: int | None) -> int:

@@ -16,7 +16,7 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
-from quire.engine.errors import ConfigError
+from quire.engine.errors import refuse
 from quire.engine.lora.modules import Modules
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
@@ -41,7 +41,6 @@ from quire.engine.worker.loading.room import make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
-from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
@@ -127,7 +126,7 @@ def _start(
     chosen: Chosen,
     progress: Callable[[], None],
     tensors: Tensors | None,
-    ranks: Ranks | SingleProcess,
+    ranks: SingleProcess,
     kept: str | None,
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
@@ -216,18 +215,20 @@ def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bo
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
-    ranks = config.tensor_parallel_size
-    wrong = lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks)
-    if chosen.device.type != "cpu" and config.nnodes > 1:
-        wrong = "ranks of several machines (nnodes) compute on CPUs alone so far; see --device"
-    if wrong is None and given:
-        wrong = "weights given as tensors reach one rank alone; give them as a file"
-    if wrong is not None:
-        raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
-    asked = config.speculative_config
-    if chosen.device.type == "cuda" and asked is not None and asked.hidden_states:
-        wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
-        raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
+    ranks, device, asked = config.tensor_parallel_size, chosen.device.type, config.speculative_config
+    refuse(
+        "tensor_parallel_size",
+        device != "cpu"
+        and config.nnodes > 1
+        and "ranks of several machines (nnodes) compute on CPUs alone so far; see --device",
+        lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks),
+        given and "weights given as tensors reach one rank alone; give them as a file",
+    )
+    if asked is not None and asked.hidden_states and device == "cuda":
+        refuse(
+            "speculative_config",
+            f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does",
+        )
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:
@@ -247,21 +248,18 @@ def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
     not go with stages. given: its weights are in no file."""
     stages, layers, asked = config.pipeline_parallel_size, chosen.spec.num_layers, config.speculative_config
-    wrong = None
-    if chosen.device.type != "cpu":
-        wrong = "stages compute on CPUs alone so far; see --device"
-    elif config.tensor_parallel_size > 1:
-        wrong = "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two"
-    elif stages > layers:
-        wrong = f"the model's {layers} layers cannot be divided among {stages} stages"
-    elif (apart := chosen.spec.unstageable) is not None:
-        wrong = apart
-    elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
-        wrong = f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not"
-    elif given:
-        wrong = "weights given as tensors reach one stage alone; give them as a file"
-    if wrong is not None:
-        raise ConfigError(f"pipeline_parallel_size: {wrong}", param="pipeline_parallel_size")
+    refuse(
+        "pipeline_parallel_size",
+        chosen.device.type != "cpu" and "stages compute on CPUs alone so far; see --device",
+        config.tensor_parallel_size > 1
+        and "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two",
+        stages > layers and f"the model's {layers} layers cannot be divided among {stages} stages",
+        chosen.spec.unstageable,
+        asked is not None
+        and asked.has_weights
+        and f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not",
+        given and "weights given as tensors reach one stage alone; give them as a file",
+    )
 
 
 def start_ranks(
@@ -272,11 +270,10 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     given: bool,
-) -> Ranks | SingleProcess:
+) -> SingleProcess:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
-    if config.node_rank:
-        raise ConfigError("node_rank: machines but the first run nothing but `quire serve`", param="node_rank")
+    refuse("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
     if config.ranks == 1:
         return SingleProcess()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
@@ -286,8 +283,8 @@ def start_ranks(
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
-        return Stages(local, progress, on_end)
-    return SpmdRanks(config, local, chosen, on_end)
+        return Stages(local, chosen, progress, on_end)
+    return SpmdRanks(local, chosen, on_end)
 
 
 def plan_pages(
@@ -297,7 +294,7 @@ def plan_pages(
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
-    ranks: Ranks | SingleProcess,
+    ranks: SingleProcess,
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
     layers."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import torch
@@ -68,15 +69,17 @@ class Answer(msgspec.Struct, frozen=True):
 class Joined(msgspec.Struct, frozen=True):
     """What the process of a rank is told on its standard input: it has joined."""
 
-    config: str
-    """This machine's, as JSON."""
     store: tuple[str, int]
     rank: int
-    place: int
+    settings: dict[str, Any]
+    """What this machine knows better than the first one."""
+    cores: list[int]
+    """To stay on; none: all."""
+    niceness: int
     address: str
     """This machine's, at which the others reach it."""
     copies: str
-    """A folder for adapters."""
+    """A folder for adapters that are sent from another machine."""
 
 
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
