@@ -17,13 +17,12 @@ from quire.engine.encoders.runner import EncoderRunner
 from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import check_other, choose_device, choose_dtype
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.loader import Tensors, checkpoint_stream
 from quire.engine.worker.loading.model import check_files, fill
 from quire.engine.worker.memory import explained_weights
-from quire.engine.worker.startup import Worker, grammar_compiler
+from quire.engine.worker.startup import Worker, grammar_compiler, info_of
 from quire.kernels.backend import Backend
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
@@ -70,29 +69,32 @@ def start_encoder(
         stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
         weight_bytes = fill(checkpoint, config, device, stream, None if tensors is not None else stored)
     pooler = Pooler(pooling, head, config.max_num_seqs, spec.hidden_size, device)
+    plan = no_pages(length, config.max_num_seqs)
+    info = info_of(
+        config,
+        plan,
+        dtype=dtype_name,
+        device=str(device),
+        backend=f"{backend.name} ({why})",
+        weight_bytes=weight_bytes,
+        deterministic=deterministic,
+        tasks=tasks,
+        notes=[] if changed is None else [changed],
+    )
     return Worker(
         runner=EncoderRunner(model, pooler, backend.block_size),
-        plan=no_pages(length, config.max_num_seqs),
-        device=str(device),
-        dtype=dtype_name,
-        backend=f"{backend.name} ({why})",
-        deterministic=deterministic,
-        weight_bytes=weight_bytes,
+        plan=plan,
+        info=info,
         steps_ahead=0,
         micro_batches=1,
-        tasks=tasks,
         pooling=pooling,
         whole_prompts=True,
         caches_prefixes=False,
-        notes=[] if changed is None else [changed],
-        quantization="",
         step_costs=[],
         draft=None,
         adapters=None,
-        adaptable={},
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
-        no_images=TEXT_ALONE,
         everywhere=None,
     )
 

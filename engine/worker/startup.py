@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +18,10 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import refuse
-from quire.engine.lora.modules import Modules
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
-from quire.engine.types import Task
+from quire.engine.types import EngineInfo
 from quire.engine.worker.costs import measure_costs
 from quire.engine.worker.device import Chosen, choose, choose_device, keep_kernels, set_up_cpu
 from quire.engine.worker.draft_runner import DraftRunner
@@ -55,42 +55,27 @@ class Worker:
 
     runner: Executor
     plan: KVPlan
-    device: str
-    dtype: str
-    backend: str
-    """Its name and why it was chosen."""
-    deterministic: bool
-    """Whether no token depends on what else runs, as far as tests show it."""
-    weight_bytes: int
+    info: EngineInfo
+    """What is told of it, but for how long its start took."""
     steps_ahead: int
     """How many steps may be under way while the next one is decided."""
     micro_batches: int
     """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
-    tasks: tuple[Task, ...]
-    """What requests may ask of the model."""
     pooling: Pooling
     """How it makes vectors."""
     whole_prompts: bool
     """Whether a prompt must be computed in one step."""
     caches_prefixes: bool
-    notes: list[str]
-    """What was chosen otherwise than one might expect, a line each."""
-    quantization: str
-    """How the weights are stored in few bits, for people to read; "" where they are not."""
     step_costs: list[tuple[int, float]]
     """(tokens, seconds) of steps, where somebody was asked to guess tokens; else empty."""
     draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None
     """The model or the heads that guess tokens, if some do."""
     adapters: AdapterLoader | None
-    """What loads adapters, where they are served,"""
-    adaptable: Modules
-    """and what they may be of, as EngineInfo says it."""
+    """What loads adapters, where they are served."""
     compiler: Callable[[], GrammarCompiler]
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
     """What other weights must hold to take the place of these."""
-    no_images: str
-    """Why requests may not bring images; "" where they may."""
     everywhere: Everywhere | None
     """Calls something on every rank; None: what computes takes no calls."""
     experts: Callable[[], ExpertCounts] | None = None
@@ -150,33 +135,56 @@ def _start(
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
+    info = info_of(
+        config,
+        plan,
+        dtype=str(chosen.dtype).removeprefix("torch."),
+        device=str(device),
+        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
+        weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
+        deterministic=apart,
+        tasks=loaded.tasks,
+        notes=[note for note in notes if note is not None],
+        quantization=loaded.quantization,
+        no_images=tower.why_not,
+        adaptable=dict(chosen.spec.linears or {}),
+    )
     return Worker(
         runner=runner,
         plan=plan,
-        device=str(device),
-        dtype=str(chosen.dtype).removeprefix("torch."),
-        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
-        deterministic=apart,
-        weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
+        info=info,
         # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and
         # delays every token by a step.
         steps_ahead=1 if device.type == "cuda" else config.pipeline_parallel_size - 1,
         micro_batches=config.pipeline_parallel_size,
-        tasks=loaded.tasks,
         pooling=loaded.pooling,
         whole_prompts=False,
         caches_prefixes=caches_prefixes(config, chosen.spec, plan),
-        notes=[note for note in notes if note is not None],
-        quantization=loaded.quantization,
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
-        adaptable=chosen.spec.linears or {},
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
-        no_images=tower.why_not,
         everywhere=ranks.everywhere(model),
         experts=None if model.on_disk is None else model.on_disk.counts,
+    )
+
+
+def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
+    """What is told of an engine with this cache. `told`: other fields of it."""
+    return EngineInfo(
+        model=config.model,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_bytes=plan.kv_bytes,
+        load_seconds=0.0,
+        arithmetic=plan.arithmetic,
+        page_groups=len(plan.windows),
+        context_pages=plan.context_pages,
+        state_bytes=plan.state_bytes,
+        step_tokens=config.step_tokens,
+        **told,
     )
 
 

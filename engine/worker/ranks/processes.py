@@ -162,7 +162,8 @@ class Ranks(SingleProcess):
             stay_on(cores[0] if cores else set())
             where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
             where += "" if on_cpu else ", each on a GPU of its own"
-            self.note = f"{self.count} {self.called}, beside this process {', '.join(map(_name, self._processes))}{where}"
+            names = ", ".join(map(_name, self._processes))
+            self.note = f"{self.count} {self.called}, beside this process {names}{where}"
             looks_at = (self._processes, self._closing, self._config.engine_heartbeat_timeout)
             threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
         except OSError as error:
