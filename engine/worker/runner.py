@@ -303,9 +303,7 @@ class Runner:
         return chunks, tensors
 
     def _owner(self, row: Row) -> Owner:
-        owner = self._slots.owners[row.slot]
-        assert owner is not None
-        return owner
+        return self._slots.owner(row.slot)
 
     def _wants_prompt_logprobs(self, row: Row) -> bool:
         owner = self._owner(row)

@@ -18,11 +18,9 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import PageTensor
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.head import DraftHead
-from quire.engine.models.heads.layers import HeadLayers
+from quire.engine.models.heads.layers import LayersHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
@@ -50,53 +48,27 @@ class EagleSpec:
     """Whether the tokens that it can say have other ids than the decoder's."""
 
 
-class Eagle(DraftHead):
+class Eagle(LayersHead):
     """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """It takes embedding and head of the decoder."""
-        self._spec, self._decoder, self._backend = spec, decoder, backend
-        self.device, self.taps = decoder.device, spec.taps
+        layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
+        super().__init__(layers, scheme, decoder, backend)
+        self._spec, self.taps = spec, spec.taps
         size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size or 2 * spec.hidden_size
         self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
-        layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
-        self._layers = HeadLayers(layers, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
 
     def parameters(self) -> ParameterTable:
-        return self._fc.parameters() | self._layers.parameters()
-
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
-
-    def observe(
-        self,
-        following: Tensor,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        metadata: AttentionMetadata | None,
-        kv_cache: Sequence[Pages],
-    ) -> Tensor:
-        assert metadata is not None
-        return self.advance(following, self._read(hidden, tapped), metadata, kv_cache)
-
-    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return hidden
+        return self._fc.parameters() | super().parameters()
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> Tensor:
         read = torch.cat((self._decoder.embed(following), states), dim=-1)
         x = self._fc.packed(read, NO_ADAPTERS)
-        return self._run(x, x.clone(), metadata, kv_cache)
-
-    def _run(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]) -> Tensor:
-        """What its layers give, for an x that is normed already, if it is to be."""
-        x, residual = self._layers.run(x, residual, metadata, kv_cache)
+        x, residual = self._run(x, x.clone(), metadata, kv_cache)
         return x + residual
-
-    def logits(self, states: Tensor, guessed: int) -> Tensor:
-        return self._decoder.logits(states)
 
 
 class Eagle3(Eagle):
@@ -126,7 +98,8 @@ class Eagle3(Eagle):
         embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
         normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
-        return self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
+        x, residual = self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
+        return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         normed = self._norms.norm(self._backend, "norm", states)

@@ -1,4 +1,4 @@
-"""The layers of a head that keep keys and values of their own."""
+"""A head with layers of its own, which keep keys and values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Operations, Pages, Recorded
 
 
-class HeadLayers:
-    """Fill them by way of `parameters()` before use."""
+class LayersHead(DraftHead):
+    """It says its tokens by the decoder's own head, unless a subclass has another."""
 
     def __init__(self, specs: Mapping[str, LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
         its types, whole on every rank."""
+        self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         making = Making(backend, scheme, *shape, kv_scales={})
         self._layers = [[each.part(making, name) for each in spec] for name, spec in specs.items()]
-        self._backend, self._hidden, self._dtype = backend, decoder.spec.hidden_size, decoder.dtype
+        self._decoder, self._backend = decoder, backend
         self._recording: tuple[Sequence[Pages] | None, Recorded | None] = None, None
+        kinds = Counter(part.page_formula for layer in self._layers for part in layer if part.pages(1))
+        self.page_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
 
     def parameters(self) -> ParameterTable:
         table: ParameterTable = {}
@@ -36,16 +40,27 @@ class HeadLayers:
         return table
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        """Per layer, the tensors that hold so many pages."""
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
 
-    @property
-    def page_formula(self) -> str:
-        """The bytes of a page of all of them, as a sum of products."""
-        kinds = Counter(part.page_formula for layer in self._layers for part in layer if part.pages(1))
-        return " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
+    def observe(
+        self,
+        following: Tensor,
+        hidden: Tensor,
+        tapped: Sequence[Tensor],
+        metadata: AttentionMetadata | None,
+        kv_cache: Sequence[Pages],
+    ) -> Tensor:
+        assert metadata is not None
+        return self.advance(following, self._read(hidden, tapped), metadata, kv_cache)
 
-    def run(
+    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """The states before the layers, of what the decoder gives."""
+        return hidden
+
+    def logits(self, states: Tensor, guessed: int) -> Tensor:
+        return self._decoder.logits(states)
+
+    def _run(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> tuple[Tensor, Tensor]:
         """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
@@ -76,6 +91,7 @@ class HeadLayers:
         """Those that begin the stream as one call on these pages, where the backend can."""
         if self._recording[0] is not kv_cache:
             layers = [partial(self._layer, index, kv_cache) for index in range(len(self._layers))]
-            made = self._backend.recorded(layers, self._hidden, self._dtype, starts=True, groups=1)
+            shape = self._decoder.spec.hidden_size, self._decoder.dtype
+            made = self._backend.recorded(layers, *shape, starts=True, groups=1)
             self._recording = kv_cache, made
         return self._recording[1]

@@ -19,43 +19,23 @@ from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import PageTensor
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.head import DraftHead
-from quire.engine.models.heads.layers import HeadLayers
+from quire.engine.models.heads.layers import LayersHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 
-class Mtp(DraftHead):
+class Mtp(LayersHead):
     def __init__(self, spec: LayerSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """`spec`: of its layer. It takes embedding and head of the decoder, and norms like the decoder's last one."""
-        size = decoder.spec.hidden_size
-        self.device, self._decoder, self._backend = decoder.device, decoder, backend
-        self._norms = NormWeights(
-            dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, END), size), decoder.dtype, decoder.spec.norm
-        )
+        super().__init__({LAYER: spec}, scheme, decoder, backend)
+        size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, END)
+        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
         self._join = JoinedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
-        self._layers = HeadLayers({LAYER: spec}, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
 
     def parameters(self) -> ParameterTable:
-        return self._norms.parameters() | self._join.parameters() | self._layers.parameters()
-
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
-
-    def observe(
-        self,
-        following: Tensor,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        metadata: AttentionMetadata | None,
-        kv_cache: Sequence[Pages],
-    ) -> Tensor:
-        assert metadata is not None
-        return self.advance(following, hidden, metadata, kv_cache)
+        return self._norms.parameters() | self._join.parameters() | super().parameters()
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
@@ -63,8 +43,5 @@ class Mtp(DraftHead):
         embedded = self._norms.norm(self._backend, EMBEDDING_NORM, self._decoder.embed(following))
         before = self._norms.norm(self._backend, HIDDEN_NORM, states)
         x = self._join.packed(torch.cat((embedded, before), dim=-1), NO_ADAPTERS)
-        x, residual = self._layers.run(x, None, metadata, kv_cache)
+        x, residual = self._run(x, None, metadata, kv_cache)
         return self._norms.add(self._backend, END, x, residual)[0]
-
-    def logits(self, states: Tensor, guessed: int) -> Tensor:
-        return self._decoder.logits(states)
