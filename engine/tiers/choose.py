@@ -13,12 +13,11 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.executor import PageMover
 from quire.engine.core.no_tiers import NoTiers
 from quire.engine.errors import ConfigError, refuse
-from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.disk import DiskTier
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.identity import WeightFiles, identity_of
-from quire.engine.tiers.sealed import SealedTier
+from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.tiers import Size, Tiers
 
@@ -82,10 +81,10 @@ def choose_tiers(
             identity = identity_of(config, model, weights, layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
-                tiers.append(Bounded(SealedTier(disk, identity)))
+                tiers.append(OutsideTier(disk, identity))
                 sizes[disk.name] = lambda: disk.size
             if config.kv_offload_tier is not None:
-                tiers.append(Bounded(SealedTier(_imported(config.kv_offload_tier, identity), identity)))
+                tiers.append(OutsideTier(_imported(config.kv_offload_tier, identity), identity))
     if not tiers:
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}

@@ -56,7 +56,7 @@ class AdapterCollector(Collector):
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the open requests.", labels=labels)
         waiting, running = (
             ",".join(sorted({adapter.name for adapter in adapters}))
-            for adapters in (self._client.waiting_adapters, self._client.running_adapters)
+            for adapters in (self._client.adapters(queued=True), self._client.adapters(queued=False))
         )
         family.add_metric([self._max_loras, waiting, running], time.time())
         yield family

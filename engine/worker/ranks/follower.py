@@ -28,6 +28,7 @@ from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import (
     Failed,
     FromRank,
+    Inbox,
     Progress,
     Start,
     decode_to_rank,
@@ -37,7 +38,6 @@ from quire.engine.worker.ranks.messages import (
 )
 from quire.engine.worker.ranks.rank import Rank, StageRank, TensorRank
 from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
-from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
@@ -68,6 +68,7 @@ def follow(read: Read, say: Callable[[FromRank], None], here: Joined | None = No
     except ConnectionError:  # there is nobody to meet any more
         return 0
     say(rank.loaded)
+    # The engine tells all stages and receives from one: it must not wait for one that waits for it.
     read = Inbox(read).get if isinstance(rank, StageRank) else read
     try:
         while (content := read()) is not None:

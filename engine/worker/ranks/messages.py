@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, BinaryIO, Literal
 
 import msgspec
@@ -162,3 +164,24 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
         return None
     content = pipe.read(length := FRAME_LENGTH.unpack(head)[0])
     return content if len(content) == length else None
+
+
+class Inbox:
+    """Messages that a thread reads as they come, so that who sends them never waits for who takes them."""
+
+    def __init__(self, read: Callable[[], bytes | None]) -> None:
+        """`read`: the next message; None: there is none any more."""
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(read, self._messages), name="inbox", daemon=True).start()
+
+    def get(self) -> bytes | None:
+        """Wait for the next message; None where there is none any more."""
+        if (content := self._messages.get()) is None:
+            self._messages.put(None)
+        return content
+
+
+def _read(read: Callable[[], bytes | None], messages: SimpleQueue[bytes | None]) -> None:
+    while (content := read()) is not None:
+        messages.put(content)
+    messages.put(None)

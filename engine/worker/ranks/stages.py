@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-
 import torch
 from torch import Tensor
 
 from quire.engine.models.decoder import Decoder
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.distributed import DistributedCollective
-
-
-class Inbox:
-    """What a stage is told. A thread reads it as it comes, so that the engine, which tells all stages and receives from
-    one, never waits for one that waits for it."""
-
-    def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read`: the next message; None: there is none any more."""
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=_read, args=(read, self._messages), name="inbox", daemon=True).start()
-
-    def get(self) -> bytes | None:
-        """Wait for the next message; None where there is none any more."""
-        if (content := self._messages.get()) is None:
-            self._messages.put(None)
-        return content
-
-
-def _read(read: Callable[[], bytes | None], messages: SimpleQueue[bytes | None]) -> None:
-    while (content := read()) is not None:
-        messages.put(content)
-    messages.put(None)
 
 
 class Stage(Decoder):
