@@ -19,7 +19,6 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.costs import measure_costs
@@ -144,7 +143,7 @@ def _start(
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         deterministic=apart,
         tasks=loaded.tasks,
-        notes=[note for note in notes if note is not None],
+        notes=[str(note) for note in notes if note],
         quantization=loaded.quantization,
         no_images=tower.why_not,
         adaptable=dict(chosen.spec.linears or {}),
@@ -159,7 +158,7 @@ def _start(
         micro_batches=config.pipeline_parallel_size,
         pooling=loaded.pooling,
         whole_prompts=False,
-        caches_prefixes=caches_prefixes(config, chosen.spec, plan),
+        caches_prefixes=config.enable_prefix_caching and (plan.snapshots > 0 or not chosen.spec.needs_snapshots),
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
@@ -188,37 +187,21 @@ def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
     )
 
 
-def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | None]:
-    """What was chosen otherwise than one might expect."""
-    on_disk = None if model.on_disk is None else model.on_disk.said
-    return [on_disk, chosen.changed, of_pytorch(chosen.device), kept_windows(config, chosen.spec), fewer(config, plan)]
-
-
-def of_pytorch(device: torch.device) -> str | None:
-    """A note on a device that nothing here was made for."""
-    if not is_other(device):
-        return None
+def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | bool | None]:
+    """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
+    device, kept_for, few = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
+    windowed = any(each.window for each in chosen.spec.states)
+    snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
-    return f"PyTorch's own operations compute on {device.type}: {slow}"
-
-
-def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
-    """A note where layers with a window keep tokens outside of it."""
-    if (setting := keeps_all(config)) is None or not any(each.window for each in spec.states):
-        return None
-    return f"layers with a sliding window keep all tokens, for {setting} needs pages of all layers"
-
-
-def fewer(config: EngineConfig, plan: KVPlan) -> str | None:
-    """A note where fewer sequences run at a time than were asked for, or no prefix can be cached."""
-    if plan.sequences < config.max_num_seqs:
-        snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
-        return f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory"
-    return None
-
-
-def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:
-    return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
+    return [
+        model.on_disk is not None and model.on_disk.said,
+        chosen.changed,
+        is_other(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
+        windowed
+        and kept_for is not None
+        and f"layers with a sliding window keep all tokens, for {kept_for} needs pages of all layers",
+        few and f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory",
+    ]
 
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
