@@ -1,5 +1,5 @@
-"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (remote.py) in
-each of the others.
+"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (hub_link.py)
+in each of the others.
 
 The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
 aborts the requests of an API process that has ended, and passes questions from one API process to the others.

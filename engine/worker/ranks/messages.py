@@ -99,7 +99,7 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call something, as engine.executor.call_of writes it. Answered by Called."""
+    """Call something, as `call_of` of engine/core/executor.py writes it. Answered by Called."""
 
     content: bytes
 
