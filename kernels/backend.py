@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.activation import Activation, Clamp
@@ -138,22 +137,6 @@ class AttentionMetadata:
     together: Together | None = None  # None: every token sees what is before it, and no more
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
     parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
-
-    @classmethod
-    def of_rows(
-        cls, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Tensor], size: int, *, whole: bool = False
-    ) -> AttentionMetadata:
-        """The last counts[s] of lengths[s] tokens of each sequence, in the pages of `size` tokens of its row of each
-        group's table [S, pages] int32."""
-        given, ends = torch.tensor(counts), torch.tensor(lengths)
-        owner = torch.arange(len(counts)).repeat_interleave(given)
-        at = torch.arange(len(owner)) + (ends - given.cumsum(0))[owner]
-        starts = [F.pad(each.cumsum(0), (1, 0)).int() for each in (given, ends)]
-        owner, at, query_start, key_start = (each.to(tables[0].device) for each in (owner, at, *starts))
-        slots = [table[owner, at // size].long() * size + at % size for table in tables]
-        context_lens, state_slots = ends.int().to(at.device), torch.arange(len(counts), device=at.device)
-        where = (query_start, context_lens, key_start, tables[0], at, slots[0], max(counts), max(lengths))
-        return cls(*where, whole=whole, state_slots=state_slots).grouped(tables, slots)
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""

@@ -137,5 +137,24 @@ def _metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
     """The last counts[s] of lengths[s] tokens of two sequences, whose pages are (3, 1, 4) and (2, ...)."""
-    table = torch.tensor(((3, 1, 4), (2, 2, 2)), dtype=torch.int32, device=device)
-    return replace(AttentionMetadata.of_rows(counts, lengths, [table], block_size), state_slots=None)
+    pages = ((3, 1, 4), (2, 2, 2))
+    positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
+    slots = [
+        table[at // block_size] * block_size + at % block_size
+        for table, each in zip(pages, positions, strict=True)
+        for at in each
+    ]
+
+    def there(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return AttentionMetadata(
+        query_start=there([0, counts[0], sum(counts)]),
+        context_lens=there(list(lengths)),
+        key_start=there([0, lengths[0], sum(lengths)]),
+        block_table=torch.tensor(pages, dtype=torch.int32, device=device),
+        positions=there([at for each in positions for at in each], torch.int64),
+        slots=there(slots, torch.int64),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+    )

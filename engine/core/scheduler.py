@@ -303,8 +303,9 @@ class Scheduler:
                 continue
             assert not seq.in_flight
             known = len(seq.tokens)
-            room = self._tables.room(seq) - known
-            most = min(most, budget.most(seq), room, self.prefixes.snapshots.drafts(known, most))
+            most = min(
+                most, budget.most(seq), self.prefixes.snapshots.drafts(known, most), self._tables.room(seq) - known
+            )
             found[seq] = drafts = guess.tokens[: max(most, 0)]
             budget.take(seq, len(drafts))
             self._tables.grow(seq, known + len(drafts))

@@ -85,17 +85,12 @@ def start_encoder(
         runner=EncoderRunner(model, pooler, backend.block_size),
         plan=plan,
         info=info,
-        steps_ahead=0,
-        micro_batches=1,
         pooling=pooling,
         whole_prompts=True,
         caches_prefixes=False,
         step_costs=[],
-        draft=None,
-        adapters=None,
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
-        everywhere=None,
     )
 
 

@@ -15,7 +15,7 @@ from quire.engine.core.batch import Admission, Batch, DraftRow
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.costs import CONTEXT, measured
-from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
+from quire.engine.worker.inputs import ForwardInputs, Picks, Slots, metadata_of
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.transfer import Download, upload
@@ -176,4 +176,4 @@ class Heads:
 def _decodes(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
     """A step of one token of each of so many sequences of `length` tokens, which all share their pages."""
     table = prompts(1, length, block_size, device).block_table.expand(count, -1).contiguous()
-    return replace(AttentionMetadata.of_rows([1] * count, [length] * count, [table], block_size), state_slots=None)
+    return replace(metadata_of([1] * count, [length] * count, [table], block_size), state_slots=None)

@@ -29,6 +29,7 @@ from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
+from quire.engine.worker.inputs import metadata_of
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
@@ -138,7 +139,7 @@ def prompts(seqs: int, length: int, block_size: int, device: torch.device, group
     group of layers."""
     each = -(-length // block_size)
     tables = torch.arange(groups * seqs * each, dtype=torch.int32, device=device).view(groups, seqs, each)
-    return AttentionMetadata.of_rows([length] * seqs, [length] * seqs, tables.unbind(), block_size, whole=True)
+    return metadata_of([length] * seqs, [length] * seqs, tables.unbind(), block_size, whole=True)
 
 
 class Paged(Protocol):

@@ -56,10 +56,6 @@ class Worker:
     plan: KVPlan
     info: EngineInfo
     """What is told of it, but for how long its start took."""
-    steps_ahead: int
-    """How many steps may be under way while the next one is decided."""
-    micro_batches: int
-    """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
     pooling: Pooling
     """How it makes vectors."""
     whole_prompts: bool
@@ -67,15 +63,20 @@ class Worker:
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
     """(tokens, seconds) of steps, where somebody was asked to guess tokens; else empty."""
-    draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None
-    """The model or the heads that guess tokens, if some do."""
-    adapters: AdapterLoader | None
-    """What loads adapters, where they are served."""
     compiler: Callable[[], GrammarCompiler]
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
     """What other weights must hold to take the place of these."""
-    everywhere: Everywhere | None
+    steps_ahead: int = 0
+    """How many steps may be under way while the next one is decided. On a CPU a step occupies the host itself: running
+    ahead overlaps nothing but what other stages compute, and delays every token by a step."""
+    micro_batches: int = 1
+    """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
+    draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None = None
+    """The model or the heads that guess tokens, if some do."""
+    adapters: AdapterLoader | None = None
+    """What loads adapters, where they are served."""
+    everywhere: Everywhere | None = None
     """Calls something on every rank; None: what computes takes no calls."""
     experts: Callable[[], ExpertCounts] | None = None
     """What was read of those that are on a disk; None: none are."""
@@ -152,13 +153,11 @@ def _start(
         runner=runner,
         plan=plan,
         info=info,
-        # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and
-        # delays every token by a step.
         steps_ahead=1 if device.type == "cuda" else config.pipeline_parallel_size - 1,
         micro_batches=config.pipeline_parallel_size,
         pooling=loaded.pooling,
         whole_prompts=False,
-        caches_prefixes=config.enable_prefix_caching and (plan.snapshots > 0 or not chosen.spec.needs_snapshots),
+        caches_prefixes=caches_prefixes(config, chosen.spec, plan),
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
@@ -167,6 +166,10 @@ def _start(
         everywhere=ranks.everywhere(model),
         experts=None if model.on_disk is None else model.on_disk.counts,
     )
+
+
+def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:
+    return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
 
 
 def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:

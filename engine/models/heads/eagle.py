@@ -88,7 +88,7 @@ class Eagle3(Eagle):
             table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._put_offsets)
         return table
 
-    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+    def states_of(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
 
     def advance(

@@ -51,10 +51,10 @@ class LayersHead(DraftHead):
         kv_cache: Sequence[Pages],
     ) -> Tensor:
         assert metadata is not None
-        return self.advance(following, self._read(hidden, tapped), metadata, kv_cache)
+        return self.advance(following, self.states_of(hidden, tapped), metadata, kv_cache)
 
-    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """The states before the layers, of what the decoder gives."""
+    def states_of(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """What `advance` begins with, of what the decoder gives."""
         return hidden
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:

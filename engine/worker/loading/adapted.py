@@ -16,6 +16,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError, refuse
 from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.worker.inputs import metadata_of
 from quire.kernels.backend import AttentionMetadata, Backend
 
 if TYPE_CHECKING:
@@ -138,4 +139,4 @@ class _Trial:
         table, groups = self._table[[row for row, _, _ in rows]], range(self._model.groups.count)
         tables = [table + group * self._table.numel() for group in groups]
         counts, ends = zip(*((count, start + count) for _, start, count in rows), strict=True)
-        return AttentionMetadata.of_rows(counts, ends, tables, self._block_size)
+        return metadata_of(counts, ends, tables, self._block_size)
