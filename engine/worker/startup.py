@@ -19,6 +19,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.costs import measure_costs
@@ -119,9 +120,8 @@ def _start(
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress)
-        weight_bytes = (
-            tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
-        )
+        held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        weight_bytes = tower.weight_bytes + elsewhere + held
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
@@ -131,7 +131,6 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = [*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)]
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
@@ -144,7 +143,7 @@ def _start(
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         deterministic=apart,
         tasks=loaded.tasks,
-        notes=[str(note) for note in notes if note],
+        notes=[str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)) if each],
         quantization=loaded.quantization,
         no_images=tower.why_not,
         adaptable=dict(chosen.spec.linears or {}),
