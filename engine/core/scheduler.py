@@ -230,6 +230,78 @@ class Scheduler:
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
+            most = min(pending[seq], budget.most(seq))
+            count = seq.stretch(min(most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
+            if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
+                continue
+            if self._tables.windowed:
+                self._tables.trim(seq)
+            needed = self._tables.missing(seq, seq.computed + count)
+            while needed > self.pool.num_free and seq.status is Status.RUNNING:
+                victim = max(self._running, key=self._waiting.rank)
+                budget.take(victim, -victim.weight(planned.pop(victim, 0)))
+                self._preempt(victim)
+            if seq.status is Status.RUNNING:
+                if needed > 0:
+                    seq.blocks += self.pool.allocate(needed)
+                planned[seq] = count
+                budget.take(seq, seq.weight(count))
+        return planned, budget
+
+    def _admit(self, rows: list[Row], copies: list[PageCopy], budget: TokenBudget) -> list[Admission]:
+        """Move waiting sequences to free slots while budget and pages last; preempts nobody. Appends their rows, and
+        the copies of pages of which they share only the beginning."""
+        admissions = []
+        while self._slots and (seq := self._waiting.peek()) is not None:
+            most = budget.left if self._whole_prompts else budget.most(seq)
+            cached = self.prefixes.cached(seq)
+            # Pages for all its tokens, though this step may compute only some: else it would be preempted half-way.
+            too_long = self._whole_prompts and len(seq.tokens) > most
+            if most <= 0 or too_long or seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
+                break
+            self._waiting.remove(seq)
+            if self.tiers.load(seq, cached):
+                continue  # its pages are on their way
+            forked = self._start(seq, cached)
+            count = seq.stretch(min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
+            self._tables.grow(seq, seq.computed + count)
+            self.pool.share(copy.source for copy in forked)  # else a load might fill it before it is copied
+            copies += forked
+            budget.take(seq, seq.weight(count))
+            rows.append(self._commit(seq, count, []))
+            assert seq.slot is not None
+            how = (seq.request.params, seq.request.seed, self._waiting.slot(seq), *seq.request.contents)
+            admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
+        self.pool.release([copy.source for copy in copies])
+        return admissions
+
+    def _start(self, seq: Sequence, cached: list[int]) -> list[PageCopy]:
+        """Give a sequence a slot and its cached pages. Returns the copies of pages that it needs."""
+        seq.status, seq.slot = Status.RUNNING, self._slots.pop()
+        self.prefixes.share(seq, cached)
+        self._running.append(seq)
+        copies = self.prefixes.fork(seq)
+        self._tables.trim(seq)
+        self.prefixes.count(seq)
+        return copies
+
+    def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
+        """Drafts for the sequences all of whose known tokens are planned, as many as the requests' limits, the budget
+        and the free pages allow. The pages of what is planned are allocated, so drafts cause no preemption."""
+        asked = [
+            (seq, seq.limit - seq.num_output - 1)
+            for seq, count in planned.items()
+            if seq.drafts and seq.computed + count == len(seq.tokens) and seq.limit - seq.num_output > 1
+        ]
+        found: dict[Sequence, list[int]] = {}
+        if not asked or budget.left <= 0:
+            return found
+        guesses = self._drafter.propose(asked, sum(planned.values()))
+        for (seq, most), guess in zip(asked, guesses, strict=True):
+            if not guess.tokens:
+                continue
+            assert not seq.in_flight
+            known = len(seq.tokens)
             room = self._tables.room(seq) - known
             most = min(most, budget.most(seq), room, self.prefixes.snapshots.drafts(known, most))
             found[seq] = drafts = guess.tokens[: max(most, 0)]

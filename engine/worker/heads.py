@@ -4,7 +4,7 @@ between steps, to guess. They share the runner's slots: token ids, and how each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from quire.engine.core.batch import Admission, Batch, DraftRow
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.costs import CONTEXT, measured
-from quire.engine.worker.inputs import ForwardInputs, Picks, Slots, metadata_of
+from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.transfer import Download, upload
@@ -175,5 +175,14 @@ class Heads:
 
 def _decodes(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
     """A step of one token of each of so many sequences of `length` tokens, which all share their pages."""
-    table = prompts(1, length, block_size, device).block_table.expand(count, -1).contiguous()
-    return replace(metadata_of([1] * count, [length] * count, [table], block_size), state_slots=None)
+    whole = prompts(1, length, block_size, device)
+    return AttentionMetadata(
+        query_start=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((count,), length, dtype=torch.int32, device=device),
+        key_start=torch.arange(count + 1, dtype=torch.int32, device=device) * length,
+        block_table=whole.block_table.expand(count, -1).contiguous(),
+        positions=torch.full((count,), length - 1, device=device),
+        slots=whole.slots[-1:].expand(count).contiguous(),
+        max_query_len=1,
+        max_context_len=length,
+    )
