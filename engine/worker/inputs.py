@@ -332,19 +332,3 @@ def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:
         return ends
     widths = np.array([1 + len(row.draft_ids) for row in rows])
     return np.repeat(ends - np.cumsum(widths), widths) + np.arange(1, widths.sum() + 1)
-
-
-def metadata_of(
-    counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Tensor], size: int, *, whole: bool = False
-) -> AttentionMetadata:
-    """Of the last counts[s] of lengths[s] tokens of each sequence, in the pages of `size` tokens of its row of each
-    group's table [S, pages] int32."""
-    given, ends = torch.tensor(counts), torch.tensor(lengths)
-    owner = torch.arange(len(counts)).repeat_interleave(given)
-    at = torch.arange(len(owner)) + (ends - given.cumsum(0))[owner]
-    starts = [F.pad(each.cumsum(0), (1, 0)).int() for each in (given, ends)]
-    owner, at, query_start, key_start = (each.to(tables[0].device) for each in (owner, at, *starts))
-    slots = [table[owner, at // size].long() * size + at % size for table in tables]
-    context_lens, state_slots = ends.int().to(at.device), torch.arange(len(counts), device=at.device)
-    where = (query_start, context_lens, key_start, tables[0], at, slots[0], max(counts), max(lengths))
-    return AttentionMetadata(*where, whole=whole, state_slots=state_slots).grouped(tables, slots)

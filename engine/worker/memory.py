@@ -29,7 +29,6 @@ from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
-from quire.engine.worker.inputs import metadata_of
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
@@ -138,8 +137,25 @@ def prompts(seqs: int, length: int, block_size: int, device: torch.device, group
     """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own, in each
     group of layers."""
     each = -(-length // block_size)
-    tables = torch.arange(groups * seqs * each, dtype=torch.int32, device=device).view(groups, seqs, each)
-    return metadata_of([length] * seqs, [length] * seqs, tables.unbind(), block_size, whole=True)
+    table = torch.arange(seqs * each, dtype=torch.int32, device=device).view(seqs, each)
+    positions = torch.arange(length, device=device).repeat(seqs)
+    starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=device)
+    first = torch.arange(seqs, device=device).repeat_interleave(length) * each * block_size
+    tables = [table + group * table.numel() for group in range(groups)]
+    slots = [first + positions + group * table.numel() * block_size for group in range(groups)]
+    first_group = AttentionMetadata(
+        query_start=starts,
+        context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),
+        key_start=starts,
+        block_table=table,
+        positions=positions,
+        slots=slots[0],
+        max_query_len=length,
+        max_context_len=length,
+        whole=True,
+        state_slots=torch.arange(seqs, device=device),
+    )
+    return first_group.grouped(tables, slots)
 
 
 class Paged(Protocol):

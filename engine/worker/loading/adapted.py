@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError, refuse
 from quire.engine.models.decoder import Decoder, KVCache
-from quire.engine.worker.inputs import metadata_of
 from quire.kernels.backend import AttentionMetadata, Backend
 
 if TYPE_CHECKING:
@@ -136,7 +135,14 @@ class _Trial:
         return {row: part for (row, _, _), part in zip(rows, parts, strict=True)}
 
     def _metadata(self, rows: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
-        table, groups = self._table[[row for row, _, _ in rows]], range(self._model.groups.count)
-        tables = [table + group * self._table.numel() for group in groups]
-        counts, ends = zip(*((count, start + count) for _, start, count in rows), strict=True)
-        return metadata_of(counts, ends, tables, self._block_size)
+        device, size = self._table.device, self._block_size
+        starts = torch.tensor([0, *accumulate(count for _, _, count in rows)], dtype=torch.int32, device=device)
+        ends = torch.tensor([start + count for _, start, count in rows], dtype=torch.int32, device=device)
+        positions = torch.cat([torch.arange(start, start + count, device=device) for _, start, count in rows])
+        table = self._table[[row for row, _, _ in rows]]
+        owner = torch.repeat_interleave(torch.tensor([count for _, _, count in rows], device=device))
+        tables = [table + group * self._table.numel() for group in range(self._model.groups.count)]
+        slots = [each[owner, positions // size].long() * size + positions % size for each in tables]
+        keys = torch.nn.functional.pad(ends.cumsum(0, dtype=torch.int32), (1, 0))
+        most = max(count for _, _, count in rows), int(ends.max())
+        return AttentionMetadata(starts, ends, keys, tables[0], positions, slots[0], *most).grouped(tables, slots)
