@@ -66,12 +66,16 @@ class SpeculativeConfig(BaseModel):
         """Whether heads guess from the served model's hidden states."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether what guesses has weights of its own."""
+        return self.method == "draft_model" or self.hidden_states
+
     @model_validator(mode="after")
     def with_model(self) -> SpeculativeConfig:
         if self.method == "mtp" and self.model is not None:
             raise ValueError("model: mtp takes none, for its layer is in the served checkpoint")
-        needed = self.method == "draft_model" or (self.hidden_states and self.method != "mtp")
-        if needed != (self.model is not None):
+        if (self.has_weights and self.method != "mtp") != (self.model is not None):
             raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
         return self
 

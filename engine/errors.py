@@ -106,3 +106,11 @@ class ConfigError(QuireError):
 class ModelError(ConfigError):
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model")
+
+
+def refuse(param: str, *reasons: str | bool | None) -> None:
+    """Raise ConfigError for a setting with the first of the reasons that is one; each is a text, or the condition that
+    does not hold under which it would be one."""
+    for why in reasons:
+        if why:
+            raise ConfigError(f"{param}: {why}", param=param)

@@ -57,7 +57,7 @@ from quire.engine.lora.queue import AdapterQueue
 from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
@@ -111,7 +111,7 @@ class Engine:
             prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
             whole_prompts=worker.whole_prompts,
             pools_all=worker.pooling.kind != "last",
-            tasks=worker.tasks,
+            tasks=worker.info.tasks,
             waiting=None if worker.adapters is None else AdapterQueue(worker.adapters, config.max_loras),
             drafter=drafter_of(worker, config),
             tiers=tiers,
@@ -126,7 +126,12 @@ class Engine:
         self._everywhere, self._experts = worker.everywhere, worker.experts
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
-        self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
+        self.info = msgspec.structs.replace(
+            worker.info,
+            load_seconds=seconds,
+            arithmetic=worker.info.arithmetic + tiers.room,
+            notes=[*worker.info.notes, *prepared, *kept],
+        )
 
     def _add_as_it_came(self, request: Request) -> None:
         self.scheduler.add(msgspec.structs.replace(request, priority=0))
@@ -211,40 +216,11 @@ def scheduler_class(config: EngineConfig) -> type[Scheduler]:
     return found
 
 
-def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers: str, notes: list[str]) -> EngineInfo:
-    """What an engine reports. `tiers`: what they hold, for people to read; `notes`: beside the worker's."""
-    plan = worker.plan
-    return EngineInfo(
-        model=config.model,
-        dtype=worker.dtype,
-        device=worker.device,
-        backend=worker.backend,
-        max_model_len=plan.max_model_len,
-        num_blocks=plan.num_blocks,
-        block_size=plan.block_size,
-        kv_bytes=plan.kv_bytes,
-        weight_bytes=worker.weight_bytes,
-        load_seconds=load_seconds,
-        arithmetic=plan.arithmetic + tiers,
-        deterministic=worker.deterministic,
-        tasks=worker.tasks,
-        notes=[*worker.notes, *notes],
-        quantization=worker.quantization,
-        page_groups=len(plan.windows),
-        context_pages=plan.context_pages,
-        state_bytes=plan.state_bytes,
-        kv_cache_dtype=worker.kv_cache_dtype,
-        no_images=worker.no_images,
-        step_tokens=config.step_tokens,
-        adaptable=dict(worker.adaptable),
-    )
-
-
 def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:
     """What guesses tokens, if somebody does: by default what grammars force, though not on a GPU, where nothing was
     measured."""
     asked = config.speculative_config
-    if "generate" not in worker.tasks or (asked is None and worker.device != "cpu"):
+    if "generate" not in worker.info.tasks or (asked is None and worker.info.device != "cpu"):
         return None
     return choose_drafter(asked, worker.step_costs, model_drafter(worker, config), worker.compiler)
 

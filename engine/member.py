@@ -24,10 +24,10 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.link.process import engine_json
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.processes.child import Child
 from quire.engine.processes.procfs import Stopped, oom_kills
+from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import Ended, Progress, encode
 from quire.engine.worker.ranks.processes import PROGRAM
@@ -43,10 +43,6 @@ _GONE_SECONDS = 30.0
 _OUT_OF_MEMORY = 137
 """What is said of a process that the kernel may have killed for want of memory: a shell's code for SIGKILL. Machine 0
 cannot tell, and would take the signal for somebody's, who has nothing to do with what was computed."""
-
-
-class _Refused(Exception):
-    """The first machine will not have us, nor later; says why."""
 
 
 def run(config: EngineConfig) -> int:
@@ -130,8 +126,6 @@ class Member:
                 self._say(place, f"{me} has joined {where} with {self._config.ranks_here} rank(s)")
                 self._joined = True
                 return found
-            except _Refused as error:
-                raise ConfigError(f"node_rank: {where} refused: {error}", param="node_rank") from None
             except (OSError, RuntimeError, msgspec.DecodeError) as error:
                 why = str(error).partition("\n")[0] or "it was closed"
             if not said:
@@ -146,7 +140,8 @@ class Member:
         return None
 
     def _ask(self, place: int, pid: int, copies: str) -> Joined:
-        """Raises OSError and RuntimeError where nobody answers, or asks us to come again, and _Refused."""
+        """Raises OSError and RuntimeError where nobody answers, or asks us to come again, and ConfigError where
+        we need not come again."""
         config = self._config
         address = config.master_addr, config.master_port
         with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # which PyTorch would wait for
@@ -158,12 +153,14 @@ class Member:
         join = replace(self._own, place=place, pid=pid, host=ours[0], reply=reply)
         store.queue_push(JOINS, encode(join))
         answer = msgspec.msgpack.decode(store.queue_pop(reply), type=Answer)
-        if answer.refused and answer.final:
-            raise _Refused(answer.refused)
+        refused = f"{config.master_addr}:{config.master_port} refused: {answer.refused}"
+        refuse("node_rank", bool(answer.refused) and answer.final and refused)
         if answer.refused:
             raise ConnectionError(answer.refused)
-        rank = config.node_rank * config.ranks_here + place
-        return Joined(engine_json(config), (theirs[0], theirs[1]), rank, place, ours[0], copies)
+        rank, cores = config.node_rank * config.ranks_here + place, node_cores(config.ranks_here, allowed_cores())
+        own = config.model_dump(include={"model", "revision", "threads"})
+        stays_on = sorted(cores[place]) if cores else []
+        return Joined((theirs[0], theirs[1]), rank, own, stays_on, config.niceness, ours[0], copies)
 
     def _wait(self, process: subprocess.Popen[bytes], life: Life) -> None:
         """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""

@@ -308,13 +308,13 @@ class Backend(Operations):
         """Why it cannot serve such a model there, in one line that says what would help; None where it can, and only
         then other methods may be called. softcap: the model caps its attention scores."""
 
-    @abstractmethod
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
+        return None
 
-    @abstractmethod
     def cannot_sink(self) -> str | None:
         """Why its attention takes no Softmax.sinks, likewise."""
+        return None
 
     @abstractmethod
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -371,17 +371,17 @@ class Backend(Operations):
         scale * (code - 8) + offset. With zero points, whole ones from 0 to 15 in the offsets' place, it is
         scale * (code - zero), and scales have the 8 bits of bfloat16."""
 
-    @abstractmethod
     def recorded(
         self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> Recorded | None:
         """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
         hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
+        return None
 
-    @abstractmethod
     def ranks_memory(self, count: int, row_bytes: int) -> int | None:
         """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
         of the longest row that they will put side by side. None where the backend has no such way."""
+        return None
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:

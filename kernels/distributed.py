@@ -64,6 +64,14 @@ class DistributedCollective(Collective):
             self._do(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
         return x
 
+    def send(self, x: Tensor, rank: int) -> None:
+        """To that rank, which must `receive` as much. May wait for it. Raises RankEnded."""
+        self._do(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        """Fill x, which is contiguous, with what that rank sends. Raises RankEnded."""
+        self._do(lambda: self._group.recv([x], rank, 0), x.is_cuda)
+
     def close(self) -> None:
         self._closed.set()
         if self._group is not None:

@@ -20,10 +20,8 @@ from quire.kernels.backend import (
     AdapterSlots,
     AttentionMetadata,
     Backend,
-    Layer,
     Linear,
     LinearContext,
-    Recorded,
     Table,
 )
 from quire.kernels.collective import Collective
@@ -61,12 +59,6 @@ class Reference(Backend):
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        return None
-
-    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
-        return None
-
-    def cannot_sink(self) -> str | None:
         return None
 
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -226,14 +218,6 @@ class Reference(Backend):
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
         return fit_int4(groups, zero_points=zero_points)
-
-    def recorded(
-        self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
-    ) -> Recorded | None:
-        return None
-
-    def ranks_memory(self, count: int, row_bytes: int) -> int | None:
-        return None
 
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
         raise NotImplementedError

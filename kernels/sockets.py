@@ -54,14 +54,6 @@ class SocketGroup:
     _allgather_base = allgather_base
     """PyTorch's name."""
 
-    def allreduce(self, tensors: Sequence[Tensor]) -> Done:
-        """Each number is added in the order of the ranks."""
-        (x,) = tensors
-        parts = x.new_empty((self._count, *x.shape))
-        self.allgather_base(parts, x)
-        x.copy_(sum(parts[1:], start=parts[0]))
-        return Done()
-
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> Done:
         """From the first rank."""
         self._meet()
@@ -71,6 +63,28 @@ class SocketGroup:
         else:
             for peer in self._peers.values():
                 peer.sendall(_bytes(x.flatten()))
+        return Done()
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> Done:
+        """Each number is added in the order of the ranks."""
+        (x,) = tensors
+        parts = x.new_empty((self._count, *x.shape))
+        self.allgather_base(parts, x)
+        x.copy_(sum(parts[1:], start=parts[0]))
+        return Done()
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Done:
+        """To that rank, which receives in the order in which this one sends; contiguous."""
+        self._meet()
+        (x,) = tensors
+        self._peers[rank].sendall(_bytes(x.flatten()))
+        return Done()
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Done:
+        """Fill a tensor, which is contiguous, with what that rank sends."""
+        self._meet()
+        (x,) = tensors
+        _fill(self._peers[rank], _bytes(x.flatten()))
         return Done()
 
     def abort(self) -> None:

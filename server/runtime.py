@@ -218,4 +218,4 @@ def _runtime(
 
 def in_use(client: EngineClient) -> set[str]:
     """Digests of the adapters that open requests need."""
-    return {each.digest for each in (*client.running_adapters, *client.waiting_adapters)}
+    return {each.digest for each in (*client.adapters(queued=False), *client.adapters(queued=True))}

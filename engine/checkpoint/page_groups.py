@@ -52,7 +52,7 @@ def keeps_all(config: EngineConfig) -> str | None:
         if getattr(config, key):
             return key
     speculative = config.speculative_config  # what drafts has pages of the same numbers
-    own_pages = speculative is not None and (speculative.method == "draft_model" or speculative.hidden_states)
+    own_pages = speculative is not None and speculative.has_weights
     return "speculative_config" if own_pages else None
 
 

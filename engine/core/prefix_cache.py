@@ -8,32 +8,25 @@ from quire.engine.core.batch import PageCopy
 from quire.engine.core.blocks import GONE, group_key
 from quire.engine.core.page_tables import PageTables, held
 from quire.engine.core.sequence import Sequence
-from quire.engine.core.sessions import Sessions, SessionStats
+from quire.engine.core.sessions import Sessions
 from quire.engine.core.state_snapshots import NoSnapshots
-
-
-class PrefixStats(SessionStats):
-    """Fields of EngineStats."""
-
-    prefix_queries: int
-    prefix_hits: int
-    prefix_unit: int
-    cache_tokens: int
+from quire.engine.core.stats import Counts
 
 
 class PrefixCache:
     """The pool's pages by the tokens in them. Where pages are large, the beginning of one may be shared by a copy."""
 
-    def __init__(self, tables: PageTables, piece: int, *, enabled: bool, snapshots: NoSnapshots | None = None) -> None:
+    def __init__(
+        self, tables: PageTables, piece: int, counts: Counts, *, enabled: bool, snapshots: NoSnapshots | None = None
+    ) -> None:
         """`piece`: tokens that are hashed together; a divisor of a page's tokens. Not `enabled`: nothing is found.
         `snapshots`: what a sequence must find beside pages; by default nothing."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % piece == 0
         self.enabled = enabled
         self.snapshots = snapshots or NoSnapshots()
-        self._sessions = Sessions(tables.pool, snapshots=self.snapshots)
-        self._queries = self._hits = 0
-        """Prompt tokens that were looked up, and that were found."""
+        self._sessions = Sessions(tables.pool, snapshots=self.snapshots, counts=counts)
+        self._counts = counts
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -43,14 +36,9 @@ class PrefixCache:
         """For each page that the step being decided will write to, the first of its tokens that is written."""
 
     @property
-    def stats(self) -> PrefixStats:
-        return PrefixStats(
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            prefix_unit=max(self._piece, self.snapshots.every) if self.enabled else 0,
-            cache_tokens=self._tables.holds,
-            **self._sessions.stats,
-        )
+    def unit(self) -> int:
+        """Tokens in multiples of which a prefix is found; 0: none is."""
+        return max(self._piece, self.snapshots.every) if self.enabled else 0
 
     def begin_step(self) -> None:
         self._written.clear()
@@ -82,8 +70,8 @@ class PrefixCache:
         """Count what was found for a sequence that begins, when it does so for the first time."""
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
-            self._queries += seq.num_prompt
-            self._hits += seq.cached_tokens
+            self._counts.prefix_queries += seq.num_prompt
+            self._counts.prefix_hits += seq.cached_tokens
             if self.enabled and seq.request.sampling is not None:
                 self._sessions.began(seq, seq.digests(len(seq.tokens) // self._piece, self._piece))
 

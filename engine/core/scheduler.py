@@ -66,9 +66,10 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self._needs = PageNeeds(windows, block_size, self._most_of_one)
         self._tables = PageTables(self.pool, self._needs)
+        self._counts = Counts()
         kept = choose_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
         piece = prefix_piece or block_size
-        self.prefixes = PrefixCache(self._tables, piece, enabled=enable_prefix_caching, snapshots=kept)
+        self.prefixes = PrefixCache(self._tables, piece, self._counts, enabled=enable_prefix_caching, snapshots=kept)
         self.tiers = tiers or NoTiers()
         self.tiers.serve(self.pool, self.prefixes)
         self._eos = frozenset(eos_token_ids)
@@ -76,7 +77,6 @@ class Scheduler:
         self._tasks = tasks
         self._micro_batches = micro_batches
         self._drafter = drafter or NoDrafts()
-        self._counts = Counts()
         self._arrivals = 0
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
@@ -92,8 +92,7 @@ class Scheduler:
 
     @property
     def looks_back(self) -> bool:
-        """Whether some sequence takes part in the next step only if all steps before it are learnt from first, and
-        there are no others whose turn it is."""
+        """Whether a sequence waits until all steps are learnt from, and there are no others whose turn it is."""
         return self._micro_batches == 1 and any(seq.looks_back for seq in self._running)
 
     def stats(self) -> EngineStats:
@@ -108,7 +107,9 @@ class Scheduler:
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,
-            **self.prefixes.stats,
+            prefix_unit=self.prefixes.unit,
+            kept_blocks=self.pool.num_kept,
+            cache_tokens=self._tables.holds,
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypedDict
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_snapshots import NoSnapshots, Standing
+from quire.engine.core.stats import Counts
 from quire.engine.types import KEEP_SECONDS
 
 SHARE = 0.5
@@ -39,16 +39,6 @@ _AT_A_TIME = 64
 """Pages that are given up beside those that are needed now."""
 MOST_SESSIONS = 4096
 """Conversations that are known, kept or not."""
-
-
-class SessionStats(TypedDict):
-    """Fields of EngineStats."""
-
-    kept_blocks: int
-    kept_sessions: int
-    session_returns: int
-    session_return_tokens: int
-    sessions_given_up: int
 
 
 @dataclass(eq=False, slots=True)
@@ -84,8 +74,10 @@ class Sessions:
         share: float = SHARE,
         clock: Callable[[], float] = monotonic,
         snapshots: NoSnapshots | None = None,
+        counts: Counts | None = None,
     ) -> None:
         """`share`: of the pool's pages, and of snapshots, the most that are kept."""
+        self.counts = counts or Counts()
         self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
         pool.give_up = self._give_up
         self._snapshots = snapshots or NoSnapshots()
@@ -102,17 +94,6 @@ class Sessions:
         self._held = Counter[str]()
         """Pages that each tenant's conversations keep; those of several count for each."""
         self._next_expiry = 0.0
-        self._kept = self._returns = self._return_tokens = self._given_up = 0
-
-    @property
-    def stats(self) -> SessionStats:
-        return SessionStats(
-            kept_blocks=self._pool.num_kept,
-            kept_sessions=self._kept,
-            session_returns=self._returns,
-            session_return_tokens=self._return_tokens,
-            sessions_given_up=self._given_up,
-        )
 
     @property
     def known(self) -> SequenceOf[Session]:
@@ -135,8 +116,8 @@ class Sessions:
         found = self._find(seq, digests)
         if found is not None:
             found.pause = max((found.pause + self._clock() - found.left) / 2, 1.0)
-            self._returns += 1
-            self._return_tokens += seq.cached_tokens or 0
+            self.counts.session_returns += 1
+            self.counts.session_return_tokens += seq.cached_tokens or 0
             self._going[seq.request.id] = found
             self._all.move_to_end(found)
 
@@ -204,7 +185,7 @@ class Sessions:
         same = min(len(session.pages), len(pages)) if same is None else same
         self._pool.keep(pages[same:])
         self._give_back(session, len(session.pages) - same)
-        self._kept += not session.pages and bool(pages)
+        self.counts.kept_sessions += not session.pages and bool(pages)
         self._held[session.tenant] += len(pages) - same
         session.pages += pages[same:]
 
@@ -220,7 +201,7 @@ class Sessions:
             self._pool.unkeep(session.pages[first:])
             self._held[session.tenant] -= len(session.pages) - first
             del session.pages[first:]
-            self._kept -= not session.pages
+            self.counts.kept_sessions -= not session.pages
             if not self._held[session.tenant]:
                 del self._held[session.tenant]
 
@@ -247,7 +228,7 @@ class Sessions:
         kept = sorted((each for each in self._all if each.pages), key=lambda each: each.overdue(now))
         while kept and self._pool.num_unkept < wanted:
             session = kept.pop()
-            self._given_up += 1
+            self.counts.sessions_given_up += 1
             while session.pages and self._pool.num_unkept < enough:  # one that is held, or kept by others, is not free
                 self._give_back(session, enough - self._pool.num_unkept)
 
@@ -258,7 +239,7 @@ class Sessions:
         wanted = pool.num_unkept + count
         kept = sorted((each for each in self._all if each.snapshots), key=lambda each: each.overdue(now))
         while kept and pool.num_unkept < wanted:
-            self._given_up += 1
+            self.counts.sessions_given_up += 1
             session = kept.pop()
             self._give_back(session, len(session.pages))
 

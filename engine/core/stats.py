@@ -107,8 +107,8 @@ _COUNTERS = (
 
 
 class Counts(msgspec.Struct):
-    """What a scheduler counts from its start on, under the names of EngineStats. Its list is replaced, not changed: a
-    snapshot keeps it."""
+    """What a scheduler, its prefix cache and its sessions count from their start on, under the names of EngineStats.
+    Its list is replaced, not changed: a snapshot keeps it."""
 
     preemptions: int = 0
     prompt_tokens: int = 0
@@ -117,6 +117,12 @@ class Counts(msgspec.Struct):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    kept_sessions: int = 0
+    session_returns: int = 0
+    session_return_tokens: int = 0
+    sessions_given_up: int = 0
 
     def fields(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)

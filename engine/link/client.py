@@ -135,17 +135,8 @@ class EngineClient:
         """Number of a tenant's requests that have not ended."""
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
-    @property
-    def running_adapters(self) -> list[Adapter]:
-        """Of the open requests that have given an output, those that need one."""
-        return self._adapters(queued=False)
-
-    @property
-    def waiting_adapters(self) -> list[Adapter]:
-        """Of the open requests that have given no output yet."""
-        return self._adapters(queued=True)
-
-    def _adapters(self, *, queued: bool) -> list[Adapter]:
+    def adapters(self, *, queued: bool) -> list[Adapter]:
+        """Those that the open requests need that have given an output, or, `queued`, that have given none yet."""
         return [
             each.request.adapter
             for each in self._open.values()

@@ -1,4 +1,5 @@
-"""The messages between the API process and the engine process: msgpack over a ZeroMQ pair on a Unix socket."""
+"""The messages between the API process and the engine process: msgpack over a ZeroMQ pair on a Unix socket. Those that
+a hub passes on to it go from an API process to the hub as they are (hub_messages.py)."""
 
 from __future__ import annotations
 

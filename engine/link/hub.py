@@ -1,5 +1,5 @@
-"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (remote.py) in
-each of the others.
+"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (hub_link.py)
+in each of the others.
 
 The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
 aborts the requests of an API process that has ended, and passes questions from one API process to the others.
@@ -13,16 +13,18 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from time import monotonic
 
+import msgspec
 import zmq
 
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import together
+from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, encode, together
 from quire.engine.link.hub_messages import (
+    CHANGE,
     HUB,
     LASTING,
-    Abort,
+    SNAPSHOT,
     Alive,
     Answer,
     Answers,
@@ -36,16 +38,11 @@ from quire.engine.link.hub_messages import (
     Hello,
     NotStarted,
     Question,
-    ResetPrefixCache,
     Serving,
-    SnapshotRequest,
-    SnapshotTaken,
     State,
-    Submit,
     ToHub,
     Welcome,
     decode_to_hub,
-    encode,
 )
 from quire.engine.link.hub_relay import Channel, Relayed
 from quire.engine.link.tasks import Tasks
@@ -92,7 +89,7 @@ class Hub:
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
         self._tasks = Tasks(self._failed)
-        self.answering: dict[str, Answering] = {}
+        self.answering: dict[str, Answering] = {SNAPSHOT: self._snapshot, CHANGE: self._change}
         """How this process answers what API processes ask it, by topic."""
         self.changed = asyncio.Event()
         """Set when an API process has started, or cannot; then another event takes its place."""
@@ -164,12 +161,8 @@ class Hub:
                 channel.started = channel.started or message
                 self.changed.set()
                 self.changed = asyncio.Event()
-            case SnapshotRequest():
-                self._tasks.begin(self._snapshot(channel))
             case ResetPrefixCache():
                 self._client.reset_prefix_cache()
-            case Change():
-                self._tasks.begin(self._change(channel, message))
             case Ask():
                 self._tasks.begin(self._ask(identity, channel, message))
             case Answer():
@@ -228,14 +221,11 @@ class Hub:
 
     # What API processes want
 
-    async def _snapshot(self, channel: Channel) -> None:
-        view = None
-        if self._client.responsive:
-            view = await self._client.snapshot()
-        channel.send(SnapshotTaken(view), self._stats())
+    async def _snapshot(self, body: bytes) -> bytes:
+        return encode(await self._client.snapshot() if self._client.responsive else None)
 
-    async def _change(self, channel: Channel, wanted: Change) -> None:
-        fault = None
+    async def _change(self, body: bytes) -> bytes:
+        wanted, fault = msgspec.msgpack.decode(body, type=Change), None
         try:
             if wanted.do == "sleep":
                 await self._weights.sleep(wanted.level, wanted.mode, refuse=wanted.refuse)
@@ -249,7 +239,7 @@ class Hub:
         # Messages to an API process arrive in their order. When all have answered this question, all have been told of
         # the change, and the one that asked for it can rely on that.
         await self._answers("", b"", self._others())
-        channel.send(Changed(wanted.number, self._client.link.weights_version, fault), self._stats())
+        return encode(Changed(self._client.link.weights_version, fault))
 
     async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
         if asked.to == HUB:

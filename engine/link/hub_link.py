@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from time import monotonic
-from typing import Any
 
+import msgspec
 import zmq
 
 from quire.engine.config import EngineConfig
@@ -18,9 +18,11 @@ from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.broadcast import Group, WeightsGroup
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import apart
+from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, apart, encode
 from quire.engine.link.hub_messages import (
-    Abort,
+    CHANGE,
+    HUB,
+    SNAPSHOT,
     Alive,
     Answer,
     Answers,
@@ -33,17 +35,12 @@ from quire.engine.link.hub_messages import (
     FromHub,
     Hello,
     Question,
-    ResetPrefixCache,
     Serving,
-    SnapshotRequest,
-    SnapshotTaken,
     State,
     Stepped,
-    Submit,
     ToHub,
     Welcome,
     decode_from_hub,
-    encode,
 )
 from quire.engine.link.link import Link
 from quire.engine.link.tasks import Tasks
@@ -86,8 +83,6 @@ class HubLink(Link):
         """Seconds since the hub was last heard, without those in which we could not listen."""
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
-        self._changing: dict[int, asyncio.Future[Changed]] = {}
-        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._failed)
 
@@ -146,24 +141,20 @@ class HubLink(Link):
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
-        await self._change(Change(next(self._numbers), "sleep", level=level, mode=mode, refuse=refuse))
+        await self._change(Change("sleep", level=level, mode=mode, refuse=refuse))
 
     async def wake_up(self) -> None:
         """As Weights.wake_up."""
-        await self._change(Change(next(self._numbers), "wake_up"))
+        await self._change(Change("wake_up"))
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
         """As Weights.update."""
-        return await self._change(Change(next(self._numbers), "update", path=path, mode=mode, version=version))
+        return await self._change(Change("update", path=path, mode=mode, version=version))
 
     async def _change(self, wanted: Change) -> str:
         """Have the weights changed. Returns their version; raises what Weights raises."""
-        self._changing[wanted.number] = asyncio.get_running_loop().create_future()
-        self._write(wanted)
-        try:
-            changed = await self._changing[wanted.number]
-        finally:
-            del self._changing[wanted.number]
+        (answer,) = await self.ask(CHANGE, encode(wanted), to=HUB)
+        changed = msgspec.msgpack.decode(answer, type=Changed)
         if changed.fault is not None:
             raise changed.fault.error()
         return changed.version
@@ -182,9 +173,11 @@ class HubLink(Link):
             self._write(Abort(ids))
 
     async def snapshot(self) -> EngineSnapshot | None:
-        self._snapshot = answer = asyncio.get_running_loop().create_future()
-        self._write(SnapshotRequest())
-        return await answer
+        try:
+            (answer,) = await self.ask(SNAPSHOT, to=HUB)
+        except QuireError:  # the hub has gone
+            return None
+        return msgspec.msgpack.decode(answer, type=EngineSnapshot | None)
 
     async def call(self, content: bytes) -> list[bytes] | None:
         raise InvalidRequest("collective_rpc: with several API processes (api_server_count) no calls are passed on")
@@ -213,8 +206,7 @@ class HubLink(Link):
         self._end_waiting(error)
 
     def _end_waiting(self, error: QuireError) -> None:
-        waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
-        for each in waiting:
+        for each in self._asked.values():
             if not each.done():
                 each.set_exception(error)
 
@@ -237,17 +229,11 @@ class HubLink(Link):
                     self.owner.give_up(request_id, message.fault.error())
             case EngineDied():
                 self.owner.lost(message.replica, message.ids)
-            case SnapshotTaken():
-                if self._snapshot is not None and not self._snapshot.done():
-                    self._snapshot.set_result(message.view)
             case Question():
                 self._tasks.begin(self._answer(message))
             case Answers():
                 if (asked := self._asked.get(message.number)) is not None and not asked.done():
                     asked.set_result(message.bodies)
-            case Changed():
-                if (changing := self._changing.get(message.number)) is not None and not changing.done():
-                    changing.set_result(message)
             case Welcome():
                 assert self._welcome is not None
                 self._take_state(message.state)

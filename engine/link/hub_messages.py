@@ -9,16 +9,20 @@ from typing import Literal
 import msgspec
 
 from quire.engine import errors
-from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import ConfigError, ModelError, QuireError
+from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit
 from quire.engine.link.weights import Mode
-from quire.engine.types import EngineInfo, Image, Request, RequestOutput
+from quire.engine.types import EngineInfo, RequestOutput
 
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
 
 HUB = ""
 """What stands for the hub's own process, where one is asked."""
+SNAPSHOT, CHANGE = "snapshot", "change"
+"""Topics of questions to it: one that asks for an EngineSnapshot, or for None where no engine could be asked; and a
+Change."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -42,6 +46,24 @@ class Fault(msgspec.Struct, frozen=True):
         return made
 
 
+class Change(msgspec.Struct, frozen=True):
+    """A change of the weights, as the methods of Weights make them: the body of a question to HUB."""
+
+    do: Literal["sleep", "wake_up", "update"]
+    level: int = 1
+    mode: Mode = "keep"
+    refuse: bool = False
+    path: str = ""
+    version: str | None = None
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """Its answer."""
+
+    version: str
+    fault: Fault | None
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """An API process is there; answered by Welcome when the engine is ready."""
 
@@ -61,36 +83,6 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True):
     """An API process cannot start, and ends."""
 
     fault: Fault
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    requests: list[Request]
-    """All of one tenant: those of one call. Without their images."""
-    images: list[Image] = []
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    ids: list[str]
-
-
-class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Asks for one SnapshotTaken."""
-
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class Change(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a change of the weights, as the methods of Weights make them; answered by Changed."""
-
-    number: int
-    do: Literal["sleep", "wake_up", "update"]
-    level: int = 1
-    mode: Mode = "keep"
-    refuse: bool = False
-    path: str = ""
-    version: str | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -180,17 +172,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The last LASTING answer of the API process that this one replaces."""
 
 
-class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    view: EngineSnapshot | None
-    """None: no engine could be asked."""
-
-
-class Changed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    number: int
-    version: str
-    fault: Fault | None
-
-
 class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Of another API process; answered by Answer."""
 
@@ -204,11 +185,8 @@ class Answers(msgspec.Struct, frozen=True, tag=True, array_like=True):
     bodies: list[bytes]
 
 
-ToHub = (
-    Hello | Alive | Serving | NotStarted | Submit | Abort | SnapshotRequest | ResetPrefixCache | Change | Ask | Answer
-)
-FromHub = Welcome | Stepped | EngineDied | Failed | State | SnapshotTaken | Changed | Question | Answers
+ToHub = Hello | Alive | Serving | NotStarted | Submit | Abort | ResetPrefixCache | Ask | Answer
+FromHub = Welcome | Stepped | EngineDied | Failed | State | Question | Answers
 
-encode = msgspec.msgpack.Encoder().encode
 decode_to_hub = msgspec.msgpack.Decoder(ToHub).decode
 decode_from_hub = msgspec.msgpack.Decoder(FromHub).decode

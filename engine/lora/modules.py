@@ -15,7 +15,6 @@ from quire.engine.checkpoint.families import (
     STATE_SPACES,
     WITH_EXPERTS,
     WITHOUT_GATES,
-    LayerParts,
     layer_parts,
     shared_experts,
 )
@@ -44,13 +43,8 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 
 def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
-    if model.model_type in unequal.KINDS:
-        return unequal.unequal_modules(model.raw, model.hidden_size) | _ends(model.hidden_size, model.vocab_size)
-    attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
-    sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
-    layers = layer_parts(model.raw, model.num_layers)
-    with_state, shared = _with_state(model.raw, model.hidden_size), _shared(model.raw, model.hidden_size)
-    return _modules(model.model_type, layers, attention, *sizes, with_state, shared)
+    sizes = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.vocab_size)
+    return _linears(model.raw, model.model_type, sizes, model.num_kv_heads, model.head_dim)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -62,13 +56,28 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     if wrong := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:
         raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
-    if raw.get("model_type") in unequal.KINDS:
+    dim, kv_heads = int(raw.get("head_dim") or hidden // heads), int(raw.get("num_key_value_heads") or heads)
+    return _linears(raw, str(raw.get("model_type")), (layers, hidden, inner, heads, vocab), kv_heads, dim)
+
+
+def _linears(
+    raw: Mapping[str, Any], kind: str, sizes: tuple[int, int, int, int, int], kv_heads: int, dim: int
+) -> Modules:
+    """Of a model of these sizes: layers, hidden states, MLPs, heads, vocabulary."""
+    layers, hidden, inner, heads, vocab = sizes
+    if kind in unequal.KINDS:
         return unequal.unequal_modules(raw, hidden) | _ends(hidden, vocab)
-    dim = int(raw.get("head_dim") or hidden // heads)
-    attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
-    with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
-    kind = str(raw.get("model_type"))
-    return _modules(kind, layer_parts(raw, layers), attention, hidden, inner, vocab, with_state, shared)
+    attention = _attention(raw, hidden, heads, kv_heads, dim)
+    with_state, shared, mlp = _with_state(raw, hidden), _shared(raw, hidden), _gated_mlp("mlp", hidden, inner)
+    found = {
+        f"model.layers.{index}.{name}": shape
+        for index, parts in enumerate(layer_parts(raw, layers))
+        for has, modules in zip(parts, (attention, with_state, mlp, shared), strict=True)
+        if has
+        for name, shape in modules.items()
+        if kind not in WITHOUT_GATES or not name.endswith(("mlp.gate_proj", "shared_experts.gate_proj"))
+    }
+    return found | _ends(hidden, vocab)
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
@@ -114,28 +123,6 @@ def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
         outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
     found = {f"{part}.in_proj_{name}": (hidden, size) for name, size in outs.items()}
     return found | {f"{part}.out_proj": (values, hidden)}
-
-
-def _modules(
-    kind: str,
-    layers: list[LayerParts],
-    attention: Modules,
-    hidden: int,
-    inner: int,
-    vocab: int,
-    with_state: Modules,
-    shared: Modules,
-) -> Modules:
-    mlp = _gated_mlp("mlp", hidden, inner)
-    found = {
-        f"model.layers.{index}.{name}": shape
-        for index, parts in enumerate(layers)
-        for has, modules in zip(parts, (attention, with_state, mlp, shared), strict=True)
-        if has
-        for name, shape in modules.items()
-        if kind not in WITHOUT_GATES or not name.endswith(("mlp.gate_proj", "shared_experts.gate_proj"))
-    }
-    return found | _ends(hidden, vocab)
 
 
 def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:

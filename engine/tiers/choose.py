@@ -12,13 +12,12 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import PageMover
 from quire.engine.core.no_tiers import NoTiers
-from quire.engine.errors import ConfigError
-from quire.engine.tiers.bounded import Bounded
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.disk import DiskTier
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.identity import WeightFiles, identity_of
-from quire.engine.tiers.sealed import SealedTier
+from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.tiers import Size, Tiers
 
@@ -32,19 +31,18 @@ def asked_for(config: EngineConfig) -> list[str]:
 
 def check_tiers(config: EngineConfig, *, encoder: bool) -> None:
     """Raise ConfigError where there can be no tiers, though some are asked for, and for a size of none."""
-    if config.kv_offload_disk is not None and config.kv_offload_dir is None:
-        raise ConfigError(
-            "kv_offload_disk: says how much --kv-offload-dir DIR may take, which is not given", param="kv_offload_disk"
-        )
-    asked = asked_for(config)
-    if asked and encoder:
-        raise ConfigError(f"{asked[0]}: encoders keep no KV cache", param=asked[0])
-    if asked and not config.enable_prefix_caching:
-        raise ConfigError(f"{asked[0]}: pages are found as cached prefixes: it needs prefix caching", param=asked[0])
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if asked and getattr(config, name) > 1:
-            why = f"pages of several ranks ({name}) are not kept beside their cache yet"
-            raise ConfigError(f"{asked[0]}: {why}", param=asked[0])
+    lacks_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
+    refuse("kv_offload_disk", lacks_folder and "says how much --kv-offload-dir DIR may take, which is not given")
+    if not (asked := asked_for(config)):
+        return
+    names = ("tensor_parallel_size", "pipeline_parallel_size")
+    divided = [name for name in names if getattr(config, name) > 1]
+    refuse(
+        asked[0],
+        encoder and "encoders keep no KV cache",
+        not config.enable_prefix_caching and "pages are found as cached prefixes: it needs prefix caching",
+        divided != [] and f"pages of several ranks ({divided[0]}) are not kept beside their cache yet",
+    )
 
 
 def choose_tiers(
@@ -83,10 +81,10 @@ def choose_tiers(
             identity = identity_of(config, model, weights, layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
-                tiers.append(Bounded(SealedTier(disk, identity)))
+                tiers.append(OutsideTier(disk, identity))
                 sizes[disk.name] = lambda: disk.size
             if config.kv_offload_tier is not None:
-                tiers.append(Bounded(SealedTier(_imported(config.kv_offload_tier, identity), identity)))
+                tiers.append(OutsideTier(_imported(config.kv_offload_tier, identity), identity))
     if not tiers:
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}

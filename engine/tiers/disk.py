@@ -23,7 +23,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """A Tier of sealed pages; see SealedTier. Servers may share a folder: each counts the bytes that it knows of."""
+    """A Tier of sealed pages; see OutsideTier. Servers may share a folder: each counts the bytes that it knows of."""
 
     name = "disk"
 

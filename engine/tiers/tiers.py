@@ -14,9 +14,9 @@ from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.stats import TierStats
-from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.loads import Load, Loads, State
+from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.with_slots import PagesAndSlots, state_key
 from quire.engine.tiers.writer import Writer
@@ -171,7 +171,7 @@ class Tiers(NoTiers):
             fetched, seconds = self._counts[tier.name]
             stored, size, each = self._writer.stored[tier.name], self._prefixes.block_size, self._mover.page_bytes
             held = self._sizes[tier.name]() if tier.name in self._sizes else (0, 0)
-            off = isinstance(tier, Bounded) and tier.off
+            off = isinstance(tier, OutsideTier) and tier.off
             found.append(
                 TierStats(
                     tier.name, *held, fetched, fetched * size, fetched * each, seconds, stored, stored * each, off
@@ -183,5 +183,5 @@ class Tiers(NoTiers):
         self._loads.close()
         self._writer.close()
         for tier in self._tiers:
-            if isinstance(tier, Bounded):
+            if isinstance(tier, OutsideTier):
                 tier.close()

@@ -17,7 +17,7 @@ from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.errors import ConfigError, ModelError, refuse
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
@@ -46,22 +46,19 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
-    parts = spec.parts(AttentionSpec)
-    kinds = {"ALiBi": any(each.alibi is not None for each in parts)}
-    kinds |= {"the norm of values": any(each.v_norm for each in parts)}
-    for kind, has in kinds.items():
-        if has and device.type != "cpu":
-            why = f"{kind} of attention ({model.model_type}) is served on CPUs alone so far: --device cpu"
-            raise ConfigError(f"device: {why}", param="device")
-    states = {"gated delta nets": spec.parts(DeltaNetSpec), "state spaces": spec.parts(StateSpaceSpec)}
-    states |= {"selective scans": spec.parts(SelectiveScanSpec)}
-    for kind, found in states.items():
-        if found and device.type != "cpu":
-            why = f"{kind} ({model.model_type}) are served on CPUs alone so far: --device cpu"
-            raise ConfigError(f"device: {why}", param="device")
-    if spec.parts(LatentAttentionSpec) and device.type != "cpu":
-        why = f"latent attention ({model.model_type}) is served on CPUs alone so far: --device cpu, or --model-impl "
-        raise ConfigError(f"device: {why}transformers, which keeps the keys and values of all heads", param="device")
+    if device.type == "cpu":
+        return
+    parts, kind = spec.parts(AttentionSpec), model.model_type
+    there = {
+        f"ALiBi of attention ({kind}) is": any(each.alibi is not None for each in parts),
+        f"the norm of values of attention ({kind}) is": any(each.v_norm for each in parts),
+        f"gated delta nets ({kind}) are": spec.parts(DeltaNetSpec),
+        f"state spaces ({kind}) are": spec.parts(StateSpaceSpec),
+        f"selective scans ({kind}) are": spec.parts(SelectiveScanSpec),
+    }
+    refuse("device", *(f"{what} served on CPUs alone so far: --device cpu" for what, found in there.items() if found))
+    latent = f"latent attention ({kind}) is served on CPUs alone so far: --device cpu, or --model-impl transformers, "
+    refuse("device", spec.parts(LatentAttentionSpec) != [] and f"{latent}which keeps the keys and values of all heads")
 
 
 def set_up_cpu(config: EngineConfig) -> None:
@@ -99,11 +96,12 @@ def for_card(config: EngineConfig) -> EngineConfig:
 
 def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
     """The device. Raises ConfigError for replicas on a GPU."""
-    if device.type != "cpu" and config.data_parallel_size > 1:
-        raise ConfigError(
-            "data_parallel_size: replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
-            param="data_parallel_size",
-        )
+    refuse(
+        "data_parallel_size",
+        device.type != "cpu"
+        and config.data_parallel_size > 1
+        and "replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
+    )
     return device
 
 
@@ -111,20 +109,14 @@ def check_other(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
     if not is_other(device):
         return
-    tiers = "pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
-    wrong: dict[str, str | None] = {
-        "deterministic": "PyTorch's products there may depend on the batch" if config.deterministic else None,
-        "kv_offload_memory": tiers if config.kv_offload_memory else None,
-        "kv_offload_dir": tiers if config.kv_offload_dir else None,
-        "kv_offload_tier": tiers if config.kv_offload_tier else None,
-    }
-    if device.type == "mps":  # it has no float8 at all
-        for name in ("quantization", "kv_cache_dtype"):
-            eight = str(getattr(config, name)).startswith("fp8")
-            wrong[name] = "Apple's GPUs have no 8-bit floats; int8 is served" if eight else None
-    for name, why in wrong.items():
-        if why is not None:
-            raise ConfigError(f"{name}: not on {device.type}: {why}", param=name)
+    where = f"not on {device.type}: "
+    refuse("deterministic", config.deterministic and f"{where}PyTorch's products there may depend on the batch")
+    tiers = f"{where}pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
+    for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
+        refuse(name, bool(getattr(config, name)) and tiers)
+    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # it has no float8 at all
+        eight = str(getattr(config, name)).startswith("fp8")
+        refuse(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:
@@ -271,20 +263,21 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
 
 def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:
     """The backend for ranks that divide every sequence's tokens. Raises ConfigError where they cannot."""
-    param, asked, wrong = "decode_context_parallel_size", config.speculative_config, None
-    divided = backend.divided(config.decode_context_parallel_size)
-    if device.type != "cpu" or divided is None:
-        wrong = f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})"
-    elif isinstance(spec, AdaptedSpec):
-        wrong = "a model by transformers' classes keeps its own keys and values; see --model-impl"
-    elif not all(isinstance(each, PagedState | SharedState) for each in spec.states):
-        wrong = "layers that keep a state of a whole sequence cannot divide its tokens"
-    elif config.nnodes > 1:
-        wrong = "ranks of one machine alone divide tokens so far (nnodes)"
-    elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
-        wrong = f"speculative_config: {asked.method!r} has pages of its own; ngram, suffix and grammar have none"
-    if wrong is not None or divided is None:
-        raise ConfigError(f"{param}: {wrong}", param=param)
+    asked, divided = config.speculative_config, backend.divided(config.decode_context_parallel_size)
+    refuse(
+        "decode_context_parallel_size",
+        (device.type != "cpu" or divided is None)
+        and f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})",
+        isinstance(spec, AdaptedSpec)
+        and "a model by transformers' classes keeps its own keys and values; see --model-impl",
+        not all(isinstance(each, PagedState | SharedState) for each in spec.states)
+        and "layers that keep a state of a whole sequence cannot divide its tokens",
+        config.nnodes > 1 and "ranks of one machine alone divide tokens so far (nnodes)",
+        asked is not None
+        and asked.has_weights
+        and f"speculative_config: {asked.method!r} has pages of its own; ngram, suffix and grammar have none",
+    )
+    assert divided is not None
     return divided
 
 
@@ -292,15 +285,14 @@ def with_whole_experts(config: EngineConfig, device: torch.device, spec: Decoder
     """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
     if not config.enable_expert_parallel:
         return spec
-    wrong = None
-    if device.type != "cpu":
-        wrong = "whole experts on each rank are served on CPUs alone so far: --device cpu"
-    elif not spec.parts(ExpertsSpec):
-        wrong = "the model has no experts that a file of Quire computes; leave it out"
-    elif config.tensor_parallel_size == 1 and config.ranks * config.data_parallel_size > 1:
-        wrong = "experts are divided among the ranks of tensor_parallel_size, which is 1"
-    if wrong is not None:
-        raise ConfigError(f"enable_expert_parallel: {wrong}", param="enable_expert_parallel")
+    refuse(
+        "enable_expert_parallel",
+        device.type != "cpu" and "whole experts on each rank are served on CPUs alone so far: --device cpu",
+        not spec.parts(ExpertsSpec) and "the model has no experts that a file of Quire computes; leave it out",
+        config.tensor_parallel_size == 1
+        and config.ranks * config.data_parallel_size > 1
+        and "experts are divided among the ranks of tensor_parallel_size, which is 1",
+    )
     return spec.having(ExpertsSpec, whole=True)
 
 

@@ -17,7 +17,7 @@ from quire.engine.worker.costs import CONTEXT, TOKENS, measured
 from quire.engine.worker.inputs import ForwardInputs, Owner, Slots
 from quire.engine.worker.memory import layers_of
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
+from quire.engine.worker.sampling.sampling_rules import rules_of
 from quire.engine.worker.transfer import Download, upload
 from quire.kernels.backend import NO_ADAPTERS
 
@@ -71,13 +71,9 @@ class DraftRunner:
         if not len(self._going.slots):
             return Download([torch.empty(0, dtype=torch.int64), torch.empty(0)], None)
         logits, table = self._model.logits(hidden), self._slots.token_ids
-        rows, warm = [], []
-        for slot, position in zip(self._going.slots.tolist(), self._going.known.tolist(), strict=True):
-            owner = self._slots.owners[slot]
-            assert owner is not None
-            admission, rules = owner.admission, owner.rules
-            rows.append(SamplingRow(rules, admission.seed, position, admission.num_prompt, table, slot))
-            warm.append(rules.temperature or 1.0)
+        where = zip(self._going.slots.tolist(), self._going.known.tolist(), strict=True)
+        rows = [self._slots.sampling(slot, position) for slot, position in where]
+        warm = [row.rules.temperature or 1.0 for row in rows]
         picked = self._sample(logits, rows, None)
         slots, known, temperatures = upload([*self._going, np.array(warm, dtype=np.float32)], logits.device)
         table[slots, known] = picked.to(torch.int32)

@@ -26,7 +26,7 @@ def load_drafting(
     config: EngineConfig, served: ModelConfig, backend: Backend, progress: Callable[[], None], model: Decoder
 ) -> DraftModel | LoadedHead | None:
     """What guesses tokens with weights of its own, if something does. Raises ConfigError."""
-    if (speculative := config.speculative_config) is None:
+    if (speculative := config.speculative_config) is None or not speculative.has_weights:
         return None
     if speculative.hidden_states:
         return load_head(config, served, backend, model)

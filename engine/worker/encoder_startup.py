@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
 from quire.engine.encoders.encoder import Encoder, EncoderSpec
 from quire.engine.encoders.runner import EncoderRunner
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.heads import Head
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
@@ -25,7 +25,7 @@ from quire.engine.worker.loading.loader import Tensors, checkpoint_stream
 from quire.engine.worker.loading.model import check_files, fill
 from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.memory import explained_weights
-from quire.engine.worker.startup import Worker, grammar_compiler
+from quire.engine.worker.startup import Worker, grammar_compiler, info_of
 from quire.kernels.backend import Backend
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
@@ -51,12 +51,15 @@ def start_encoder(
     stored = stored_at(config)
     check_files(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
-    refuse(config)
+    check_encoder(config)
     spec = encoder_spec(model_config)
     length = context_of(config, model_config, spec.longest, pooling.max_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
-    if config.deterministic and not backend.keeps_rows_apart(device, dtype):
-        raise ConfigError(f"deterministic: not promised for encoders in {dtype_name} here", param="deterministic")
+    deterministic = backend.keeps_rows_apart(device, dtype)
+    refuse(
+        "deterministic",
+        config.deterministic and not deterministic and f"not promised for encoders in {dtype_name} here",
+    )
     with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
@@ -70,31 +73,29 @@ def start_encoder(
         )
     pooler = Pooler(pooling, head, config.max_num_seqs, spec.hidden_size, device)
     padding = read_tokenizer(config, path).pad_token_id or 0 if spec.filled else None
+    plan = no_pages(length, config.max_num_seqs)
+    info = info_of(
+        config,
+        plan,
+        dtype=dtype_name,
+        device=str(device),
+        backend=f"{backend.name} ({why})",
+        weight_bytes=weight_bytes,
+        deterministic=deterministic,
+        tasks=tasks,
+        notes=[] if changed is None else [changed],
+        no_images=images.why_not,
+    )
     return Worker(
         runner=EncoderRunner(model, pooler, backend.block_size, images.features, padding),
-        plan=no_pages(length, config.max_num_seqs),
-        device=str(device),
-        dtype=dtype_name,
-        kv_cache_dtype="auto",
-        backend=f"{backend.name} ({why})",
-        deterministic=backend.keeps_rows_apart(device, dtype),
-        weight_bytes=weight_bytes,
-        steps_ahead=0,
-        micro_batches=1,
-        tasks=tasks,
+        plan=plan,
+        info=info,
         pooling=pooling,
         whole_prompts=True,
         caches_prefixes=False,
-        notes=[] if changed is None else [changed],
-        quantization="",
         step_costs=[],
-        draft=None,
-        adapters=None,
-        adaptable={},
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
-        no_images=images.why_not,
-        everywhere=None,
     )
 
 
@@ -112,7 +113,7 @@ def _head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> Head:
     return vector_head(pooling, backend, spec.classifier, spec.hidden_size)
 
 
-def refuse(config: EngineConfig) -> None:
+def check_encoder(config: EngineConfig) -> None:
     """Raise ConfigError for what decoders alone can have."""
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
@@ -124,8 +125,7 @@ def refuse(config: EngineConfig) -> None:
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
     ):
-        if asked:
-            raise ConfigError(f"{name}: {why}", param=name)
+        refuse(name, asked and why)
 
 
 def context_of(config: EngineConfig, model: ModelConfig, longest: int | None, trained: int | None) -> int:

@@ -18,7 +18,6 @@ from quire.engine.worker.costs import CONTEXT, measured
 from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.transfer import Download, upload
 from quire.kernels.backend import AttentionMetadata
 
@@ -89,9 +88,7 @@ class Heads:
         (places,) = upload([picks.positions - firsts], slots.device)
         self._states[picks.slots_there, places] = states
         for row, first in zip(picks.rows, firsts.tolist(), strict=True):
-            owner = slots.owners[row.slot]
-            assert owner is not None
-            self._kept[row.slot] = _Kept(owner.admission, first, 1 + len(row.draft_ids))
+            self._kept[row.slot] = _Kept(slots.owner(row.slot).admission, first, 1 + len(row.draft_ids))
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
@@ -141,12 +138,7 @@ class Heads:
     def _pick(self, states: Tensor, rows: list[DraftRow], guessed: int) -> Tensor:
         """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
         follow guesses that may be wrong."""
-        sampling = []
-        for row in rows:
-            owner, table = self._slots.owners[row.slot], self._slots.token_ids
-            assert owner is not None
-            position, prompt = row.known + guessed, owner.admission.num_prompt
-            sampling.append(SamplingRow(owner.rules, owner.admission.seed, position, prompt, table, row.slot))
+        sampling = [self._slots.sampling(row.slot, row.known + guessed) for row in rows]
         return self._sample(self.head.logits(states, guessed), sampling, None)
 
     def _metadata(self, slots: Tensor, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:

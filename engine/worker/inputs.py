@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.core.batch import Admission, Batch, Row
-from quire.engine.worker.sampling.sampling_rules import Rules
+from quire.engine.worker.sampling.sampling_rules import Rules, SamplingRow
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 from quire.kernels.gpu.mixed import Division
@@ -102,6 +102,17 @@ class Slots:
         self._seen[admission.slot] = -1
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids
+
+    def owner(self, slot: int) -> Owner:
+        owner = self.owners[slot]
+        assert owner is not None
+        return owner
+
+    def sampling(self, slot: int, position: int) -> SamplingRow:
+        """The pick of a slot's token at this position, by its owner's rules."""
+        owner = self.owner(slot)
+        admission = owner.admission
+        return SamplingRow(owner.rules, admission.seed, position, admission.num_prompt, self.token_ids, slot)
 
     def take_pages(self, rows: list[Row]) -> None:
         """Put a batch's new pages into the page tables."""

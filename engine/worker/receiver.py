@@ -3,8 +3,8 @@
     python -m quire.engine.worker.receiver FD FOLDER
 
 It is not the engine's, because a collective waits for a peer that may have died, and an engine may not. FD is a socket
-of client/broadcast.py's; each line there is one command in JSON, and is answered by one line: {} or {"error": …}. When
-the socket is closed, FOLDER goes with all that is in it, and the process ends, wherever it is.
+of engine/link/broadcast.py; each line there is one command in JSON, and is answered by one line: {} or {"error": …}.
+When the socket is closed, FOLDER goes with all that is in it, and the process ends, wherever it is.
 """
 
 from __future__ import annotations

@@ -312,9 +312,7 @@ class Runner:
         return chunks, tensors
 
     def _owner(self, row: Row) -> Owner:
-        owner = self._slots.owners[row.slot]
-        assert owner is not None
-        return owner
+        return self._slots.owner(row.slot)
 
     def _admission(self, row: Row) -> Admission:
         return self._owner(row).admission

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +17,11 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
-from quire.engine.errors import ConfigError
-from quire.engine.lora.modules import Modules
+from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
-from quire.engine.types import Task
+from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
 from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
@@ -42,7 +42,6 @@ from quire.engine.worker.loading.room import make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
-from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
@@ -57,45 +56,29 @@ class Worker:
 
     runner: Executor
     plan: KVPlan
-    device: str
-    dtype: str
-    kv_cache_dtype: str
-    """As EngineInfo has it."""
-    backend: str
-    """Its name and why it was chosen."""
-    deterministic: bool
-    """Whether no token depends on what else runs, as far as tests show it."""
-    weight_bytes: int
-    steps_ahead: int
-    """How many steps may be under way while the next one is decided."""
-    micro_batches: int
-    """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
-    tasks: tuple[Task, ...]
-    """What requests may ask of the model."""
+    info: EngineInfo
+    """What is told of it, but for how long its start took."""
     pooling: Pooling
     """How it makes vectors."""
     whole_prompts: bool
     """Whether a prompt must be computed in one step."""
     caches_prefixes: bool
-    notes: list[str]
-    """What was chosen otherwise than one might expect, a line each."""
-    quantization: str
-    """How the weights are stored in few bits, for people to read; "" where they are not."""
     step_costs: list[tuple[int, float]]
     """(tokens, seconds) of steps, where somebody was asked to guess tokens; else empty."""
-    draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None
-    """The model or the heads that guess tokens, if some do."""
-    adapters: AdapterLoader | None
-    """What loads adapters, where they are served,"""
-    adaptable: Modules
-    """and what they may be of, as EngineInfo says it."""
     compiler: Callable[[], GrammarCompiler]
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
     """What other weights must hold to take the place of these."""
-    no_images: str
-    """Why requests may not bring images; "" where they may."""
-    everywhere: Everywhere | None
+    steps_ahead: int = 0
+    """How many steps may be under way while the next one is decided. On a CPU a step occupies the host itself: running
+    ahead overlaps nothing but what other stages compute, and delays every token by a step."""
+    micro_batches: int = 1
+    """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
+    draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None = None
+    """The model or the heads that guess tokens, if some do."""
+    adapters: AdapterLoader | None = None
+    """What loads adapters, where they are served."""
+    everywhere: Everywhere | None = None
     """Calls something on every rank; None: what computes takes no calls."""
     experts: Callable[[], ExpertCounts] | None = None
     """What was read of those that are on a disk; None: none are."""
@@ -130,7 +113,7 @@ def _start(
     chosen: Chosen,
     progress: Callable[[], None],
     tensors: Tensors | None,
-    ranks: Ranks | SingleProcess,
+    ranks: SingleProcess,
     kept: str | None,
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
@@ -139,9 +122,8 @@ def _start(
         model = loaded.model
         stage = config.pipeline_parallel_size - 1
         tower = load_tower(config, path, model_config, chosen, progress, stage=stage)
-        weight_bytes = (
-            tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
-        )
+        held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        weight_bytes = tower.weight_bytes + elsewhere + held
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
@@ -151,88 +133,98 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = [*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)]
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
+    info = info_of(
+        config,
+        plan,
+        dtype=str(chosen.dtype).removeprefix("torch."),
+        kv_cache_dtype=kept_in(config, chosen),
+        device=str(device),
+        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
+        weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
+        deterministic=apart,
+        tasks=loaded.tasks,
+        notes=[str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)) if each],
+        quantization=loaded.quantization,
+        no_images=tower.why_not,
+        adaptable=dict(chosen.spec.linears or {}),
+    )
     return Worker(
         runner=runner,
         plan=plan,
-        device=str(device),
-        dtype=str(chosen.dtype).removeprefix("torch."),
-        kv_cache_dtype=kept_in(config, chosen),
-        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
-        deterministic=apart,
-        weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
-        # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and
-        # delays every token by a step.
+        info=info,
         steps_ahead=1 if device.type == "cuda" else config.pipeline_parallel_size - 1,
         micro_batches=config.pipeline_parallel_size,
-        tasks=loaded.tasks,
         pooling=loaded.pooling,
         whole_prompts=False,
         caches_prefixes=caches_prefixes(config, chosen.spec, plan),
-        notes=[note for note in notes if note is not None],
-        quantization=loaded.quantization,
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
         adapters=None if adapters is None else ranks.adapters(adapters),
-        adaptable=chosen.spec.linears or {},
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
-        no_images=tower.why_not,
         everywhere=ranks.everywhere(model),
         experts=None if model.on_disk is None else model.on_disk.counts,
     )
-
-
-def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | None]:
-    """What was chosen otherwise than one might expect."""
-    on_disk = None if model.on_disk is None else model.on_disk.said
-    return [on_disk, chosen.changed, of_pytorch(chosen.device), kept_windows(config, chosen.spec), fewer(config, plan)]
-
-
-def of_pytorch(device: torch.device) -> str | None:
-    """A note on a device that nothing here was made for."""
-    if not is_other(device):
-        return None
-    slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
-    return f"PyTorch's own operations compute on {device.type}: {slow}"
-
-
-def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
-    """A note where layers with a window keep tokens outside of it."""
-    if (setting := keeps_all(config)) is None or not any(each.window for each in spec.states):
-        return None
-    return f"layers with a sliding window keep all tokens, for {setting} needs pages of all layers"
-
-
-def fewer(config: EngineConfig, plan: KVPlan) -> str | None:
-    """A note where fewer sequences run at a time than were asked for, or no prefix can be cached."""
-    if plan.sequences < config.max_num_seqs:
-        snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
-        return f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory"
-    return None
 
 
 def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:
     return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
 
 
+def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
+    """What is told of an engine with this cache. `told`: other fields of it."""
+    return EngineInfo(
+        model=config.model,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_bytes=plan.kv_bytes,
+        load_seconds=0.0,
+        arithmetic=plan.arithmetic,
+        page_groups=len(plan.windows),
+        context_pages=plan.context_pages,
+        state_bytes=plan.state_bytes,
+        step_tokens=config.step_tokens,
+        **told,
+    )
+
+
+def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | bool | None]:
+    """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
+    device, kept_for, few = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
+    windowed = any(each.window for each in chosen.spec.states)
+    snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
+    slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
+    return [
+        model.on_disk is not None and model.on_disk.said,
+        chosen.changed,
+        is_other(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
+        windowed
+        and kept_for is not None
+        and f"layers with a sliding window keep all tokens, for {kept_for} needs pages of all layers",
+        few and f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory",
+    ]
+
+
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
-    ranks = config.tensor_parallel_size
-    wrong = lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks)
-    if chosen.device.type != "cpu" and config.nnodes > 1:
-        wrong = "ranks of several machines (nnodes) compute on CPUs alone so far; see --device"
-    if wrong is None and given:
-        wrong = "weights given as tensors reach one rank alone; give them as a file"
-    if wrong is not None:
-        raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
-    asked = config.speculative_config
-    if chosen.device.type == "cuda" and asked is not None and asked.hidden_states:
-        wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
-        raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
+    ranks, device, asked = config.tensor_parallel_size, chosen.device.type, config.speculative_config
+    refuse(
+        "tensor_parallel_size",
+        device != "cpu"
+        and config.nnodes > 1
+        and "ranks of several machines (nnodes) compute on CPUs alone so far; see --device",
+        lacking_gpus(ranks, chosen.device) or chosen.spec.indivisible(ranks),
+        given and "weights given as tensors reach one rank alone; give them as a file",
+    )
+    if asked is not None and asked.hidden_states and device == "cuda":
+        refuse(
+            "speculative_config",
+            f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does",
+        )
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:
@@ -252,21 +244,18 @@ def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
     not go with stages. given: its weights are in no file."""
     stages, layers, asked = config.pipeline_parallel_size, chosen.spec.num_layers, config.speculative_config
-    wrong = None
-    if chosen.device.type != "cpu":
-        wrong = "stages compute on CPUs alone so far; see --device"
-    elif config.tensor_parallel_size > 1:
-        wrong = "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two"
-    elif stages > layers:
-        wrong = f"the model's {layers} layers cannot be divided among {stages} stages"
-    elif (apart := chosen.spec.unstageable) is not None:
-        wrong = apart
-    elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
-        wrong = f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not"
-    elif given:
-        wrong = "weights given as tensors reach one stage alone; give them as a file"
-    if wrong is not None:
-        raise ConfigError(f"pipeline_parallel_size: {wrong}", param="pipeline_parallel_size")
+    refuse(
+        "pipeline_parallel_size",
+        chosen.device.type != "cpu" and "stages compute on CPUs alone so far; see --device",
+        config.tensor_parallel_size > 1
+        and "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two",
+        stages > layers and f"the model's {layers} layers cannot be divided among {stages} stages",
+        chosen.spec.unstageable,
+        asked is not None
+        and asked.has_weights
+        and f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not",
+        given and "weights given as tensors reach one stage alone; give them as a file",
+    )
 
 
 def start_ranks(
@@ -277,11 +266,10 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     given: bool,
-) -> Ranks | SingleProcess:
+) -> SingleProcess:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
-    if config.node_rank:
-        raise ConfigError("node_rank: machines but the first run nothing but `quire serve`", param="node_rank")
+    refuse("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
     if config.ranks == 1:
         return SingleProcess()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
@@ -292,8 +280,8 @@ def start_ranks(
     told["kv_cache_dtype"] = kept_in(config, chosen)
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
-        return Stages(local, progress, on_end)
-    return SpmdRanks(config, local, chosen, on_end)
+        return Stages(local, chosen, progress, on_end)
+    return SpmdRanks(local, chosen, on_end)
 
 
 def plan_pages(
@@ -303,7 +291,7 @@ def plan_pages(
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
-    ranks: Ranks | SingleProcess,
+    ranks: SingleProcess,
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
     layers."""

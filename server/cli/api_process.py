@@ -16,8 +16,9 @@ import zmq
 
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.hub_messages import Fault, NotStarted, encode
+from quire.engine.link.hub_messages import Fault, NotStarted
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.server.cli.api_processes import Setup
 from quire.server.cli.environment import end_on_signals, show_threads_on_signal

@@ -133,7 +133,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
     """The adapters of the open requests, in the labels of a metric whose value is the time."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-    used = (client.waiting_adapters, client.running_adapters)
+    used = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in used]
     text = "Adapters of the open requests."
     yield family(GaugeMetricFamily, "vllm:lora_requests_info", text, labels, {(str(max_loras), *names): time.time()})

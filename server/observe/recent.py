@@ -63,8 +63,8 @@ def merged(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 def adapters(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
     """The adapters by name and what they do, those in use first; at most MOST_ADAPTERS of them, and how many more."""
-    running = {each.name for each in client.running_adapters}
-    waiting = {each.name for each in client.waiting_adapters} - running
+    running = {each.name for each in client.adapters(queued=False)}
+    waiting = {each.name for each in client.adapters(queued=True)} - running
     found = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]
     found.sort(key=lambda each: (each[1] == "idle", each[0]))
     listed = [{"name": name, "state": state} for name, state in found[:MOST_ADAPTERS]]

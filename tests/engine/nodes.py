@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.member import Life, Member
-from quire.engine.worker.ranks.follower import follow_joined
+from quire.engine.worker.ranks.follower import follow, store_of
 from quire.engine.worker.ranks.remote import Gathering, Remote
 from tests.e2e.server import free_port
 
@@ -37,7 +37,7 @@ class ThreadMember(Member):
             if (joined := self._join(place, process, copies)) is None:
                 return
             life = Life(joined)
-            life.end(follow_joined(self._config, joined, set()))
+            life.end(follow(*store_of(joined), joined))
 
 
 @pytest.fixture

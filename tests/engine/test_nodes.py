@@ -177,7 +177,7 @@ def ask(settings: dict[str, Any], join: Join) -> Answer:
 
 def alive(settings: dict[str, Any], rank: int) -> Life:
     """What says that a rank is there."""
-    return Life(Joined("", ("127.0.0.1", settings["master_port"]), rank, 0, "127.0.0.1", ""))
+    return Life(Joined(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""))
 
 
 def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,11 +32,12 @@ from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import graphs, startup
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading import room
-from quire.engine.worker.ranks import meeting, rank, spmd
+from quire.engine.worker.ranks import meeting, processes, rank
 from quire.engine.worker.ranks.follower import follow, teller
 from quire.engine.worker.ranks.meeting import check_connection, in_order
 from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
-from quire.engine.worker.ranks.spmd import SpmdRunner, for_others, visible_gpus
+from quire.engine.worker.ranks.processes import visible_gpus
+from quire.engine.worker.ranks.spmd import SpmdRunner, for_others
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 from tests.engine.harness import request, run
@@ -202,7 +203,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made = join_ranks(store, rank, count, *parts, **settings)
         return DistributedCollective(lambda: Operators(made._join()), rank, count, in_order=settings["in_order"])
 
-    for module in (spmd, meeting):
+    for module in (processes, meeting):
         monkeypatch.setattr(module, "join_ranks", join)
     yield
     Operators.groups.clear()
@@ -216,7 +217,7 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
     """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
     compute what steps without graphs do, bit by bit."""
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
-    for module in (spmd, meeting):
+    for module in (processes, meeting):
         monkeypatch.setattr(module, "in_order", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 256, "warmup_seconds": 0.0}

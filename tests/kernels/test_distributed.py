@@ -169,3 +169,31 @@ def test_parts_of_another_width_or_type_are_refused() -> None:
             group.gather(torch.ones(2, 3), [4])
         with pytest.raises(TypeError, match="not rank 0's part"):
             group.gather(torch.ones(2, 3, dtype=torch.bfloat16), [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
+    """In order, to each the tensors that are for it, also those that no connection holds at once."""
+    store = dist.HashStore()
+    sent = [parts(3, (tokens, 257), dtype) for tokens in (1, 4000, 0, 7)]
+    found: dict[int, list[Tensor]] = {1: [], 2: []}
+    groups = [join_ranks(store, rank, 3, torch.device("cpu"), in_order=True) for rank in range(3)]
+
+    def receive(rank: int) -> None:
+        for each in sent:
+            found[rank].append(torch.empty_like(each[rank]))
+            groups[rank].receive(found[rank][-1], 0)
+        groups[rank].close()
+
+    threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in found]
+    for thread in threads:
+        thread.start()
+    for each in sent:
+        for rank in found:
+            groups[0].send(each[rank], rank)
+    for thread in threads:
+        thread.join(30)
+    for rank, got in found.items():
+        assert all(torch.equal(one, each[rank]) for one, each in zip(got, sent, strict=True))
+    with pytest.raises(RankEnded):
+        groups[0].receive(torch.empty(1), 1)

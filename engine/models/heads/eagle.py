@@ -20,7 +20,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.layers import LayeredHead
+from quire.engine.models.heads.layers import LayersHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
@@ -48,10 +48,11 @@ class EagleSpec:
     """Whether the tokens that it can say have other ids than the decoder's."""
 
 
-class Eagle(LayeredHead):
+class Eagle(LayersHead):
     """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+        """It takes embedding and head of the decoder."""
         layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
         super().__init__(layers, scheme, decoder, backend)
         self._spec, self.taps = spec, spec.taps
@@ -66,16 +67,13 @@ class Eagle(LayeredHead):
     ) -> Tensor:
         read = torch.cat((self._decoder.embed(following), states), dim=-1)
         x = self._fc.packed(read, NO_ADAPTERS)
-        return self._run(x, x.clone(), metadata, kv_cache)
-
-    def _run(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]) -> Tensor:
-        """What its layers give, for an x that is normed already, if it is to be."""
-        x, residual = self.run_layers(x, residual, metadata, kv_cache)
+        x, residual = self._run(x, x.clone(), metadata, kv_cache)
         return x + residual
 
 
 class Eagle3(Eagle):
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+        """It takes the embedding of the decoder."""
         super().__init__(spec, scheme, decoder, backend)
         assert spec.draft_vocab_size is not None
         names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
@@ -90,7 +88,7 @@ class Eagle3(Eagle):
             table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._put_offsets)
         return table
 
-    def first_states(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+    def states_of(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
 
     def advance(
@@ -100,7 +98,8 @@ class Eagle3(Eagle):
         embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
         normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
-        return self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
+        x, residual = self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
+        return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         normed = self._norms.norm(self._backend, "norm", states)

@@ -1,4 +1,4 @@
-"""Heads whose layers keep keys and values of their own."""
+"""A head with layers of its own, which keep keys and values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Operations, Pages, Recorded
 
 
-class LayeredHead(DraftHead):
-    """It takes the decoder's embedding, and its head unless it has one of its own."""
+class LayersHead(DraftHead):
+    """It says its tokens by the decoder's own head, unless a subclass has another."""
 
     def __init__(self, specs: Mapping[str, LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
         its types, whole on every rank."""
+        self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         making = Making(backend, scheme, *shape, kv_scales={})
-        self.device, self._decoder, self._backend = decoder.device, decoder, backend
         self._layers = [[each.part(making, name) for each in spec] for name, spec in specs.items()]
+        self._decoder, self._backend = decoder, backend
+        self._recording: tuple[Sequence[Pages] | None, Recorded | None] = None, None
         kinds = Counter(part.page_formula for layer in self._layers for part in layer if part.pages(1))
         self.page_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
-        self._recording: tuple[Sequence[Pages] | None, Recorded | None] = None, None
 
     def parameters(self) -> ParameterTable:
         table: ParameterTable = {}
@@ -50,16 +51,16 @@ class LayeredHead(DraftHead):
         kv_cache: Sequence[Pages],
     ) -> Tensor:
         assert metadata is not None
-        return self.advance(following, self.first_states(hidden, tapped), metadata, kv_cache)
+        return self.advance(following, self.states_of(hidden, tapped), metadata, kv_cache)
 
-    def first_states(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        """What `advance` gets where nothing was guessed yet."""
+    def states_of(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """What `advance` begins with, of what the decoder gives."""
         return hidden
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         return self._decoder.logits(states)
 
-    def run_layers(
+    def _run(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> tuple[Tensor, Tensor]:
         """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
@@ -90,7 +91,7 @@ class LayeredHead(DraftHead):
         """Those that begin the stream as one call on these pages, where the backend can."""
         if self._recording[0] is not kv_cache:
             layers = [partial(self._layer, index, kv_cache) for index in range(len(self._layers))]
-            hidden, dtype = self._decoder.spec.hidden_size, self._decoder.dtype
-            made = self._backend.recorded(layers, hidden, dtype, starts=True, groups=1)
+            shape = self._decoder.spec.hidden_size, self._decoder.dtype
+            made = self._backend.recorded(layers, *shape, starts=True, groups=1)
             self._recording = kv_cache, made
         return self._recording[1]

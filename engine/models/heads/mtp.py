@@ -21,19 +21,17 @@ from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.layers import LayeredHead
+from quire.engine.models.heads.layers import LayersHead
 from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 
-class Mtp(LayeredHead):
+class Mtp(LayersHead):
     def __init__(self, spec: LayerSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        """`spec`: of its layer. It norms like the decoder's last norm."""
+        """`spec`: of its layer. It takes embedding and head of the decoder, and norms like the decoder's last one."""
         super().__init__({LAYER: spec}, scheme, decoder, backend)
-        size = decoder.spec.hidden_size
-        self._norms = NormWeights(
-            dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, END), size), decoder.dtype, decoder.spec.norm
-        )
+        size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, END)
+        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
         self._join = JoinedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
 
     def parameters(self) -> ParameterTable:
@@ -45,5 +43,5 @@ class Mtp(LayeredHead):
         embedded = self._norms.norm(self._backend, EMBEDDING_NORM, self._decoder.embed(following))
         before = self._norms.norm(self._backend, HIDDEN_NORM, states)
         x = self._join.packed(torch.cat((embedded, before), dim=-1), NO_ADAPTERS)
-        x, residual = self.run_layers(x, None, metadata, kv_cache)
+        x, residual = self._run(x, None, metadata, kv_cache)
         return self._norms.add(self._backend, END, x, residual)[0]

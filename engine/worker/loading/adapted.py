@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.errors import ConfigError, ModelError, refuse
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import AttentionMetadata, Backend
 
@@ -50,10 +50,9 @@ def check_adapted(config: EngineConfig, model: ModelConfig) -> None:
         "classifier_from_token": bool(config.classifier_from_token),
         "runner": config.runner == "pooling",
     }
+    why = f"a {model.model_type} is computed by transformers' class, which is not served with it"
     for name, value in asked.items():
-        if value:
-            why = f"a {model.model_type} is computed by transformers' class, which is not served with it"
-            raise ConfigError(f"{name}: {why}", param=name)
+        refuse(name, value and why)
 
 
 def by_class(model: Decoder) -> str:

@@ -103,8 +103,8 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
 
 def _stored(path: Path, model_config: ModelConfig, mtp: MtpNames | None) -> TensorStream:
     if path.is_dir():
-        name_of = text_tensor if mtp is None else mtp.own
-        return checkpoint_stream(path, as_stored=model_config.given is not None, name_of=name_of)
+        by_class = model_config.given is not None  # which has the names that are stored
+        return checkpoint_stream(path, str if by_class else text_tensor if mtp is None else mtp.own)
     return gguf_stream(_header(path, mtp), model_config)
 
 

@@ -19,6 +19,13 @@ _OF_VALUES = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log
 """Whose rows are those of the value heads, and no others."""
 
 
+def logarithms(name: str, rows: Tensor) -> Tensor:
+    """Of rates that files have as negative numbers. Raises ModelError."""
+    if not bool((rows < 0).all()):
+        raise ModelError(f"model: {name}: expected numbers below 0")
+    return (-rows.float()).log()
+
+
 class DeltaNets:
     """Of one model; where it has none, nothing changes."""
 
@@ -40,9 +47,7 @@ class DeltaNets:
                 yield name.replace("in_proj_ba", f"in_proj_{letter}"), part.flatten(0, 1)
             return
         if own == "A_log":
-            if not bool((rows < 0).all()):
-                raise ModelError(f"model: {name}: expected numbers below 0")
-            rows = (-rows.float()).log()
+            rows = logarithms(name, rows)
         if self._tiled and own in _OF_VALUES:
             rows = self._in_turn(name, rows)
         elif self._tiled and own in ("in_proj_qkv.weight", "conv1d.weight"):

@@ -17,7 +17,7 @@ from quire.engine.gguf.header import Header, StoredTensor
 from quire.engine.gguf.names import checkpoint_name
 from quire.engine.gguf.types import TensorType
 from quire.engine.layers.schemes.gguf import GROUPED, unpacked
-from quire.engine.worker.loading.gguf_delta import DeltaNets
+from quire.engine.worker.loading.gguf_delta import DeltaNets, logarithms
 from quire.engine.worker.loading.loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -105,10 +105,8 @@ def _of_space(name: str, rows: Tensor) -> Tensor:
         case "conv1d.weight":
             return rows.unsqueeze(1)
         case "A_log":
-            if not bool((rows < 0).all()):
-                raise ModelError(f"model: {name}: expected numbers below 0")
-            logarithms = (-rows.float()).log()
-            return logarithms.flatten() if rows.shape[1:] == (1,) else logarithms
+            rates = logarithms(name, rows)
+            return rates.flatten() if rows.shape[1:] == (1,) else rates
         case "D" | "norm.weight":
             return rows.flatten()
     return rows

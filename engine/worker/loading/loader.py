@@ -70,15 +70,10 @@ def _casts(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def checkpoint_stream(
-    path: Path, *, as_stored: bool = False, name_of: Callable[[str], str | None] = text_tensor
-) -> TensorStream:
+def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> TensorStream:
     """The tensors of a model directory that have a name by `name_of`, by default all but those for images and of heads,
-    from the files that weight_files finds; as_stored: all, by the names that they have there."""
+    from the files that weight_files finds."""
     for shard in present(weight_files(path)):
-        if as_stored:
-            yield from stored_tensors(shard)
-            continue
         for stored, tensor in stored_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
 
@@ -86,12 +81,11 @@ def checkpoint_stream(
 def image_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
     """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
 
-    def wanted(stored: str) -> bool:
-        return (name := image_tensor(stored)) is not None and not name.startswith(unused)
+    def wanted(stored: str) -> str | None:
+        name = image_tensor(stored)
+        return None if name is None or name.startswith(unused) else name
 
-    for shard in present(weight_files(path)):
-        for stored, tensor in stored_tensors(shard, wanted):
-            yield image_tensor(stored) or stored, tensor
+    return checkpoint_stream(path, wanted)
 
 
 def present(shards: Sequence[Path]) -> Sequence[Path]:

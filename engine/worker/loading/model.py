@@ -20,7 +20,7 @@ from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.errors import refuse
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.heads import Head, Stage
 from quire.engine.layers.pooling import vector_head
@@ -155,11 +155,11 @@ def adapter_room(config: EngineConfig, backend: Backend, dtype: torch.dtype, dev
     """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
     if not config.enable_lora:
         return None
-    if is_other(device):
-        wrong = f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}"
-        raise ConfigError(f"enable_lora: {wrong}", param="enable_lora")
-    if device.type == "cuda" and find_spec("triton") is None:
-        raise ConfigError("enable_lora: on a GPU it needs Triton (pip install triton)", param="enable_lora")
+    refuse(
+        "enable_lora",
+        is_other(device) and f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}",
+        device.type == "cuda" and find_spec("triton") is None and "on a GPU it needs Triton (pip install triton)",
+    )
     return Adapters(backend, config.max_loras, config.max_lora_rank, dtype, device)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
@@ -23,6 +23,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.select import experts_on_disk
 
+_PARAM = "experts_on_disk"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -46,27 +47,28 @@ def start_on_disk(
 
 def _made(config: EngineConfig, chosen: Chosen) -> ExpertsOnDisk | None:
     if config.experts_on_disk is None:
-        if config.experts_in_memory is not None:
-            wrong = "says how many GiB of experts are kept in memory that are on a disk (experts_on_disk)"
-            raise ConfigError(f"experts_in_memory: {wrong}", param="experts_in_memory")
+        asked = config.experts_in_memory is not None
+        why = "says how many GiB of experts are kept in memory that are on a disk (experts_on_disk)"
+        refuse("experts_in_memory", asked and why)
         return None
+    refuse(
+        _PARAM,
+        chosen.device.type != "cpu" and "a GPU's weights are in its memory; it is for CPUs",
+        not chosen.spec.parts(ExpertsSpec)
+        and "the model has no experts that a file of Quire computes, and of other weights a step reads all",
+        not hasattr(os, "posix_fallocate") and "this system cannot set a file's bytes aside; it is for Linux",
+    )
     folder, made = Path(config.experts_on_disk), None
-    if chosen.device.type != "cpu":
-        raise _wrong("a GPU's weights are in its memory; it is for CPUs")
-    if not chosen.spec.parts(ExpertsSpec):
-        raise _wrong("the model has no experts that a file of Quire computes, and of other weights a step reads all")
-    if not hasattr(os, "posix_fallocate"):
-        raise _wrong("this system cannot set a file's bytes aside; it is for Linux")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (kind := _filesystem(folder)) in _IN_MEMORY:
-            raise _wrong(f"{folder} is in memory itself ({kind}); name a folder on a disk")
+        kind = _filesystem(folder)
+        refuse(_PARAM, kind in _IN_MEMORY and f"{folder} is in memory itself ({kind}); name a folder on a disk")
         processes = config.ranks_here * config.data_parallel_size
         made = experts_on_disk(chosen.backend, folder, int((config.experts_in_memory or 0) * GIB) // processes)
     except OSError as error:
         raise _wrong(f"{folder}: {(error.strerror or str(error)).lower()}") from error
-    if made is None:
-        raise _wrong(f"backend {chosen.backend.name!r} reads no weights from files; --attention-backend cpu does")
+    name = chosen.backend.name
+    refuse(_PARAM, made is None and f"backend {name!r} reads no weights from files; --attention-backend cpu does")
     return made
 
 
@@ -90,7 +92,7 @@ def completed(model: Decoder, config: EngineConfig) -> Iterator[None]:
 
 
 def _wrong(why: str) -> ConfigError:
-    return ConfigError(f"experts_on_disk: {why}", param="experts_on_disk")
+    return ConfigError(f"{_PARAM}: {why}", param=_PARAM)
 
 
 def _filesystem(folder: Path) -> str:

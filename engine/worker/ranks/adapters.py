@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
-from quire.engine.core.executor import AdapterLoader
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.adapters import ModelAdapters
-from quire.engine.worker.ranks.messages import UseAdapter
 
 _WAIT_SECONDS = 1.0
 
 
-class Followers(Protocol):
-    """The ranks but the first (processes.py)."""
-
-    def send(self, message: UseAdapter) -> None: ...
-    def send_adapter(self, slot: int, adapter: Adapter) -> None: ...
-
-
-class LeadingAdapters:
-    """The first rank's AdapterLoader."""
-
-    def __init__(self, own: AdapterLoader, ranks: Followers) -> None:
-        self._own = own
-        self._ranks = ranks
-
-    def load(self, slot: int, adapter: Adapter) -> None:
-        self._ranks.send_adapter(slot, adapter)
-        self._own.load(slot, adapter)
-
-    def loaded(self) -> list[tuple[int, str | None]]:
-        found = self._own.loaded()
-        for slot, failure in found:
-            self._ranks.send(UseAdapter(slot, failed=failure is not None))
-        return found
-
-    def wait(self, seconds: float) -> None:
-        self._own.wait(seconds)
-
-
 class RankAdapters:
+    """Those of a rank but the first; the first one has LeadingAdapters (processes.py)."""
+
     def __init__(self, own: ModelAdapters) -> None:
         self._own = own
         self._settled: dict[int, deque[bool]] = {}

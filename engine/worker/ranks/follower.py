@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -24,11 +24,11 @@ import msgspec
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
-from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import (
     Failed,
     FromRank,
+    Inbox,
     Progress,
     Start,
     decode_to_rank,
@@ -36,9 +36,8 @@ from quire.engine.worker.ranks.messages import (
     frame,
     read_frame,
 )
-from quire.engine.worker.ranks.rank import OwnMachine, Rank, StageRank, TensorRank
+from quire.engine.worker.ranks.rank import Rank, StageRank, TensorRank
 from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
-from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
@@ -50,7 +49,7 @@ Read = Callable[[], bytes | None]
 """The next message; None where the first rank has ended."""
 
 
-def follow(read: Read, say: Callable[[FromRank], None], here: OwnMachine | None = None) -> int:
+def follow(read: Read, say: Callable[[FromRank], None], here: Joined | None = None) -> int:
     """Load, and then compute until there is nothing more to `read`. Returns the exit status."""
     if (first := read()) is None:
         return 0
@@ -69,6 +68,7 @@ def follow(read: Read, say: Callable[[FromRank], None], here: OwnMachine | None 
     except ConnectionError:  # there is nobody to meet any more
         return 0
     say(rank.loaded)
+    # The engine tells all stages and receives from one: it must not wait for one that waits for it.
     read = Inbox(read).get if isinstance(rank, StageRank) else read
     try:
         while (content := read()) is not None:
@@ -99,25 +99,9 @@ def teller(answers: BinaryIO) -> Callable[[FromRank], None]:
     return say
 
 
-def join() -> int:
-    """Follow the first rank of another machine. Returns the exit status."""
-    if not (line := read_configuration()):
-        return 0
-    end_with_parent()
-    joined = msgspec.json.decode(line, type=Joined)
-    config = EngineConfig.model_validate_json(joined.config)
-    os.nice(config.niceness)
-    all_cores = node_cores(config.ranks_here, allowed_cores())
-    return follow_joined(config, joined, all_cores[joined.place] if all_cores else set())
-
-
-def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
-    settings = config.model_dump(include={"model", "revision", "threads"})
-    here = OwnMachine(settings, cores, joined.address, Path(joined.copies))
-    try:
-        orders, answers = find_store(joined.store), find_store(joined.store)
-    except ConnectionError:
-        return 0
+def store_of(joined: Joined) -> tuple[Read, Callable[[FromRank], None]]:
+    """What reads orders, and what says something, by the first rank's store. Raises ConnectionError."""
+    orders, answers = find_store(joined.store), find_store(joined.store)
     orders.set_timeout(_NO_TIMEOUT)
 
     def read() -> bytes | None:
@@ -132,21 +116,26 @@ def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
         except RuntimeError as error:
             raise ConnectionError from error
 
-    return follow(read, say, here)
+    return read, say
 
 
 def main() -> None:
     killed_with_parent()  # `end_with_parent` would read the orders
     faulthandler.register(signal.SIGUSR1)
-    status = 1
+    status = 0
     try:
-        if sys.argv[1] == "--joined":
-            status = join()
-        else:
+        if sys.argv[1] != "--joined":
             with os.fdopen(int(sys.argv[1]), "wb") as answers:
                 status = follow(partial(read_frame, sys.stdin.buffer), teller(answers))
+        elif line := read_configuration():
+            joined = msgspec.json.decode(line, type=Joined)
+            end_with_parent()
+            os.nice(joined.niceness)
+            with suppress(ConnectionError):  # there is nobody to follow any more
+                status = follow(*store_of(joined), joined)
     except Exception:
         traceback.print_exc()
+        status = 1
     finally:  # without taking anything down: NCCL would wait for decode graphs, or for ranks that have ended
         sys.stderr.flush()
         os._exit(status)

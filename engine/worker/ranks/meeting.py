@@ -45,7 +45,7 @@ def find_store(place: tuple[str, int]) -> dist.TCPStore:
 
 def meet(start: Start, config: EngineConfig, chosen: Chosen, address: str) -> Collective:
     """The ranks as one that was started sees them. `address`: at which other machines reach this one."""
-    count = config.tensor_parallel_size
+    count = config.ranks
     if start.store is None:
         (memory,) = start.descriptors
         group = chosen.backend.collective(memory, start.rank, count, os.getppid())
@@ -61,9 +61,10 @@ def in_order(config: EngineConfig, device: torch.device) -> bool:
     return config.deterministic or device.type == "cpu"
 
 
-def check_connection(group: Collective, device: torch.device) -> None:
+def check_connection(group: Collective, device: torch.device, setting: str = "tensor_parallel_size") -> None:
     """Sum some megabytes once. Raises ConfigError where the ranks cannot reach each other, with what the library says
-    of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs."""
+    of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs. `setting`:
+    what asks for them."""
     try:
         wrong = _wrong_sum(group, device)
     except (RankEnded, RuntimeError) as error:
@@ -76,7 +77,7 @@ def check_connection(group: Collective, device: torch.device) -> None:
     if wrong is not None:
         wrong = f"the ranks cannot reach each other: {wrong}"
         wrong = f"{wrong}; {advice}" if device.type == "cuda" else wrong
-        raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size") from cause
+        raise ConfigError(f"{setting}: {wrong}", param=setting) from cause
 
 
 def _wrong_sum(group: Collective, device: torch.device) -> str | None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, BinaryIO, Literal
 
 import msgspec
-import numpy as np
-import torch
-from torch import Tensor
 
 from quire.engine.core.batch import Batch, DraftRow
 from quire.engine.types import Adapter
 
 FRAME_LENGTH = struct.Struct("<Q")
 """Before each message in a pipe."""
-
-
-class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of the host."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: bytes
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -33,11 +24,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The engine's, as JSON."""
     rank: int
     descriptors: list[int]
-    """Of the memory that all ranks share; or of the pipes that a stage writes to and, but for the first one, reads."""
+    """Of the memory that all ranks share, if they do."""
     cores: list[int]
     """To stay on; none: all."""
     store: tuple[str, int] | None = None
-    """The address of the store where ranks find each other (torch.distributed's TCPStore); None: they need none."""
+    """The address of the store where ranks find each other (torch.distributed's TCPStore); None: they share memory."""
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +99,7 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call something, as engine.executor.call_of writes it. Answered by Called."""
+    """Call something, as `call_of` of engine/core/executor.py writes it. Answered by Called."""
 
     content: bytes
 
@@ -156,20 +147,12 @@ class Called(msgspec.Struct, frozen=True, tag=True):
 FromRank = Loaded | Measured | Failed | Progress | Ended | Called
 
 
-class Passed(msgspec.Struct, frozen=True, tag=True):
-    """What a stage has computed, for the next one, which adds the two."""
-
-    x: Array
-    residual: Array
-
-
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-decode_passed = msgspec.msgpack.Decoder(Passed).decode
 
 
-def frame(message: ToRank | FromRank | Passed) -> bytes:
+def frame(message: ToRank | FromRank) -> bytes:
     encoded = encode(message)
     return FRAME_LENGTH.pack(len(encoded)) + encoded
 
@@ -183,13 +166,22 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
     return content if len(content) == length else None
 
 
-def array(tensor: Tensor) -> Array:
-    numbers = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # which NumPy does not have
-    return Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), numbers.numpy().tobytes())
+class Inbox:
+    """Messages that a thread reads as they come, so that who sends them never waits for who takes them."""
+
+    def __init__(self, read: Callable[[], bytes | None]) -> None:
+        """`read`: the next message; None: there is none any more."""
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_read, args=(read, self._messages), name="inbox", daemon=True).start()
+
+    def get(self) -> bytes | None:
+        """Wait for the next message; None where there is none any more."""
+        if (content := self._messages.get()) is None:
+            self._messages.put(None)
+        return content
 
 
-def tensor(array: Array) -> Tensor:
-    dtype = getattr(torch, array.dtype)
-    if not array.content:
-        return torch.empty(array.shape, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(bytearray(array.content), dtype=np.uint8)).view(dtype).view(array.shape)
+def _read(read: Callable[[], bytes | None], messages: SimpleQueue[bytes | None]) -> None:
+    while (content := read()) is not None:
+        messages.put(content)
+    messages.put(None)

@@ -4,61 +4,59 @@ next ones, which are of other sequences (Scheduler's `micro_batches`)."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.models.decoder import Decoder
+from quire.engine.worker.device import Chosen
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.pending import PendingStep
 from quire.engine.worker.ranks.messages import Loaded, Picked, Step
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.spmd import for_others
-from quire.engine.worker.ranks.stages import Stage, of_pipe, pass_to
+from quire.engine.worker.ranks.stages import Stage
 from quire.engine.worker.runner import Begun, Runner
+from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(Ranks):
     """The processes of all stages but the last, in their order."""
 
     setting, called = "pipeline_parallel_size", "stages"
+    over_memory = False
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[], None], on_end: Callable[[int], None] | None = None
+        self,
+        config: EngineConfig,
+        chosen: Chosen,
+        progress: Callable[[], None],
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
         """`progress` is called, by a thread, after each part of a step of any of them. Raises ConfigError."""
-        pipes = [os.pipe() for _ in range(config.pipeline_parallel_size - 1)]
-        reads, writes = zip(*pipes, strict=True)
-        last = os.fdopen(reads[-1], "rb")
-        try:
-            super().__init__(config, [[writes[0]], *map(list, zip(writes[1:], reads, strict=False))], on_end)
-        except BaseException:
-            last.close()
-            raise
-        self._passed = of_pipe(last)
-        """What the last of them passes on."""
+        super().__init__(config, chosen, on_end)
         self._progress = progress
-
-    def wait_loaded(self) -> list[Loaded]:
-        found = super().wait_loaded()
-        for read in self._answers:
-            threading.Thread(target=_hear, args=(read, self._progress), name="progress", daemon=True).start()
-        return found
 
     def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
         own = load(kind=Stage)
         assert isinstance(own.model, Stage)
-        own.model.follow(self._passed)
-        others = self.wait_loaded()
+        assert isinstance(self.group, DistributedCollective)
+        own.model.follow(self.group, self.count - 1)
+        others = self.read(Loaded)
         checkpoint = own.checkpoint.joined(each.table for each in others)
         return replace(own, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
+
+    def available(self, measure: Callable[[], int]) -> int:
+        found = super().available(measure)
+        for read in self._answers:  # from now on they answer nothing else
+            threading.Thread(target=_hear, args=(read, self._progress), name="progress", daemon=True).start()
+        return found
 
     def runner(self, *parts: Any) -> Runner:
         return PipelineRunner(self, *parts)
@@ -120,22 +118,21 @@ class _Passing:
 
 
 class StageRunner(Runner):
-    """That of a stage but the last one, which passes on what it has computed."""
+    """That of a stage but the last one, which sends on what it has computed."""
 
-    def __init__(self, after: BinaryIO, *parts: Any) -> None:
-        """`after`: the pipe to the next stage. `parts`: a Runner's."""
+    def __init__(self, group: DistributedCollective, *parts: Any) -> None:
+        """`parts`: a Runner's."""
         super().__init__(*parts)
-        self._after = after
+        self._group = group
 
     @torch.inference_mode()
     def compute(self, batch: Batch, picked: list[Picked]) -> None:
-        """`picked`: by steps before, what later ones go on with. Raises BrokenPipeError where the next stage has
-        ended."""
+        """`picked`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
         for each in picked:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
             self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
         begun = self._begin(batch)
         self._copy(batch)
         if (inputs := begun.inputs) is not None:
-            passed = self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache, begun.features)
-            pass_to(self._after, *passed)
+            for passed in self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache, begun.features):
+                self._group.send(passed, (self._group.rank + 1) % self._group.count)

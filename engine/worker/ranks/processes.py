@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, Everywhere
@@ -25,30 +27,36 @@ from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.types import Adapter
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.ranks.adapters import LeadingAdapters
+from quire.engine.worker.device import Chosen
 from quire.engine.worker.ranks.calls import RankWorker, called
+from quire.engine.worker.ranks.meeting import check_connection, in_order, open_store
 from quire.engine.worker.ranks.messages import (
     Call,
     Called,
     Failed,
     LoadAdapter,
     Loaded,
+    Measure,
     Measured,
     Start,
     ToRank,
+    UseAdapter,
     decode_from_rank,
     frame,
     read_frame,
 )
-from quire.engine.worker.ranks.remote import Remote
-from quire.engine.worker.runner import Runner
-from quire.kernels.collective import RankEnded
+from quire.engine.worker.ranks.remote import Gathering, Remote
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.distributed import join_ranks
 
 _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
 _LOOK_SECONDS = 0.5
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CUMEM = "NCCL_CUMEM_ENABLE"
+"""With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside."""
 PROGRAM = module("quire.engine.worker.ranks.follower")
 
 Answer = TypeVar("Answer", Loaded, Measured, Called)
@@ -65,33 +73,42 @@ class RankProcess(Protocol):
     def destroy(self) -> None: ...
 
 
-class Ranks(ABC):
-    """Started when constructed; ended by `close`, or when nobody holds this any more. Raises ConfigError where they
-    cannot be started."""
+class LeadingAdapters:
+    """The first rank's AdapterLoader."""
+
+    def __init__(self, own: AdapterLoader, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self.wait = own.wait
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        self._ranks.send_adapter(slot, adapter)
+        self._own.load(slot, adapter)
+
+    def loaded(self) -> list[tuple[int, str | None]]:
+        found = self._own.loaded()
+        for slot, failure in found:
+            self._ranks.send(UseAdapter(slot, failed=failure is not None))
+        return found
+
+
+class Ranks(SingleProcess):
+    """Started when constructed, once all machines have joined; ended by `close`, or when nobody holds this any more.
+    Raises ConfigError where they cannot be started."""
 
     setting: str
     """That asks for them."""
     called: str
     """What they are called."""
-    pinned = True
-    """Whether each stays on cores of its own, where there are several nodes of memory."""
+    over_memory = True
+    """Whether they may reach each other over memory that they share."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        descriptors: Sequence[list[int]],
-        on_end: Callable[[int], None] | None = None,
-        remote: Sequence[Remote] = (),
-        store: tuple[str, int] | None = None,
-    ) -> None:
-        """`descriptors`: for each process of this machine, by which it reaches others; they are closed here. `on_end`
-        is called, by a thread, with the return code of a process that ends unasked, as subprocess says it; then every
-        later call raises EngineError. `remote`: those of other machines. `store`: see Start."""
-        local = 1 + len(descriptors)
-        self.count = local + len(remote)
-        self._on_end = on_end
-        self._closing = threading.Event()
-        self._ended = threading.Event()
+    def __init__(self, config: EngineConfig, chosen: Chosen, on_end: Callable[[int], None] | None = None) -> None:
+        """`config`: with this machine's own paths. `on_end` is called, by a thread, with the return code of a process
+        that ends unasked, as subprocess says it; then every later call raises EngineError."""
+        self._config, self._device, self._on_end = config, chosen.device, on_end
+        self.count = config.ranks
+        self._over, self._closing, self._ended = (threading.Event() for _ in range(3))
         self.failure = ""
         """Which of them has ended, and how."""
         self._processes: list[RankProcess] = []
@@ -99,26 +116,62 @@ class Ranks(ABC):
         """What reads each one's next frame; None: it has ended."""
         self._sent: set[str] = set()
         """Digests of the adapters that other machines have."""
-        allowed = allowed_cores()
-        self._cores = node_cores(local, allowed) if self.pinned else []
-        self.close = weakref.finalize(self, _end, self._processes, self._closing, allowed if self._cores else set())
-        """Ends the processes and waits for them."""
+        if chosen.device.type == "cuda":
+            os.environ.setdefault(_CUMEM, "0")
+        gathering = Gathering(config) if config.nnodes > 1 else None
+        remote = [] if gathering is None else gathering.wait()
         try:
-            told = config.model_dump_json()
-            for rank, own in enumerate(descriptors, 1):
-                cores = sorted(self._cores[rank]) if self._cores else []
-                self._start(Start(told, rank, own, cores, store))
-            for rank, each in enumerate(remote, local):
+            self.group, memory, store = self._meet(chosen, gathering)
+            self._start_all(memory, remote, store)
+        except BaseException:
+            for each in remote:
+                each.destroy()
+            raise
+
+    def _meet(
+        self, chosen: Chosen, gathering: Gathering | None
+    ) -> tuple[Collective, list[int], tuple[str, int] | None]:
+        """The ranks as this one sees them, and by which descriptors or at which place the others find them."""
+        row = 4 * -(-chosen.spec.vocab_size // self.count)
+        over_memory = self.over_memory and gathering is None
+        memory = chosen.backend.ranks_memory(self.count, row) if over_memory else None
+        if memory is not None:
+            return chosen.backend.collective(memory, 0, self.count), [memory], None
+        host = "127.0.0.1" if gathering is None else gathering.host
+        store = open_store(socket.create_server((host, 0))) if gathering is None else gathering.store
+        ordered = in_order(self._config, chosen.device)
+        group = join_ranks(store, 0, self.count, chosen.device, in_order=ordered, address=host)
+        return group, [], (host, store.port)
+
+    def _start_all(self, memory: list[int], remote: Sequence[Remote], store: tuple[str, int] | None) -> None:
+        on_cpu, here, told = self._device.type == "cpu", self._config.ranks_here, self._config.model_dump_json()
+        # NCCL waits in `close` until the GPU has stopped, and until no decode graph holds its calls any more. The
+        # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
+        closing = threading.Thread(target=_close, args=(self._over, self.group), name="let-go", daemon=True)
+        closing.start()
+        waits = closing if on_cpu else None  # for the store's port, which the next engine listens at
+        weakref.finalize(self, _let_go, self._over, waits).atexit = False
+        allowed = allowed_cores()
+        cores = node_cores(here, allowed) if on_cpu else []
+        self._end = weakref.finalize(self, _end, self._processes, self._closing, allowed if cores else set())
+        try:
+            for rank in range(1, here):
+                self._start(Start(told, rank, memory, sorted(cores[rank]) if cores else [], store))
+            for rank, each in enumerate(remote, here):
                 self._begin(each, each.get, Start(told, rank, [], [], store))
-            stay_on(self._cores[0] if self._cores else set())
-            looks_at = (self._processes, self._closing, config.engine_heartbeat_timeout)
+            stay_on(cores[0] if cores else set())
+            where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
+            where += "" if on_cpu else ", each on a GPU of its own"
+            names = ", ".join(map(_name, self._processes))
+            self.note = f"{self.count} {self.called}, beside this process {names}{where}"
+            looks_at = (self._processes, self._closing, self._config.engine_heartbeat_timeout)
             threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
         except OSError as error:
             self.close()
             why = f"no process can be started: {error.strerror}"
             raise ConfigError(f"{self.setting}: {why}", param=self.setting) from error
         finally:
-            for descriptor in {each for own in descriptors for each in own}:
+            for descriptor in memory:
                 os.close(descriptor)
 
     def send(self, message: ToRank) -> None:
@@ -146,18 +199,29 @@ class Ranks(ABC):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises EngineError, which says why, where what runs inside finds that a rank has ended."""
-        if self._ended.is_set():
-            raise EngineError(self.failure)
+        """Raises EngineError, which says why, where what runs inside finds that a rank has ended, and where a GPU that
+        waits no longer for one goes on with what it has."""
+        self._check()
         try:
             yield
         except (RankEnded, ConnectionError, TimeoutError) as error:
             self._ended.wait(_STOP_SECONDS)  # a pipe breaks a moment before its process has ended
             raise EngineError(self.failure or "a rank has closed its pipe") from error
+        except RuntimeError as error:  # PyTorch's
+            self._check(error)
+            raise
+        self._check()
 
-    def wait_loaded(self) -> list[Loaded]:
-        """Wait until all have loaded their weights. Returns what each says of them. Raises what they raised."""
-        return self.read(Loaded)
+    def _check(self, error: Exception | None = None) -> None:
+        if self.failure:
+            raise EngineError(self.failure) from error
+
+    @contextmanager
+    def told(self, message: ToRank) -> Iterator[None]:
+        """All other ranks do what runs inside."""
+        self.send(message)
+        with self.watched():
+            yield
 
     def read(self, kind: type[Answer]) -> list[Answer]:
         """The next answer of each, which is of this kind. Raises what they raised."""
@@ -173,47 +237,37 @@ class Ranks(ABC):
             found.append(answer)
         return found
 
-    @abstractmethod
-    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
-        hold. Of ranks that divide every layer it counts what all have read."""
-
     def available(self, measure: Callable[[], int]) -> int:
-        """Bytes for the KV cache, here and where others compute; `measure` finds this process'."""
-        return measure()
+        """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
+        have reached each other. Raises ConfigError."""
+        with self.told(Measure()):
+            check_connection(self.group, self._device, self.setting)
+            own = measure()
+        least = min([own, *(each.available for each in self.read(Measured))])
+        return least * self.count if self._device.type == "cuda" else least
 
-    @abstractmethod
-    def runner(self, *parts: Any) -> Runner:
-        """This process', which leads the others'. `parts`: a Runner's."""
-
-    def heads(self, *parts: Any) -> Heads:
-        """`parts`: those of Heads."""
-        return Heads(*parts)
+    def close(self) -> None:
+        """End the processes and wait for them."""
+        self._end()
 
     def adapters(self, own: AdapterLoader) -> AdapterLoader:
-        """What loads adapters on all of them; `own`: on this one."""
         return LeadingAdapters(own, self)
 
     def everywhere(self, model: Decoder) -> Everywhere | None:
-        """What calls something on all of them; None: they take no calls. `model`: this one's part."""
         worker = RankWorker(0, self.count, model)
 
         def call(content: bytes) -> list[bytes]:
-            self.send(Call(content))
-            with self.watched():
+            with self.told(Call(content)):
                 own = called(worker, content)
             return [own, *(each.content for each in self.read(Called))]
 
         return call
 
-    def environment(self, rank: int) -> dict[str, str] | None:
+    def _environment(self, rank: int) -> dict[str, str] | None:
         """The variables of a process; None: this one's."""
-        return None
-
-    @property
-    def note(self) -> str:
-        where = f", on cores {'; '.join(str(sorted(each)) for each in self._cores)}" if self._cores else ""
-        return f"{self.count} {self.called}, beside this process {', '.join(map(_name, self._processes))}{where}"
+        if self._device.type != "cuda":
+            return None
+        return os.environ | {_VISIBLE: visible_gpus(rank, os.environ.get(_VISIBLE), torch.cuda.device_count())}
 
     @property
     def pids(self) -> Sequence[int]:
@@ -225,7 +279,7 @@ class Ranks(ABC):
             child = Child(
                 [*PROGRAM, str(theirs)],
                 descriptors=(*start.descriptors, theirs),
-                environment=self.environment(start.rank),
+                environment=self._environment(start.rank),
             )
         except OSError:
             os.close(answers)
@@ -239,7 +293,7 @@ class Ranks(ABC):
         self._answers.append(read)
         watch = (process, start.rank, weakref.ref(self), self._closing)
         threading.Thread(target=_watch, args=watch, name=f"rank-{start.rank}-watch", daemon=True).start()
-        with suppress(ConnectionError):  # it has ended already, which `wait_loaded` will report
+        with suppress(ConnectionError):  # it has ended already, which `read` will report
             process.send(frame(start))
 
     def lost(self, rank: int, process: RankProcess, code: int) -> None:
@@ -248,14 +302,11 @@ class Ranks(ABC):
         if isinstance(process, Remote) and process.lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_name(process)}) {how}"
-        self.let_go()
+        self._over.set()  # so that none waits for one that has ended
         if self._on_end is not None:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
             self._on_end(code)  # which may end this process, before anybody gets an error for it
         self._ended.set()
-
-    def let_go(self) -> None:  # noqa: B027
-        """Let none wait for one that has ended. Called by a thread."""
 
 
 def _name(process: RankProcess) -> str:
@@ -292,3 +343,23 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.destroy()
+
+
+def _let_go(over: threading.Event, closing: threading.Thread | None) -> None:
+    over.set()
+    if closing is not None:
+        closing.join(_STOP_SECONDS)
+
+
+def _close(over: threading.Event, group: Collective) -> None:
+    """In a thread."""
+    over.wait()
+    group.close()
+
+
+def visible_gpus(rank: int, visible: str | None, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a rank, by the engine's and the number of GPUs: its own first, so that in each rank every
+    thread's GPU is the right one. It sees the others too, for where one rank sees a GPU and another does not, NCCL may
+    choose different ways between them (https://github.com/NVIDIA/nccl/issues/1066)."""
+    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
+    return ",".join([gpus.pop(rank), *gpus])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
@@ -30,7 +26,7 @@ from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
 from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler
-from quire.engine.worker.loading.room import make_room
+from quire.engine.worker.loading.room import Room, make_room
 from quire.engine.worker.loading.samples import sampled
 from quire.engine.worker.memory import available_bytes, explained_weights
 from quire.engine.worker.ranks.adapters import RankAdapters
@@ -55,36 +51,25 @@ from quire.engine.worker.ranks.messages import (
     decode_to_rank,
 )
 from quire.engine.worker.ranks.pipeline import StageRunner
-from quire.engine.worker.ranks.stages import Stage, of_pipe
+from quire.engine.worker.ranks.remote import Joined
+from quire.engine.worker.ranks.stages import Stage
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.grammar import SlotGrammars
-
-
-@dataclass(frozen=True, slots=True)
-class OwnMachine:
-    """What a machine but the first knows better than the first."""
-
-    settings: Mapping[str, Any]
-    cores: Set[int]
-    """To stay on; none: all."""
-    address: str
-    """At which the ranks of other machines reach it."""
-    copies: Path
-    """A folder for adapters that are sent from another machine."""
+from quire.kernels.distributed import DistributedCollective
 
 
 class Rank(ABC):
     """Loads its part of the model when constructed. Raises QuireError."""
 
+    setting: str
+    """That asks for it."""
     loaded: Loaded
     _runner: Runner
     _heads: Heads
 
-    def __init__(
-        self, config: EngineConfig, start: Start, progress: Callable[[], None], here: OwnMachine | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, start: Start, progress: Callable[[], None], here: Joined | None) -> None:
         """`progress` is called after each part of a stage's step. `here`: of a machine but the first."""
-        stay_on(set(start.cores) if here is None else here.cores)
+        stay_on(set(start.cores if here is None else here.cores))
         if here is not None:
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
@@ -94,7 +79,8 @@ class Rank(ABC):
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
         with explained_weights():
-            self._part = self._load(load, start, progress)
+            self._group = meet(start, config, self._chosen, config.master_addr if here is None else here.address)
+            self._part = self._load(load, progress)
         self._adapters: RankAdapters | None = None
         if self._part.adapters is not None:
             self._adapters = RankAdapters(
@@ -102,24 +88,22 @@ class Rank(ABC):
             )
 
     @abstractmethod
-    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel: ...
+    def _load(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel: ...
 
     @abstractmethod
-    def _measure(self) -> Measured: ...
-
-    @abstractmethod
-    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner: ...
+    def _make_runner(self, room: Room, pages: int) -> Runner: ...
 
     def _step(self, batch: Batch, picked: list[Picked]) -> None:
         self._runner.launch(batch)
 
-    @abstractmethod
     def close(self) -> None:
         """Compute nothing any more, and let no other rank wait."""
+        self._group.close()
 
     def do(self, content: bytes) -> FromRank | None:
         """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
         where another rank has ended."""
+        model = self._part.model
         match decode_to_rank(content):
             case Step(batch, picked):
                 self._step(batch, picked)
@@ -130,14 +114,17 @@ class Rank(ABC):
             case TryGuess(count):
                 self._heads.try_guess(count)
             case Measure():
-                return self._measure()
+                check_connection(self._group, self._chosen.device, self.setting)
+                return Measured(available_bytes(model, self._model_config, self._chosen.backend, self._config))
             case Call(content):
-                return Called(called(RankWorker(self._number, self._config.ranks, self._part.model), content))
+                return Called(called(RankWorker(self._number, self._config.ranks, model), content))
             case Allocate(pages, max_model_len, sequences, snapshots):
-                self._runner = self._make_runner(pages, max_model_len, StateShares(sequences, snapshots))
+                shares = StateShares(sequences, snapshots)
+                room = make_room(self._config, self._chosen, self._part, pages, max_model_len, shares)
+                self._runner = self._make_runner(room, pages)
             case LoadAdapter(slot, adapter, files):
                 assert self._adapters is not None
-                self._adapters.load(slot, adapter if self._here is None else _copied(adapter, files, self._here.copies))
+                self._adapters.load(slot, _copied(adapter, files, self._here))
             case UseAdapter(slot, failed):
                 assert self._adapters is not None
                 self._adapters.use(slot, failed=failed)
@@ -149,15 +136,12 @@ class Rank(ABC):
 class TensorRank(Rank):
     """Has a part of every layer, and the whole tower: each rank makes the same features of an image."""
 
+    setting = "tensor_parallel_size"
     _head: LoadedHead | None = None
 
-    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel:
+    def _load(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
         config, chosen = self._config, self._chosen
-        address = config.master_addr if self._here is None else self._here.address
-        self._group = meet(start, config, chosen, address)
-        loaded = load(
-            _nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group, config.divides_tokens)
-        )
+        loaded = load(_nothing, shard=Shard(self._number, self._group.count, self._group, config.divides_tokens))
         if config.speculative_config is not None and config.speculative_config.hidden_states:
             self._head = load_head(config, self._model_config, chosen.backend, loaded.model)
         self._tower = load_tower(config, self._path, self._model_config, chosen, _nothing)
@@ -165,14 +149,8 @@ class TensorRank(Rank):
         self.loaded = Loaded(loaded.read_bytes + self._tower.weight_bytes, digest=digest)
         return loaded
 
-    def _measure(self) -> Measured:
-        check_connection(self._group, self._chosen.device)
-        model, backend = self._part.model, self._chosen.backend
-        return Measured(available_bytes(model, self._model_config, backend, self._config))
-
-    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner:
+    def _make_runner(self, room: Room, pages: int) -> Runner:
         part, config, heads = self._part, self._config, None
-        room = make_room(config, self._chosen, part, pages, max_model_len, shares)
         if self._head is not None:
             heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
         pooler = choose_pooler(config, self._path, part)
@@ -180,50 +158,44 @@ class TensorRank(Rank):
         grammars, features = SlotGrammars(_no_grammars), self._tower.features
         return Runner(part.model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, features)
 
-    def close(self) -> None:
-        self._group.close()
-
 
 class StageRank(Rank):
     """Has some of the layers."""
 
-    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel:
-        own, *before = start.descriptors
-        self._next = os.fdopen(own, "wb")
-        inboxes = [of_pipe(os.fdopen(each, "rb")) for each in before]
-        loaded = load(progress, kind=Stage, stage=start.rank - 1)
+    setting = "pipeline_parallel_size"
+    _runner: StageRunner
+
+    def _load(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
+        loaded = load(progress, kind=Stage, stage=self._number - 1)
         assert isinstance(loaded.model, Stage)
-        for inbox in inboxes:
-            loaded.model.follow(inbox)
+        assert isinstance(self._group, DistributedCollective)
+        if self._number > 1:
+            loaded.model.follow(self._group, self._number - 1)
         held = held_bytes(loaded.model.parameters(), self._config, self._chosen.backend, loaded.read_bytes)
         about = self._config, self._path, self._model_config, self._chosen
-        self._tower = load_tower(*about, progress, stage=start.rank - 1)
+        self._tower = load_tower(*about, progress, stage=self._number - 1)
         held += self._tower.weight_bytes
         table = loaded.checkpoint.table.items()
         self.loaded = Loaded(held, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
 
-    def _measure(self) -> Measured:
-        raise AssertionError("the last stage measures alone")
-
-    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner:
-        part, eos = self._part, self._model_config.eos_token_ids
-        room = make_room(self._config, self._chosen, part, pages, max_model_len, shares)
-        grammars, features = SlotGrammars(_no_grammars), self._tower.features
-        own = StageRunner(self._next, part.model, room.pages, room.slots, grammars, eos, None, None, None, features)
-        self._compute = own.compute
-        return own
+    def _make_runner(self, room: Room, pages: int) -> Runner:
+        assert isinstance(self._group, DistributedCollective)
+        grammars, eos = SlotGrammars(_no_grammars), self._model_config.eos_token_ids
+        features = self._tower.features
+        return StageRunner(
+            self._group, self._part.model, room.pages, room.slots, grammars, eos, None, None, None, features
+        )
 
     def _step(self, batch: Batch, picked: list[Picked]) -> None:
-        self._compute(batch, picked)
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):
-            self._next.close()
+        self._runner.compute(batch, picked)
 
 
-def _copied(adapter: Adapter, files: Mapping[str, bytes], copies: Path) -> Adapter:
-    folder = copies / adapter.digest
+def _copied(adapter: Adapter, files: Mapping[str, bytes], here: Joined | None) -> Adapter:
+    """The adapter as this machine has it."""
+    if here is None:
+        return adapter
+    folder = Path(here.copies) / adapter.digest
     folder.mkdir(exist_ok=True)
     for name in files.keys() & {CONFIG, WEIGHTS}:
         (folder / name).write_bytes(files[name])

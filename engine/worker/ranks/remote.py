@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ from quire.engine.checkpoint.page_groups import without_windows
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.worker.ranks.meeting import find_store, open_store
-from quire.engine.worker.ranks.messages import FRAME_LENGTH, Ended, Progress, decode_from_rank, encode
+from quire.engine.worker.ranks.messages import FRAME_LENGTH, Ended, Inbox, Progress, decode_from_rank, encode
 from quire.kernels.cpu.backend import Cpu
 
 JOINS = "joins"
@@ -68,15 +69,17 @@ class Answer(msgspec.Struct, frozen=True):
 class Joined(msgspec.Struct, frozen=True):
     """What the process of a rank is told on its standard input: it has joined."""
 
-    config: str
-    """This machine's, as JSON."""
     store: tuple[str, int]
     rank: int
-    place: int
+    settings: dict[str, Any]
+    """What this machine knows better than the first one."""
+    cores: list[int]
+    """To stay on; none: all."""
+    niceness: int
     address: str
     """This machine's, at which the others reach it."""
     copies: str
-    """A folder for adapters."""
+    """A folder for adapters that are sent from another machine."""
 
 
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
@@ -108,20 +111,15 @@ class Remote:
         self.lost = True
         """Whether nobody has said how it ended."""
         self._store, self._rank = find_store(place), rank
-        self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._code = -signal.SIGKILL  # nothing that was computed takes a machine away
         self._ended = threading.Event()
-        threading.Thread(target=self._read, args=(find_store(place),), name="rank-answers", daemon=True).start()
+        answers = find_store(place)
+        answers.set_timeout(SILENCE)
+        self.get = Inbox(partial(self._next, answers)).get
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
-
-    def get(self) -> bytes | None:
-        """Wait for the next message; None where it has ended."""
-        if (content := self._frames.get()) is None:
-            self._frames.put(None)
-        return content
 
     def wait(self, timeout: float | None = None) -> int:
         """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
@@ -149,20 +147,15 @@ class Remote:
         with suppress(RuntimeError):
             self._store.queue_push(orders_of(self._rank), content)
 
-    def _read(self, store: torch.distributed.TCPStore) -> None:
-        store.set_timeout(SILENCE)
+    def _next(self, store: torch.distributed.TCPStore) -> bytes | None:
+        """Its next answer; None where it has ended. In a thread."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
-            while True:
-                match decode_from_rank(content := store.queue_pop(answers_of(self._rank))):
-                    case Ended(code):
-                        self._code, self.lost = code, False
-                        break
-                    case Progress():
-                        pass
-                    case _:
-                        self._frames.put(content)
-        self._frames.put(None)
+            while not isinstance(said := decode_from_rank(content := store.queue_pop(answers_of(self._rank))), Ended):
+                if not isinstance(said, Progress):
+                    return content
+            self._code, self.lost = said.code, False
         self._ended.set()
+        return None
 
 
 class Gathering:

@@ -1,4 +1,4 @@
-"""One process that computes a model alone: what Ranks are where there are no others."""
+"""One process that computes a model alone. Where others compute with it, Ranks (processes.py) do this otherwise."""
 
 from __future__ import annotations
 
@@ -15,29 +15,37 @@ from quire.engine.worker.runner import Runner
 
 
 class SingleProcess:
-    note = None
+    note: str | None = None
+    """Which processes there are, for the log."""
 
     def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
+        hold. Of ranks that divide every layer it counts what all have read."""
         return load(), 0
 
     def available(self, measure: Callable[[], int]) -> int:
+        """Bytes for the KV cache, here and where others compute; `measure` finds this process'."""
         return measure()
 
     def send(self, message: ToRank) -> None:
-        pass
+        """To all others, which read it when they have done what they were told before."""
 
     def runner(self, *parts: Any) -> Runner:
+        """This process', which leads the others'. `parts`: a Runner's."""
         return Runner(*parts)
 
     def heads(self, *parts: Any) -> Heads:
+        """`parts`: those of Heads."""
         return Heads(*parts)
 
     def adapters(self, own: AdapterLoader) -> AdapterLoader:
+        """What loads adapters on all of them; `own`: on this one."""
         return own
 
-    def everywhere(self, model: Decoder) -> Everywhere:
+    def everywhere(self, model: Decoder) -> Everywhere | None:
+        """What calls something on all of them; None: they take no calls. `model`: this one's part."""
         worker = RankWorker(0, 1, model)
         return lambda content: [called(worker, content)]
 
     def close(self) -> None:
-        pass
+        """End the others."""

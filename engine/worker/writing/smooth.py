@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig, read_model_config
-from quire.engine.checkpoint.safetensors import text_tensor, weight_files
+from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.part import Normed, Part
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.loading.layout import Arrangement
-from quire.engine.worker.loading.loader import present, stored_tensors
+from quire.engine.worker.loading.loader import checkpoint_stream
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of, prompts
 from quire.kernels.backend import Backend
@@ -153,11 +153,10 @@ def _stored_sizes(path: Path, arrangement: Arrangement) -> tuple[dict[str, Tenso
 
 def _weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """By module, those of text. Raises ModelError."""
-    for shard in present(weight_files(path)):
-        for name, tensor in stored_tensors(shard, lambda name: text_tensor(name) is not None):
-            module, _, kind = (text_tensor(name) or "").rpartition(".")
-            if kind == "weight" and tensor.is_floating_point():
-                yield module, tensor
+    for name, tensor in checkpoint_stream(path):
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and tensor.is_floating_point():
+            yield module, tensor
 
 
 def smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:

@@ -18,6 +18,7 @@ from quire.engine.link import hub as hubs
 from quire.engine.link import hub_link as remotes
 from quire.engine.link import hub_messages as messages
 from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.hub_messages import LASTING, Fault, FromHub, Stepped
@@ -289,7 +290,7 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
     ],
 )
 def test_errors_keep_their_kind_on_the_way(error: errors.QuireError, kind: type[errors.QuireError]) -> None:
-    sent = messages.encode(messages.NotStarted(Fault.of(error)))
+    sent = encode(messages.NotStarted(Fault.of(error)))
     message = messages.decode_to_hub(sent)
     assert isinstance(message, messages.NotStarted)
     found = message.fault.error()

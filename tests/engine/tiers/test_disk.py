@@ -15,7 +15,8 @@ import pytest
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.errors import ConfigError
 from quire.engine.tiers.disk import DiskTier
-from quire.engine.tiers.sealed import HEADER_BYTES, SealedTier, seal, unseal
+from quire.engine.tiers.outside import OutsideTier
+from quire.engine.tiers.sealed import HEADER_BYTES, seal, unseal
 from quire.engine.tiers.tier import Page
 
 OWN, OTHER = b"o" * 16, b"x" * 16
@@ -34,8 +35,8 @@ def disk(folder: Path, most: int = GIB, identity: bytes = OWN) -> DiskTier:
     return DiskTier(str(folder), most, identity)
 
 
-def sealed(folder: Path, most: int = GIB, identity: bytes = OWN) -> SealedTier:
-    return SealedTier(disk(folder, most, identity), identity)
+def sealed(folder: Path, most: int = GIB, identity: bytes = OWN) -> OutsideTier:
+    return OutsideTier(disk(folder, most, identity), identity)
 
 
 def files(folder: Path) -> list[Path]:
@@ -265,7 +266,7 @@ class Failing:
 
 
 def test_a_tier_that_fails_has_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    tier = SealedTier(failing := Failing(), OWN)
+    tier = OutsideTier(failing := Failing(), OWN)
     for _ in range(3):
         assert (tier.lookup(digest(1)), tier.fetch(digest(1))) == (False, None)
         tier.put(digest(1), b"")

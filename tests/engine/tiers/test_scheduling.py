@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.tiers import bounded, loads, writer
-from quire.engine.tiers.bounded import Bounded
+from quire.engine.tiers import loads, outside, writer
 from quire.engine.tiers.host import HostTier
+from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Request, SamplingParams
 from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
@@ -181,10 +181,10 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
 
 def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
-    monkeypatch.setattr(bounded, "PATIENCE", 0.05)
+    monkeypatch.setattr(outside, "PATIENCE", 0.05)
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
-        watched = Bounded(tier)
+        watched = OutsideTier(tier, bytes(16))
         some = scheduler(device, watched)
         if hangs == "put":
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))

@@ -64,7 +64,7 @@ def test_a_conversation_from_its_second_turn_on_outlives_prompts_that_nobody_goe
     house.turn(8, of=1)
     assert house.pool.num_kept == 0, "most prompts are never gone on from"
     assert house.turn(10, of=1) == 8
-    assert house.sessions.stats["kept_blocks"] == 10
+    assert house.pool.num_kept == 10
     house.others(200)
     assert house.turn(12, of=1) == 10
     house.sessions.forget()
@@ -90,9 +90,9 @@ def test_one_with_an_id_is_kept_from_its_first_turn_and_found_though_its_text_wa
     house.others(200)
     assert house.turn(9, of=1, session="a") == 8
     house.turn(6, of=2, session="a")
-    assert house.sessions.stats["kept_blocks"] == 6, "the turn before it is not kept any more"
+    assert house.pool.num_kept == 6, "the turn before it is not kept any more"
     house.turn(6, of=3, keep=30.0)
-    assert house.sessions.stats["kept_blocks"] == 12
+    assert house.pool.num_kept == 12
 
 
 def test_time_ends_it() -> None:
@@ -101,7 +101,7 @@ def test_time_ends_it() -> None:
     house.turn(8, of=2, session="b")
     house.now += 30
     house.sessions.begin_step()
-    assert (house.sessions.stats["kept_blocks"], house.sessions.stats["kept_sessions"]) == (8, 1)
+    assert (house.pool.num_kept, house.sessions.counts.kept_sessions) == (8, 1)
     house.now += KEEP_SECONDS
     house.sessions.begin_step()
     assert house.pool.num_kept == 0
@@ -129,7 +129,7 @@ def test_who_keeps_most_makes_room_for_others() -> None:
         house.turn(10, of=number, session=f"{number}", tenant="much")
     house.turn(6, of=8, session="x", tenant="little")
     assert house.pool.num_kept == 20
-    assert (house.cached(6, of=8), house.sessions.stats["kept_sessions"]) == (6, 3)
+    assert (house.cached(6, of=8), house.sessions.counts.kept_sessions) == (6, 3)
     house.others(80)
     assert (house.cached(6, of=8), house.cached(10, of=0), house.cached(10, of=1)) == (6, 4, 10)
 
@@ -170,8 +170,8 @@ def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
         after = by_tenant(house)
         assert house.pool.num_kept <= most
         assert sum(after.values()) <= 4 * most
-        assert house.sessions.stats["kept_sessions"] == len([each for each in house.sessions.known if each.pages])
-        given_up = house.sessions.stats["sessions_given_up"]
+        assert house.sessions.counts.kept_sessions == len([each for each in house.sessions.known if each.pages])
+        given_up = house.sessions.counts.sessions_given_up
         if not given_up:
             for other, held in before.items():
                 if other != name and held * max(len(after), 1) <= most:

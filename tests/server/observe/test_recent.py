@@ -113,7 +113,7 @@ def test_the_lists_are_bounded() -> None:
     assert found["remembered"] == MOST_ANSWERS
 
     busy, waits = Adapter("z-busy", "1", "/x"), Adapter("y-waits", "2", "/y")
-    client = SimpleNamespace(running_adapters=[busy], waiting_adapters=[waits, busy])
+    client = SimpleNamespace(adapters=lambda *, queued: [waits, busy] if queued else [busy])
     names = ["y-waits", "z-busy", *(f"a{number:03}" for number in range(MOST_ADAPTERS))]
     told = adapters(client, names)  # type: ignore[arg-type]
     assert told["data"][:3] == [

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.errors import ConfigError, ModelError, QuireError
+from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Scheme, Unquantized
@@ -63,23 +63,20 @@ def start_heads(
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
     """The head that the configuration names, on the decoder's device and in its type; quantized where all weights are
-    quantized at load. Raises ConfigError for one that does not fit the decoder."""
+    quantized at load. Raises QuireError and ValueError for one that does not fit the decoder."""
     speculative = config.speculative_config
     assert speculative is not None
     assert speculative.model is not None
     scheme: Scheme = Unquantized(backend, decoder.dtype)
     if config.at_load is not None:
         scheme = AtLoad(backend, decoder.dtype, config.at_load)
-    try:
-        path = resolve_model(speculative.model, patterns=HEAD_FILES)
-        if not path.is_dir():
-            raise ModelError("model: a head is a folder with config.json and its weights")
-        tensors = read_tensors(path)
-        head = _head(speculative, path, tensors, scheme, decoder, backend)
-        with torch.inference_mode():
-            size = load_weights(head.parameters(), iter(tensors.items()), device=decoder.device)
-    except (QuireError, ValueError) as error:
-        raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
+    path = resolve_model(speculative.model, patterns=HEAD_FILES)
+    if not path.is_dir():
+        raise ModelError("model: a head is a folder with config.json and its weights")
+    tensors = read_tensors(path)
+    head = _head(speculative, path, tensors, scheme, decoder, backend)
+    with torch.inference_mode():
+        size = load_weights(head.parameters(), iter(tensors.items()), device=decoder.device)
     return LoadedHead(head, size)
 
 

@@ -53,14 +53,13 @@ class DraftWorker(Generic[Source]):
 
 def load_draft_model(
     config: EngineConfig, served: ModelConfig, backend: Backend, progress: Callable[[], None], like: Decoder
-) -> DraftModel | None:
-    """The model that the configuration names; None: no model drafts. It gets the served one's device, type and kind of
-    backend. Raises ConfigError for one that cannot draft for it."""
-    speculative = config.speculative_config
-    if speculative is None or speculative.method != "draft_model" or speculative.model is None:
-        return None
+) -> DraftModel:
+    """The model that the configuration names. It gets the served one's device, type and kind of backend. Raises
+    ConfigError for one that cannot draft for it."""
+    assert config.speculative_config is not None
+    assert config.speculative_config.model is not None
     try:
-        path = resolve_model(speculative.model)
+        path = resolve_model(config.speculative_config.model)
         model = read_model_config(path)
         if model.vocab_size != served.vocab_size:
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")

@@ -28,12 +28,12 @@ def load_head(config: EngineConfig, served: ModelConfig, backend: Backend, decod
     """The heads that the configuration asks for, on the decoder's device and in its type. Raises ConfigError for some
     that do not fit it, or are not there."""
     assert config.speculative_config is not None
-    if config.speculative_config.method != "mtp":
-        return load_draft_head(config, backend, decoder)
+    is_own = config.speculative_config.method == "mtp"
     try:
-        return _load_mtp(config, served, backend, decoder)
+        return _load_mtp(config, served, backend, decoder) if is_own else load_draft_head(config, backend, decoder)
     except (QuireError, ValueError) as error:
-        raise ConfigError(f"speculative_config: mtp: {error}", param="speculative_config") from error
+        what = "speculative_config: mtp" if is_own else "speculative_config.model"
+        raise ConfigError(f"{what}: {error}", param="speculative_config") from error
 
 
 def _load_mtp(config: EngineConfig, served: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedHead:

@@ -1,4 +1,5 @@
-"""A tier that is given up where it hangs, as a disk may whose server is gone: nobody waits for it twice."""
+"""A tier outside the engine's memory: what comes back is what was put there (sealed.py), or nothing; what it raises is
+a miss; and it is given up where it hangs, as a disk may whose server is gone: nobody waits for it twice."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
+from quire.engine.tiers.sealed import seal, unseal
 from quire.engine.tiers.tier import Page, Tier
 
 log = logging.getLogger("quire.tiers")
@@ -21,31 +23,37 @@ _THREADS = 5
 Result = TypeVar("Result")
 
 
-class Bounded:
+class OutsideTier:
     """A Tier whose calls end in time, but for `lookup`, which answers from memory. After one that did not, it has
     nothing and takes nothing, until the engine is built anew."""
 
-    def __init__(self, tier: Tier) -> None:
-        """tier: one that raises nothing; see SealedTier."""
+    def __init__(self, tier: Tier, identity: bytes) -> None:
         self.name = tier.name
         self.off = False
         self._tier = tier
+        self._identity = identity
+        self._failing = False
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
         for number in range(_THREADS):  # daemons: an executor's threads would keep the process from its end
             Thread(target=self._work, name=f"kv-{self.name}-{number}", daemon=True).start()
 
     def lookup(self, digest: bytes) -> bool:
-        return not self.off and self._tier.lookup(digest)
+        return not self.off and bool(self._tried(lambda: self._tier.lookup(digest)))
 
     def fetch(self, digest: bytes) -> Page | None:
-        return self._within(lambda: self._tier.fetch(digest))
+        if (sealed := self._within(lambda: self._tier.fetch(digest))) is None:
+            return None
+        if (page := unseal(self._identity, digest, sealed)) is None:
+            log.warning("a page of the %s tier was not what was put there", self.name)
+            self.drop(digest)
+        return page
 
     def put(self, digest: bytes, page: Page) -> None:
-        self._within(lambda: self._tier.put(digest, page))
+        self._within(lambda: self._tier.put(digest, seal(self._identity, digest, page)))
 
     def drop(self, digest: bytes | None) -> None:
         if self.off:  # what is to be forgotten is, should it come back
-            self._calls.put((lambda: self._tier.drop(digest), Future()))
+            self._calls.put((lambda: self._tried(lambda: self._tier.drop(digest)), Future()))
         else:
             self._within(lambda: self._tier.drop(digest))
 
@@ -56,10 +64,11 @@ class Bounded:
             self._calls.put(None)
 
     def _within(self, call: Callable[[], Result]) -> Result | None:
+        """What a call returns in time; None where it raises or does not end."""
         if self.off:
             return None
-        done: Future[Result] = Future()
-        self._calls.put((call, done))  # type: ignore[arg-type]
+        done: Future[Result | None] = Future()
+        self._calls.put((lambda: self._tried(call), done))  # type: ignore[arg-type]
         try:
             return done.result(PATIENCE)
         except TimeoutError:
@@ -71,7 +80,16 @@ class Bounded:
     def _work(self) -> None:
         while (asked := self._calls.get()) is not None:
             call, done = asked
-            try:
-                done.set_result(call())
-            except Exception as error:
-                done.set_exception(error)
+            done.set_result(call())
+
+    def _tried(self, call: Callable[[], Result]) -> Result | None:
+        """What it returns; None where it raises, which is logged once until something works again."""
+        try:
+            result = call()
+        except Exception:
+            if not self._failing:
+                log.exception("the %s tier failed", self.name)
+            self._failing = True
+            return None
+        self._failing = False
+        return result
