@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from quire.engine.errors import QuireError
 from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
-from quire.server.batches.calls import answer_to, client_for
+from quire.server.batches.calls import Asking
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.peers import Peers
@@ -138,11 +138,10 @@ async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: s
         return
     if (call := await parts.streams.find(owner, id)) is not None:
         more = {"tenant": tenant, RESUMED: await parts.streams.resumed(owner, call, ())}
-        async with client_for(app, more, never := asyncio.Event()) as client:
-            path = f"{call.path}?{urlencode({'model': call.pins.model})}"
-            answer = await answer_to(client, path, call.body, never)
+        path = f"{call.path}?{urlencode({'model': call.pins.model})}"
+        answer = await Asking(app, more, asyncio.Event()).answer(path, call.body)
         assert answer is not None, "nobody leaves it"
-        if answer.status_code == HTTPStatus.OK:
+        if answer.status == HTTPStatus.OK:
             return
-        log.error("the response %s cannot be made again: %s", id, answer.text[:500])
+        log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
     await asyncio.to_thread(parts.store.end, owner, id, lost)

@@ -8,7 +8,7 @@ from quire.engine.types import Request, RequestOutput, SamplingParams
 
 
 def record(number: int, ended: float = 3.0) -> StepRecord:
-    return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, [], [])
+    return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, (), ())
 
 
 def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() -> None:
