@@ -30,7 +30,7 @@ from quire.server.batches.pace import OWN, Pace
 from quire.server.batches.reader import read_lines
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
-from quire.server.store.batches import ENDED, Batch, Line, LineError, Result, at, cancelling, finalizing
+from quire.server.store.batches import ENDED, Batch, Line, LineError, Result, at
 from quire.server.store.data import Data
 from quire.server.store.patience import Done, patiently
 
@@ -120,7 +120,7 @@ class BatchRunner:
     async def cancel(self, owner: str, id: str) -> Batch:
         """Ends a batch; its results so far are kept. Raises RequestNotFound, and InvalidRequest for one that has ended
         or is about to."""
-        batch = await asyncio.to_thread(self.batches.change, owner, id, cancelling)
+        batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
         if (left := self._left.get(id)) is not None:
@@ -182,8 +182,7 @@ class BatchRunner:
         finally:
             expire.cancel()
         if not self._closing:
-            change = partial(self.batches.change, owner, batch.id, finalizing)
-            await self._patiently(change)
+            await self._patiently(partial(self.batches.finalize, owner, batch.id))
 
     def _behind(self, tenant: Tenant) -> Tenant:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""

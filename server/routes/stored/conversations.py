@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,7 +15,7 @@ from quire.server.access.admission import CountedRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.translated.conversations import new_conversation, new_items, new_metadata
-from quire.server.resolve.translated.history import check_room
+from quire.server.resolve.translated.history import CONVERSATION
 from quire.server.routes.bodies import documented, owner_of, worked_on
 from quire.server.routes.responses import store_of
 from quire.server.routes.stored.pages import Limit, Order, answer, listed, page_body
@@ -48,9 +46,7 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
     """Replace the metadata."""
     store = store_of(request, conversation_id)
     metadata = await worked_on(request, new_metadata)
-
-    change = partial(_with_metadata, metadata=metadata)
-    told = await asyncio.to_thread(store.change, owner_of(request), conversation_id, change)
+    told = await asyncio.to_thread(store.describe, owner_of(request), conversation_id, metadata)
     if told is None:
         raise _unknown(conversation_id)
     return answer(request, told)
@@ -78,8 +74,7 @@ async def list_items(
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = store_of(request, conversation_id)
     added = await worked_on(request, new_items)
-    check = partial(check_room, items=added, param="items")
-    if not await asyncio.to_thread(store.append, owner_of(request), conversation_id, added, check):
+    if not await asyncio.to_thread(store.append, owner_of(request), conversation_id, added, CONVERSATION):
         raise _unknown(conversation_id)
     return answer(request, page_body(Page(added, more=False)))
 
@@ -101,10 +96,6 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> R
     if not await asyncio.to_thread(store.delete_item, owner_of(request), conversation_id, item_id):
         raise _no_item(item_id)
     return answer(request, kept.data)
-
-
-def _with_metadata(told: bytes, metadata: object) -> bytes:
-    return encode_json({**json.loads(told), "metadata": metadata})
 
 
 def _no_item(item_id: str) -> RequestNotFound:
