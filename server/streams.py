@@ -144,18 +144,24 @@ class Streams:
             await asyncio.sleep(_CLAIM_LOOK_SECONDS)
         self._attempts.add(attempt)
         claims.append(Claim(owner, call.pins.id, ends, attempt))
-        if (running := self._running.get((owner, call.pins.id))) is not None:
-            call = msgspec.structs.replace(call, progress=await _stopped(running))
-        elif (holder := await self._peers.holder(owner, call.pins.id)) is not None:
-            asked = msgspec.msgpack.encode((owner, call.pins.id))
-            if (said := await self._peers.ask(holder, _TAKE_OVER, asked)) is not None:
-                call = msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
-            else:  # it has ended meanwhile, or its process has
-                call = await self.find(owner, call.pins.id) or call
-        else:  # its end may have been noted since the call was found
-            call = await self.find(owner, call.pins.id) or call
+        try:
+            call = await self._taken_over(owner, call)
+        except BaseException:
+            self.release(claims[-1:])
+            raise
         self.resumptions += 1
         return Resumed(call, seen, attempt)
+
+    async def _taken_over(self, owner: str, call: Call) -> Call:
+        """A call that nobody answers any more, with the tokens that it has by now."""
+        if (running := self._running.get((owner, call.pins.id))) is not None:
+            return msgspec.structs.replace(call, progress=await _stopped(running))
+        if (holder := await self._peers.holder(owner, call.pins.id)) is not None:
+            asked = msgspec.msgpack.encode((owner, call.pins.id))
+            if (said := await self._peers.ask(holder, _TAKE_OVER, asked)) is not None:
+                return msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
+        # Its end may have been noted since the call was found, or its process has ended.
+        return await self.find(owner, call.pins.id) or call
 
     async def _say_taken_over(self, body: bytes) -> bytes | None:
         """What a call has so far that another process goes on with."""
