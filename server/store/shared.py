@@ -95,7 +95,7 @@ def _kind(method: str) -> _Kind:
     function = _BY_NAME[method]
     parameters = list(inspect.signature(function).parameters.values())[1:]
     hints = get_type_hints(function)
-    given: Any = tuple[tuple(hints[each.name] for each in parameters)]  # type: ignore[misc]
+    given: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
     decode = msgspec.msgpack.Decoder(given), msgspec.msgpack.Decoder(hints["return"])
     return _Kind(inspect.Signature(parameters), *decode)
 

@@ -90,7 +90,9 @@ def test_calls_pass(both: tuple[Data, Data]) -> None:
     assert asked.calls.holder(A, "s") == "0.0"
     more = Progress([[1, 2, 3]], [0], [None])
     asked.calls.note([Note(A, "s", more, 4e9, answered=False)], "0.0")
-    assert asked.calls.find(A, "s").progress == more
+    found = asked.calls.find(A, "s")
+    assert found is not None
+    assert found.progress == more
     assert asked.processes.look("0.0", {"open": 2}) == data.processes.look("0.0", {"open": 2})
 
 
