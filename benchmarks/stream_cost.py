@@ -85,8 +85,8 @@ def compute_nothing(address: str, descriptor: int) -> None:
             now = time.monotonic()
             reason = "length" if step == steps else None
             outputs = [RequestOutput(each, [TOKEN], finish_reason=reason) for each in ids]
-            chunks = [(each, 0, 1) for each in ids] if step == 1 else []
-            record = StepRecord(step, now, now, now, now, streams, streams, chunks, [])
+            chunks = tuple((each, 0, 1) for each in ids) if step == 1 else ()
+            record = StepRecord(step, now, now, now, now, streams, streams, chunks, ())
             stats = EngineStats(running=streams, generation_tokens=step * streams)
             pair.send(encode(Stepped(outputs, stats, record)))
             time.sleep(pause / 1e6)

@@ -19,14 +19,14 @@ from starlette.types import ASGIApp
 from quire.engine.errors import QuireError
 from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
-from quire.server.batches.calls import answer_to, client_for
+from quire.server.batches.calls import Asking
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.peers import Peers
 from quire.server.store.data import OPEN, Data, Look
-from quire.server.store.store import Store, lost
+from quire.server.store.store import Store
 from quire.server.store.tail import Tail
-from quire.server.streams import RESUMED, Streams
+from quire.server.streams import RESUMED, Claim, Streams
 
 log = logging.getLogger("quire.server")
 _AT_ONCE = 8
@@ -121,12 +121,15 @@ async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: s
         log.error("the response %s waits for its API key, which is not taken here", id)
         return
     if (call := await parts.streams.find(owner, id)) is not None:
-        more = {"tenant": tenant, RESUMED: await parts.streams.resumed(owner, call, ())}
-        async with client_for(app, more, never := asyncio.Event()) as client:
+        claims: list[Claim] = []
+        try:
+            more = {"tenant": tenant, RESUMED: await parts.streams.resumed(owner, call, (), claims)}
             path = f"{call.path}?{urlencode({'model': call.pins.model})}"
-            answer = await answer_to(client, path, call.body, never)
+            answer = await Asking(app, more, asyncio.Event()).answer(path, call.body)
+        finally:
+            parts.streams.release(claims)
         assert answer is not None, "nobody leaves it"
-        if answer.status_code == HTTPStatus.OK:
+        if answer.status == HTTPStatus.OK:
             return
-        log.error("the response %s cannot be made again: %s", id, answer.text[:500])
-    await asyncio.to_thread(parts.store.end, owner, id, lost)
+        log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
+    await asyncio.to_thread(parts.store.lose, owner, id)

@@ -14,6 +14,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,12 +22,12 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest, QuireError
 from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.peers import Peers
-from quire.server.store.calls import Call, Calls, Note, Pins
+from quire.server.store.calls import CLAIM_SECONDS, Call, Calls, Note, Pins
 from quire.server.store.progress import Progress
 from quire.server.store.tail import Tail
 
@@ -47,7 +48,8 @@ KEEP_ALIVE = "x-keep-alive-seconds"
 """The header that lets a stream go on for a while when its reader has left."""
 _RUNNING_SECONDS = 86_400.0
 """So long a call may run; then its row ends."""
-_CLAIM_SECONDS = 30.0
+_CLAIM_LOOK_SECONDS = 0.05
+"""Between two looks whether another attempt has begun to answer a call, and can be taken over."""
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
@@ -57,12 +59,15 @@ _TAKE_OVER, _ANSWERS = "take over", "answers"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """An Idempotency-Key whose request is about to be in the journal."""
+    """An Idempotency-Key whose request is about to be in the journal, or a call that is about to be answered again."""
 
     owner: str
-    key: str
+    name: str
+    """The key, or the call's id."""
     until: float
     """Of time.monotonic(): how long it is waited for."""
+    attempt: int = 0
+    """Of the call; 0: it is a key."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +100,9 @@ class Streams:
         self._running: dict[tuple[str, str], Running] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
         """By owner and key."""
+        self._attempts: set[int] = set()
+        """To answer a call again, which have not begun."""
+        self._giving_up: set[asyncio.Task[None]] = set()
         self.resumptions = 0
         """Calls that were made again."""
         self._noting: asyncio.Future[None] | None = None
@@ -113,7 +121,7 @@ class Streams:
 
     async def close(self) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, *self._giving_up, return_exceptions=True)
         try:
             await self._note()
             if self._tail is not None:
@@ -124,20 +132,36 @@ class Streams:
     async def find(self, owner: str, id: str) -> Call | None:
         return await asyncio.to_thread(self._calls.find, owner, id)
 
-    async def resumed(self, owner: str, call: Call, seen: Sequence[int]) -> Resumed:
-        """A call to be made again, which nobody else answers any more; with the tokens that it has by now."""
+    async def resumed(self, owner: str, call: Call, seen: Sequence[int], claims: list[Claim]) -> Resumed:
+        """A call to be made again, which nobody else answers any more; with the tokens that it has by now. `claims`:
+        where its claim is put. Of several that ask for it at once, each waits until the one before it has begun, and
+        takes it over. Raises HTTPException where that one takes long."""
+        attempt, ends = 1 + secrets.randbits(31), time.monotonic() + CLAIM_SECONDS
+        claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process, attempt)
+        while not await asyncio.to_thread(claim):
+            if time.monotonic() > ends:
+                raise _busy()
+            await asyncio.sleep(_CLAIM_LOOK_SECONDS)
+        self._attempts.add(attempt)
+        claims.append(Claim(owner, call.pins.id, ends, attempt))
+        try:
+            call = await self._taken_over(owner, call)
+        except BaseException:
+            self.release(claims[-1:])
+            raise
+        self.resumptions += 1
+        return Resumed(call, seen, attempt)
+
+    async def _taken_over(self, owner: str, call: Call) -> Call:
+        """A call that nobody answers any more, with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
-            call = msgspec.structs.replace(call, progress=await _stopped(running))
-        elif (holder := await self._peers.holder(owner, call.pins.id)) is not None:
+            return msgspec.structs.replace(call, progress=await _stopped(running))
+        if (holder := await self._peers.holder(owner, call.pins.id)) is not None:
             asked = msgspec.msgpack.encode((owner, call.pins.id))
             if (said := await self._peers.ask(holder, _TAKE_OVER, asked)) is not None:
-                call = msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
-            else:  # it has ended meanwhile, or its process has
-                call = await self.find(owner, call.pins.id) or call
-        else:  # its end may have been noted since the call was found
-            call = await self.find(owner, call.pins.id) or call
-        self.resumptions += 1
-        return Resumed(call, seen, 1 + secrets.randbits(31))
+                return msgspec.structs.replace(call, progress=msgspec.msgpack.decode(said, type=Progress))
+        # Its end may have been noted since the call was found, or its process has ended.
+        return await self.find(owner, call.pins.id) or call
 
     async def _say_taken_over(self, body: bytes) -> bytes | None:
         """What a call has so far that another process goes on with."""
@@ -165,7 +189,7 @@ class Streams:
         now = time.monotonic()
         if (other := self._claims.get((owner, key))) is not None and other.until > now:
             raise _busy()
-        claim = self._claims[owner, key] = Claim(owner, key, now + _CLAIM_SECONDS)
+        claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
         request.scope[CLAIMS].append(claim)
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
         if call is None:
@@ -177,7 +201,7 @@ class Streams:
         self.release([claim])
         if not stream:
             await self.check_free(owner, call.pins.id)
-        return await self.resumed(owner, call, ())
+        return await self.resumed(owner, call, (), request.scope[CLAIMS])
 
     async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
@@ -192,8 +216,16 @@ class Streams:
     def release(self, claims: Iterable[Claim]) -> None:
         """Nobody needs to wait for them any more. Does nothing the second time."""
         for claim in claims:
-            if self._claims.get((claim.owner, claim.key)) is claim:
-                del self._claims[claim.owner, claim.key]
+            if self._claims.get((claim.owner, claim.name)) is claim:
+                del self._claims[claim.owner, claim.name]
+            elif claim.attempt in self._attempts:
+                self._attempts.discard(claim.attempt)
+                self._giving_up.add(task := asyncio.create_task(self._give_up(claim)))
+                task.add_done_callback(self._giving_up.discard)
+
+    async def _give_up(self, claim: Claim) -> None:
+        with suppress(QuireError):  # the process that has the calls is gone
+            await asyncio.to_thread(self._calls.give_up, claim.owner, claim.name, claim.attempt)
 
     async def begin(
         self,
@@ -238,6 +270,7 @@ class Streams:
             _end(running, close)
             raise
         finally:
+            self._attempts.discard(0 if resumed is None else resumed.attempt)
             self.release(request.scope.get(CLAIMS, ()))
         if self._tail is not None:
             running.number = self._tail.begin(owner, spec.id)

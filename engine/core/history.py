@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal, Protocol
 
+import msgspec
+
 from quire.engine.core.batch import Batch
 from quire.engine.core.stats import Phase, StepRecord
 from quire.engine.types import PrefixReport, Request, RequestOutput
@@ -34,19 +36,19 @@ def step_record(batch: Batch, number: int, times: tuple[float, float, float, flo
     `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
     """
     admitted = {admission.slot for admission in batch.admissions}
-    chunks = [
+    chunks = tuple(
         (row.request_id, row.start, row.count)
         for row in batch.rows
         if row.count - len(row.draft_ids) > 1 or not row.sample or row.slot in admitted
-    ]
+    )
     tokens = sum(row.count for row in batch.rows)
-    drafts = [(row.request_id, len(row.draft_ids)) for row in batch.rows if row.draft_ids]
-    fetched = [(each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.fetched]
-    return StepRecord(number, *times, len(batch.rows), tokens, chunks, batch.preempted, fetched, drafts, batch.loads)
+    drafts = tuple((row.request_id, len(row.draft_ids)) for row in batch.rows if row.draft_ids)
+    fetched = tuple((each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.fetched)
+    told = tuple(batch.preempted), fetched, drafts, tuple(batch.loads)
+    return StepRecord(number, *times, len(batch.rows), tokens, chunks, *told)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, gc=False):
     """A step, and the requests that took part in it."""
 
     record: StepRecord

@@ -172,8 +172,11 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     """Time it took to make this snapshot."""
 
 
-class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One step: what it computed, and when. Times are seconds of time.monotonic(), one clock for all processes."""
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step: what it computed, and when. Times are seconds of time.monotonic(), one clock for all processes.
+
+    Tuples, and nothing that the garbage collector follows: a history has 100,000 of them, and each pass over the new
+    ones held up the event loop for milliseconds."""
 
     number: int
     """The first step of an engine is 1."""
@@ -186,14 +189,14 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """When the scheduler had applied it."""
     rows: int
     tokens: int
-    chunks: list[tuple[str, int, int]]
+    chunks: tuple[tuple[str, int, int], ...]
     """(request, first token, tokens) of the rows that are not plain decodes; each plain decode has an output."""
-    preempted: list[str]
-    fetched: list[tuple[str, str, int, float, float]] = []
+    preempted: tuple[str, ...]
+    fetched: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended) of what came back from tiers of KV pages before the step."""
-    drafts: list[tuple[str, int]] = []
+    drafts: tuple[tuple[str, int], ...] = ()
     """(request, tokens) of the rows with guessed tokens; an output has one token more than were right."""
-    loads: list[tuple[str, float]] = []
+    loads: tuple[tuple[str, float], ...] = ()
     """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
     them went on beside earlier steps, and this long the step waited."""
     generated: int = 0

@@ -14,11 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from math import inf
 from pathlib import Path
-from time import monotonic
 
-import httpx
 from msgspec.structs import replace as changed
 from starlette.types import ASGIApp
 
@@ -26,13 +23,14 @@ from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
 from quire.engine.link.client import EngineClient
 from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
-from quire.server.batches.calls import answer_to, client_for
+from quire.server.batches.calls import Asking
 from quire.server.batches.lines import answered_line, failed_line, parse_line
 from quire.server.batches.output import finish
+from quire.server.batches.pace import OWN, Pace
 from quire.server.batches.reader import read_lines
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
-from quire.server.store.batches import ENDED, Batch, Line, LineError, Result, at, cancelling, finalizing
+from quire.server.store.batches import ENDED, Batch, Line, LineError, Result, at
 from quire.server.store.data import Data
 from quire.server.store.patience import Done, patiently
 
@@ -44,18 +42,10 @@ MAX_OPEN = 64
 MAX_UPLOADS = 16
 """Files that come at the same time. A key that has some gets more only while as many are left to others."""
 _SHARE = 4
-"""Lines are begun in at most one of so many places of the engine, and only while few prompts wait (_QUEUED tokens):
-someone else's request waits for the step that is under way, so steps are kept short."""
-_QUEUED = 256
-_BESIDE = 1
-"""Lines that are answered at the same time beside requests of others; as many as these are, where they are more."""
-_CALM_SECONDS = 1.0
-"""So long after such a request the next one is expected."""
+"""Lines are begun in at most one of so many places of the engine."""
 _AT_A_TIME = 2
 """Lines that are begun between two looks: each takes the event loop some milliseconds, which others wait for."""
 _LOOK_SECONDS = 0.005
-_OWN = "/batches"
-"""The end of the names under which batches ask."""
 _AHEAD = 64
 """Lines that are read from the database at once."""
 _SWEEP_SECONDS = 600.0
@@ -73,7 +63,7 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app`: what answers the lines. `clients`: of all engines, which know what else there is to do."""
+        """`app`: what answers the lines. `clients`: of all engines."""
         self._app = app
         self.batches, self.files, self.contents = data.batches, data.files, data.contents
         """What is known of them; for other threads."""
@@ -81,9 +71,7 @@ class BatchRunner:
         """Of this process, by owner."""
         self._tenants = tenants
         self._config = config
-        self._clients = clients
-        self._others_at = -inf
-        """When requests of others were open last."""
+        self._pace = Pace(clients)
         self._places = asyncio.Semaphore(max(1, config.most_running // _SHARE))
         self._reading = asyncio.Lock()  # a file at a time, for threads compete with the event loop
         self._left: dict[str, asyncio.Event] = {}
@@ -132,7 +120,7 @@ class BatchRunner:
     async def cancel(self, owner: str, id: str) -> Batch:
         """Ends a batch; its results so far are kept. Raises RequestNotFound, and InvalidRequest for one that has ended
         or is about to."""
-        batch = await asyncio.to_thread(self.batches.change, owner, id, cancelling)
+        batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
         if (left := self._left.get(id)) is not None:
@@ -190,19 +178,17 @@ class BatchRunner:
                 await left.wait()
             else:
                 more = {"tenant": self._behind(tenant), PRIORITY: BEHIND}
-                async with client_for(self._app, more, left) as client:
-                    await self._answer_lines(client, batch, left)
+                await self._answer_lines(Asking(self._app, more, left), batch, left)
         finally:
             expire.cancel()
         if not self._closing:
-            change = partial(self.batches.change, owner, batch.id, finalizing)
-            await self._patiently(change)
+            await self._patiently(partial(self.batches.finalize, owner, batch.id))
 
     def _behind(self, tenant: Tenant) -> Tenant:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
-        return replace(tenant, name=f"{tenant.name}{_OWN}", limits=tenant.limits.like_new())
+        return replace(tenant, name=f"{tenant.name}{OWN}", limits=tenant.limits.like_new())
 
-    async def _answer_lines(self, client: httpx.AsyncClient, batch: Batch, left: asyncio.Event) -> None:
+    async def _answer_lines(self, asking: Asking, batch: Batch, left: asyncio.Event) -> None:
         place, begun = -1, set[asyncio.Task[None]]()
         try:
             while lines := await self._patiently(partial(self.batches.left, batch.id, place, _AHEAD)):
@@ -210,29 +196,20 @@ class BatchRunner:
                     await self._places.acquire()
                     if number % _AT_A_TIME == 0:
                         await asyncio.sleep(_LOOK_SECONDS)
-                    while self._held_back(len(begun)) and not left.is_set():  # noqa: ASYNC110 - others change it
+                    while self._pace.holds(len(begun)) and not left.is_set():  # noqa: ASYNC110 - others change it
                         await asyncio.sleep(_LOOK_SECONDS)
                     if left.is_set():
                         self._places.release()
                         return
-                    begun.add(task := asyncio.create_task(self._answer_line(client, batch, line, left)))
+                    self._pace.begin()
+                    begun.add(task := asyncio.create_task(self._answer_line(asking, batch, line)))
                     task.add_done_callback(begun.discard)
                     task.add_done_callback(lambda _: self._places.release())
                     place = line.place
         finally:
             await asyncio.gather(*begun)
 
-    def _held_back(self, begun: int) -> bool:
-        """Whether requests of others let no more lines begin now, beside those that are answered."""
-        clients, now = self._clients(), monotonic()
-        names = (item for each in clients for item in each.open_everywhere.items())
-        if others := sum(count for name, count in names if not name.endswith(_OWN)):
-            self._others_at = now
-        if begun >= max(_BESIDE, others) and now - self._others_at < _CALM_SECONDS:
-            return True
-        return sum(each.queued_tokens for each in clients) > _QUEUED
-
-    async def _answer_line(self, client: httpx.AsyncClient, batch: Batch, line: Line, left: asyncio.Event) -> None:
+    async def _answer_line(self, asking: Asking, batch: Batch, line: Line) -> None:
         """Put its result, unless nobody wants it any more."""
         try:
             content = await asyncio.to_thread(_content, self.contents.path(batch.input_file_id), line)
@@ -241,10 +218,9 @@ class BatchRunner:
             result = failed_line(line.custom_id, "file_lost", f"The input file cannot be read any more: {error}")
             await self._put(batch, Result(line.place, failed=True, line=result))
             return
-        response = await answer_to(client, job.url, job.body, left)
-        if response is not None:
-            id, status = response.headers.get("x-request-id", ""), response.status_code
-            result = answered_line(line.custom_id, status, id, response.content)
+        if (answer := await asking.answer(job.url, job.body)) is not None:
+            id, status = answer.headers.get("x-request-id", ""), answer.status
+            result = answered_line(line.custom_id, status, id, answer.body)
             await self._put(batch, Result(line.place, status != HTTPStatus.OK, result))
 
     async def _put(self, batch: Batch, result: Result) -> None:

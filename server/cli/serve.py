@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -51,6 +52,9 @@ _OF_MEMORY = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memo
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
+_SWITCH_SECONDS = 0.0005
+"""How long a thread may wait for the interpreter while the event loop runs. With Python's 5 ms a stream's first token
+waited so long for the thread that writes its call into the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -239,6 +243,7 @@ class Service:
         self.show(self._models.announcement(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
         gc.set_threshold(*_GC_THRESHOLDS)
+        sys.setswitchinterval(_SWITCH_SECONDS)
 
     def show(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -103,7 +103,15 @@ class Batches:
             )
             return True
 
-    def change(
+    def cancel(self, owner: str, id: str) -> Batch | None:
+        """None where there is none. Raises InvalidRequest for one that has ended or is about to."""
+        return self._change(owner, id, _cancelling)
+
+    def finalize(self, owner: str, id: str) -> None:
+        """No line of it is answered any more, unless it is another's end already."""
+        self._change(owner, id, _finalizing)
+
+    def _change(
         self,
         owner: str,
         id: str,
@@ -130,9 +138,9 @@ class Batches:
         """Put a batch that has ended, and make its files known."""
 
         def add(connection: sqlite3.Connection) -> None:
-            self._files.add(owner, *files, connection=connection)
+            self._files.insert(connection, owner, files)
 
-        self.change(owner, ended.id, lambda _: ended, add, self._files.sizes)
+        self._change(owner, ended.id, lambda _: ended, add, self._files.sizes)
 
     def find(self, owner: str, id: str) -> Batch | None:
         with self._database.reading() as connection:
@@ -160,7 +168,7 @@ class Batches:
             rows = connection.execute(query, ENDED).fetchall()
         return [(row[0], _batch(row[1:])) for row in rows]
 
-    def set_lines(self, owner: str, batch: Batch, lines: Iterable[Line]) -> None:
+    def set_lines(self, owner: str, batch: Batch, lines: Sequence[Line]) -> None:
         """Those of a batch that has been read, in place of what an earlier try put; the batch changes with them."""
 
         def insert(connection: sqlite3.Connection) -> None:
@@ -170,7 +178,7 @@ class Batches:
                 ((batch.id, *line) for line in lines),
             )
 
-        self.change(owner, batch.id, lambda now: batch if now.status == "validating" else now, insert)
+        self._change(owner, batch.id, lambda now: batch if now.status == "validating" else now, insert)
 
     def left(self, id: str, after: int, limit: int) -> list[Line]:
         """The next lines without a result, behind the one at the place `after`."""
@@ -198,14 +206,14 @@ def at(batch: Batch, status: Status) -> Batch:
     return replace(batch, status=status, **{f"{status}_at": int(time.time())})
 
 
-def cancelling(batch: Batch) -> Batch:
+def _cancelling(batch: Batch) -> Batch:
     """Raises InvalidRequest for one that has ended or is about to."""
     if batch.status in (*ENDED, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return at(batch, "cancelling")
 
 
-def finalizing(batch: Batch) -> Batch:
+def _finalizing(batch: Batch) -> Batch:
     return at(batch, "finalizing") if batch.status == "in_progress" else batch
 
 

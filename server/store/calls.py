@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from quire.server.store.progress import Progress
 from quire.server.store.tail import PREFIX, Tokens, left
 
 log = logging.getLogger("quire.server")
+CLAIM_SECONDS = 30.0
+"""For so long at most nobody else may begin what a request has begun to prepare."""
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -72,6 +75,15 @@ class Note(NamedTuple):
     """Whether nobody answers it any more."""
 
 
+class _Claim(NamedTuple):
+    """Of a call that is about to be answered again."""
+
+    process: str
+    attempt: int
+    until: float
+    """Of time.monotonic()."""
+
+
 class Calls:
     """Threads may use it at the same time; each method is one transaction.
 
@@ -86,6 +98,8 @@ class Calls:
         self._sizes: Counter[str] = Counter(dict(rows))
         self._held: dict[tuple[str, str], str] = {}
         """By owner and id: the process that answers a call."""
+        self._claims: dict[tuple[str, str], _Claim] = {}
+        self._claiming = threading.Lock()
         for path in database.folder.glob(f"{PREFIX}*"):  # of a server that was killed
             self._take_up("", path)
 
@@ -98,6 +112,7 @@ class Calls:
         """Note a call, which `process` answers from now on, until a time of the Unix clock. False where another one has
         its key; then it is not noted. Where the disk refuses it, it is answered all the same."""
         self._held[owner, call.pins.id] = process
+        self._claims.pop((owner, call.pins.id), None)
         if not (fresh := self._put(owner, call, ends)):
             self.release(owner, call.pins.id, process)
         return fresh
@@ -141,6 +156,22 @@ class Calls:
         """The process that answers a call; None: none does."""
         return self._held.get((owner, id))
 
+    def claim(self, owner: str, id: str, process: str, attempt: int) -> bool:
+        """An attempt of this process is about to answer a call again, and is the only one until `put`, `give_up`, or
+        CLAIM_SECONDS from now. False while another one is."""
+        now = time.monotonic()
+        with self._claiming:
+            if (other := self._claims.get((owner, id))) is not None and other.until > now:
+                return False
+            self._claims[owner, id] = _Claim(process, attempt, now + CLAIM_SECONDS)
+            return True
+
+    def give_up(self, owner: str, id: str, attempt: int) -> None:
+        """This attempt answers it not. Does nothing once it does."""
+        with self._claiming:
+            if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
+                del self._claims[owner, id]
+
     def release(self, owner: str, id: str, process: str) -> None:
         """This process answers it no longer."""
         if self._held.get((owner, id)) == process:
@@ -149,8 +180,9 @@ class Calls:
     def gone(self, process: str) -> None:
         """It has ended, and answers nothing any more. What it had not noted is in its tail."""
         self._take_up(process, self._database.folder / f"{PREFIX}{process}")
-        for key in [key for key, holder in self._held.items() if holder == process]:
-            del self._held[key]
+        self._held = {key: holder for key, holder in self._held.items() if holder != process}
+        with self._claiming:
+            self._claims = {key: claim for key, claim in self._claims.items() if claim.process != process}
 
     def find(self, owner: str, id: str) -> Call | None:
         return self._found("id", owner, id)

@@ -94,12 +94,13 @@ class Files:
         """Bytes of the largest file that the owner may add; below zero: of none."""
         return self._budget.room(owner) - ROW
 
-    def add(self, owner: str, *files: StoredFile, connection: sqlite3.Connection | None = None) -> None:
-        """Make files known whose content is written. `connection`: that of a transaction of which this is a part, and
-        which knows of `sizes`."""
-        if connection is None:
-            with self._database.writing(self.sizes) as own:
-                return self.add(owner, *files, connection=own)
+    def add(self, owner: str, file: StoredFile) -> None:
+        """Make a file known whose content is written."""
+        with self._database.writing(self.sizes) as connection:
+            self.insert(connection, owner, [file])
+
+    def insert(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
+        """The same as a part of a transaction, which knows of `sizes`."""
         for file in files:
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
             connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)

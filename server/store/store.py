@@ -10,12 +10,14 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from quire.engine.errors import InvalidRequest
+from quire.server.encoding import encode_json
 from quire.server.store.database import FILE, PATIENCE, ROW, Database
 
 PAGE_BYTES = 4 << 20
@@ -29,6 +31,14 @@ class Item(NamedTuple):
     id: str
     data: bytes
     """JSON."""
+
+
+class Bounds(NamedTuple):
+    """Of a conversation."""
+
+    items: int
+    size: int
+    """Bytes that it takes in the store, its items included."""
 
 
 def size_of(items: Iterable[Item]) -> int:
@@ -117,16 +127,14 @@ class Store:
             self._sizes[owner] += size
             self._make_room(database)
 
-    def append(
-        self, owner: str, id: str, items: Sequence[Item], check: Callable[[ItemSummary], None] | None = None
-    ) -> bool:
-        """Add items behind the others of a conversation. Whether there is one. `check` may raise what refuses them."""
+    def append(self, owner: str, id: str, items: Sequence[Item], most: Bounds | None = None) -> bool:
+        """Add items behind the others of a conversation. Whether there is one. Raises what check_room raises."""
         with self._database.writing(self._sizes) as database:
             known = _known(database, owner, "conversation", id)
             if known is None:
                 return False
-            if check is not None:
-                check(known)
+            if most is not None:
+                check_room(known, items, most, "items")
             last = "select max(place) from items where owner = ? and parent = ?"
             place = database.execute(last, (owner, id)).fetchone()[0]
             _insert(database, owner, id, items, 0 if place is None else place + 1)
@@ -134,14 +142,13 @@ class Store:
             self._make_room(database)
             return True
 
-    def change(self, owner: str, id: str, change: Callable[[bytes], bytes]) -> bytes | None:
-        """Put what `change` makes of a conversation, whose items stay, with no other change between. None where there
-        is none."""
+    def describe(self, owner: str, id: str, metadata: Any) -> bytes | None:
+        """Give a conversation other metadata. Returns what it is then; None where there is none."""
         with self._database.writing(self._sizes) as database:
             stored = _get(database, owner, "conversation", id)
             if stored is None:
                 return None
-            data = change(stored.data)
+            data = encode_json({**json.loads(stored.data), "metadata": metadata})
             database.execute("update objects set data = ? where owner = ? and id = ?", (data, owner, id))
             self._grow(database, owner, id, len(data) - len(stored.data), 0)
             self._make_room(database)
@@ -195,12 +202,12 @@ class Store:
         with self._database.reading() as database:
             return database.execute("select owner, id from objects where unfinished").fetchall()
 
-    def end(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> None:
-        """Put what `change` makes of a response that nobody works on any more. Its items stay."""
+    def lose(self, owner: str, id: str) -> None:
+        """No process can go on with this response: it has failed. Its items stay."""
         with self._database.writing(self._sizes) as database:
             if (before := _get(database, owner, "response", id)) is None:
                 return
-            now = change(before)
+            now = _lost(before)
             row = (json.dumps(now.about), now.data, owner, id)
             database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
             self._grow(database, owner, id, len(now.data) - len(before.data), 0)
@@ -227,8 +234,15 @@ class Store:
         return True
 
 
-def lost(kept: Stored) -> Stored:
-    """What becomes of a response that no process can go on with."""
+def check_room(known: ItemSummary, items: Sequence[Item], most: Bounds, param: str) -> None:
+    """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
+    are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
+    if known.count + len(items) > most.items or known.size + size_of(items) > most.size:
+        told = f"{most.items} items and {most.size} bytes"
+        raise InvalidRequest(f"{param}: a conversation holds at most {told}: begin another one", param=param)
+
+
+def _lost(kept: Stored) -> Stored:
     error = {"code": "server_error", "message": "The server ended before the response was complete"}
     response = {**json.loads(kept.data), "status": "failed", "error": error}
     return replace(kept, about={**kept.about, "status": "failed"}, data=json.dumps(response).encode())

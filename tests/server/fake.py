@@ -177,7 +177,7 @@ class FakeEngine(EngineLink):
             stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
             self.stats = msgspec.structs.replace(stats, generation_tokens=self.generated)
             times, new = (began, began, monotonic(), monotonic()), sum(len(output.new_ids) for output in outputs)
-            self.owner.deliver(outputs, StepRecord(step, *times, len(outputs), len(outputs), [], [], generated=new))
+            self.owner.deliver(outputs, StepRecord(step, *times, len(outputs), len(outputs), (), (), generated=new))
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.server.batches.calls import answer_to, client_for
+from quire.server.batches.calls import Asking
 
 
 class Busy:
@@ -22,7 +23,7 @@ class Busy:
         self.asked: list[Any] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.asked.append((scope["path"], (await receive())["body"], scope["tenant"]))
+        self.asked.append((scope["path"], scope["query_string"], (await receive())["body"], scope["tenant"]))
         if self._left is not None:
             self._left.set()
         names = {name.replace("_", "-"): value for name, value in self._headers.items()}
@@ -31,16 +32,15 @@ class Busy:
 
 async def asked(app: Busy, left: asyncio.Event | None = None) -> int | None:
     left = left or asyncio.Event()
-    async with client_for(app, {"tenant": "someone"}, left) as client:
-        answer = await answer_to(client, "/v1/responses", b"{}", left)
-    return None if answer is None else answer.status_code
+    answer = await Asking(app, {"tenant": "someone"}, left).answer("/v1/responses?model=a", b"{}")
+    return None if answer is None else answer.status
 
 
 @pytest.mark.parametrize("busy", [429, 503])
 async def test_where_there_is_no_room_it_is_asked_again(busy: int) -> None:
     app = Busy(busy, 200)
     assert await asked(app) == 200
-    assert app.asked == 2 * [("/v1/responses", b"{}", "someone")]
+    assert app.asked == 2 * [("/v1/responses", b"model=a", b"{}", "someone")]
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 500])
@@ -50,6 +50,24 @@ async def test_any_other_answer_is_one(status: int) -> None:
 
 async def test_what_says_that_no_other_try_helps_is_an_answer() -> None:
     assert await asked(Busy(429, x_should_retry="false")) == 429
+
+
+async def test_where_the_application_fails_that_is_an_answer() -> None:
+    app = Busy()  # it has none
+    assert await asked(app) == 500
+
+
+async def test_an_answer_has_its_headers_and_all_of_its_body() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"one, "
+            yield b"two"
+
+        await StreamingResponse(pieces(), headers={"X-Request-Id": "r1"})(scope, receive, send)
+
+    answer = await Asking(app, {}, asyncio.Event()).answer("/v1/responses", b"{}")
+    assert answer is not None
+    assert (answer.status, answer.headers["x-request-id"], answer.body) == (200, "r1", b"one, two")
 
 
 async def test_who_leaves_has_no_answer_but_one_that_is_there() -> None:

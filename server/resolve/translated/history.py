@@ -13,13 +13,13 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.bounds import MAX_MESSAGES
 from quire.server.protocol.items import CallOutput, ImageContent, Item, Message, MessagePart, Reasoning, TextContent
 from quire.server.resolve.checks import check_texts
+from quire.server.store.store import Bounds, Reader, check_room, reading
 from quire.server.store.store import Item as StoredItem
-from quire.server.store.store import ItemSummary, Reader, reading, size_of
 
 MAX_ITEMS = 10_000
 """Of a conversation, and of an input that is stored: some thousand turns of an agent with its calls."""
-MAX_CONVERSATION_BYTES = 16 << 20
-"""With its items: as many as one body may have by default. A response that names it reads all of them."""
+CONVERSATION = Bounds(MAX_ITEMS, 16 << 20)
+"""As many bytes as one body may have by default: a response that names a conversation reads all of it."""
 MAX_BEFORE_BYTES = 16 << 20
 """The same of the responses before one."""
 MAX_INPUT_BYTES = 4 << 20
@@ -76,17 +76,8 @@ def in_conversation(folder: Path, owner: str, conversation_id: str) -> list[Any]
         known = stored.known(owner, "conversation", conversation_id)
         if known is None:
             raise InvalidRequest(f"conversation: `{conversation_id}` is not stored here", param="conversation")
-        check_room(known, (), "conversation")
+        check_room(known, (), CONVERSATION, "conversation")
         return stored.items(owner, conversation_id)
-
-
-def check_room(known: ItemSummary, items: Sequence[StoredItem], param: str) -> None:
-    """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
-    are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
-    count, size = known.count + len(items), known.size + size_of(items)
-    if count > MAX_ITEMS or size > MAX_CONVERSATION_BYTES:
-        most = f"{MAX_ITEMS} items and {MAX_CONVERSATION_BYTES} bytes"
-        raise InvalidRequest(f"{param}: a conversation holds at most {most}: begin another one", param=param)
 
 
 def referred(folder: Path, owner: str, ids: Sequence[str], near: Sequence[Any]) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,7 +14,7 @@ from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.kept import ConversationRequest, ItemsRequest, MetadataRequest
-from quire.server.resolve.translated.history import check_room
+from quire.server.resolve.translated.history import CONVERSATION
 from quire.server.resolve.translated.stored import new_conversation, new_items, new_metadata
 from quire.server.routes.bodies import Documented, owner_of, worked_on
 from quire.server.routes.responses import store_of
@@ -47,9 +45,8 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
 async def update_conversation(conversation_id: str, request: Request) -> Response:
     """Replace the metadata."""
     store = store_of(request, conversation_id)
-    change = partial(_with_metadata, metadata=await worked_on(request, new_metadata))
-    lacking = _unknown(conversation_id)
-    return answer(request, await found(request, store.change, conversation_id, change, lacking=lacking))
+    metadata, lacking = await worked_on(request, new_metadata), _unknown(conversation_id)
+    return answer(request, await found(request, store.describe, conversation_id, metadata, lacking=lacking))
 
 
 @router.delete(ONE)
@@ -72,8 +69,7 @@ async def list_items(
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = store_of(request, conversation_id)
     added = await worked_on(request, new_items)
-    check = partial(check_room, items=added, param="items")
-    await found(request, store.append, conversation_id, added, check, lacking=_unknown(conversation_id))
+    await found(request, store.append, conversation_id, added, CONVERSATION, lacking=_unknown(conversation_id))
     return answer(request, page_body(Page(added, more=False)))
 
 
@@ -90,10 +86,6 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> R
     store = store_of(request, conversation_id)
     await found(request, store.delete_item, conversation_id, item_id, lacking=_no_item(item_id))
     return answer(request, kept.data)
-
-
-def _with_metadata(told: bytes, metadata: object) -> bytes:
-    return encode_json({**json.loads(told), "metadata": metadata})
 
 
 def _no_item(item_id: str) -> RequestNotFound:

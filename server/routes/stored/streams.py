@@ -43,18 +43,24 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
     if call.pins.background:
         way = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
         raise InvalidRequest(f"The response goes on in the background: {way}", param="stream_id")
-    return _Again(await streams.resumed(owner, call, seen))
+    claims: list[Claim] = []
+    return _Again(await streams.resumed(owner, call, seen, claims), claims)
 
 
 class _Again(Response):
     """The answer of the original call's route."""
 
-    def __init__(self, resumed: Resumed) -> None:
+    def __init__(self, resumed: Resumed, claims: list[Claim]) -> None:
         super().__init__()
         self._resumed = resumed
+        self._claims = claims
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await scope["app"].router(again(scope, self._resumed), receive, send)
+        app, server = scope["app"], scope["app"].state.server
+        try:
+            await app.router({**again(scope, self._resumed), CLAIMS: self._claims}, receive, send)
+        finally:
+            server.streams.release(self._claims)
 
 
 def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:

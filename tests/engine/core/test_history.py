@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
+import msgspec
+
 from quire.engine.core.history import History
 from quire.engine.core.stats import StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 
 
 def record(number: int, ended: float = 3.0) -> StepRecord:
-    return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, [], [])
+    return StepRecord(number, 1.0, 1.0, 2.0, ended, 1, 1, (), ())
 
 
 def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() -> None:
@@ -40,3 +44,15 @@ def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
     assert [(step.engine, step.replica) for step in found["b"].steps] == [(1, 1), (1, 1), (3, 1)]
     assert (found["a"].count("recovering"), found["b"].count("recovering")) == (2, 1)
     assert found["a"].steps[1].ids == ("a", "b")
+
+
+def test_the_collector_follows_no_step() -> None:
+    """A history has 100,000: passes over the new ones held up the event loop."""
+    history = History()
+    history.submitted(Request(id="a", prompt_ids=[1, 2], params=SamplingParams(), seed=0))
+    told = StepRecord(1, 1.0, 1.0, 2.0, 3.0, 1, 2, (("a", 0, 2),), ())
+    history.stepped([RequestOutput("a", [7])], msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepRecord))
+    (step,) = history.open[0].steps
+    assert step.record == told
+    followed = [each for each in (step, step.record, step.record.preempted) if gc.is_tracked(each)]
+    assert not followed

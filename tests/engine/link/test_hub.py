@@ -236,7 +236,7 @@ async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None
         for client, steps in zip(server.clients, seen, strict=True):
             client.history.listeners.append(lambda step, steps=steps: steps.append(step.counts))  # type: ignore[misc]
         for number in range(5):
-            record = StepRecord(number, 0.0, 0.0, 0.0, 0.0, 1, 1, [], [])
+            record = StepRecord(number, 0.0, 0.0, 0.0, 0.0, 1, 1, (), ())
             server.engine.owner.deliver([], record)
         await until(lambda: [len(steps) for steps in seen] == [5, 5])
         assert sorted(seen) == [[False] * 5, [True] * 5]

@@ -33,7 +33,7 @@ class Played:
         self.step(request, cached, (until or len(request.prompt_ids)) - cached, engine=engine, weights=weights)
 
     def step(self, request: Request, start: int, count: int, *, engine: int = 0, weights: str = "1") -> None:
-        record = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, count, [(request.id, start, count)], [])
+        record = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, count, ((request.id, start, count),), ())
         self.misses.stepped(record, engine, EngineStats(prefix_unit=UNIT, cache_tokens=ROOM), weights)
 
     def end(self, request: Request, answer: Sequence[int] = (7, 7)) -> PrefixReport:
@@ -228,7 +228,7 @@ def test_an_engine_without_a_prefix_cache_is_not_looked_at() -> None:
     misses = Misses(1)
     made = Played().request(text(1, 100))
     misses.submitted([made])
-    misses.stepped(StepRecord(1, 0, 0, 1, 1, 1, 100, [(made.id, 0, 100)], []), 0, EngineStats(), "1")
+    misses.stepped(StepRecord(1, 0, 0, 1, 1, 1, 100, ((made.id, 0, 100),), ()), 0, EngineStats(), "1")
     assert misses.take(made.id) is None
     misses.ended(made.id, [])
 

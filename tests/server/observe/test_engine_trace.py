@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 
 from quire.engine.core.history import Step, Timeline
 from quire.engine.core.stats import StepRecord
@@ -88,7 +88,7 @@ def check(found: Any) -> None:
 
 
 def step(number: int, began: float, decided: float, computed: float, ended: float) -> Step:
-    return Step(StepRecord(number, began, decided, computed, ended, 1, 5, [("cmpl-a-0", 0, 5)], []), 0, ("cmpl-a-0",))
+    return Step(StepRecord(number, began, decided, computed, ended, 1, 5, (("cmpl-a-0", 0, 5),), ()), 0, ("cmpl-a-0",))
 
 
 def timeline(name: str, *marks: Any, ended: float | None = None) -> Timeline:

@@ -117,7 +117,7 @@ def request(name: str) -> Request:
 
 
 def record(number: int, began: float, ended: float, chunks: list[tuple[str, int, int]], *out: str) -> StepRecord:
-    return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, chunks, list(out))
+    return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, tuple(chunks), tuple(out))
 
 
 def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def answered(log: RequestLog, history: History, tenant: Tenant, prompt: int, cac
     log.begin({"tenant": tenant, "request_record": record}, job, job, "model")
     sent = Request(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
     history.submitted(sent)
-    step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, [(sent.id, cached, prompt - cached)], [])
+    step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, ((sent.id, cached, prompt - cached),), ())
     history.stepped([RequestOutput(sent.id, [7] * output, cached_tokens=cached, finish_reason="stop")], step)
     record.ended = record.arrived + 1.0
     return record

@@ -15,7 +15,9 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from quire.server.resolve.translated import history
+from quire.server.routes.stored import conversations
 from quire.server.store.database import FILE
+from quire.server.store.store import Bounds
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import serving
@@ -270,6 +272,8 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
 
 async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_ITEMS", 3)
+    for room in (history, conversations):
+        monkeypatch.setattr(room, "CONVERSATION", Bounds(3, 1 << 20))
     said = {"role": "user", "content": "Hi"}
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [said, said]})

@@ -142,6 +142,19 @@ async def test_who_comes_back_takes_the_stream_over(tmp_path: Path) -> None:
         assert engine.aborted[0] == engine.seen[0].id
 
 
+async def test_of_several_who_come_back_at_once_one_is_answered_to_its_end(tmp_path: Path) -> None:
+    path, _, body = CALLS["chat"]
+    async with keeping(tmp_path, engine={"step_seconds": 0.01, "burst": 1}) as (port, engine):
+        begun = await read(port.url, path, body | {"max_tokens": 60}, 3)
+        again = f"/v1/streams/{ids(begun)[0].partition(':')[0]}"
+        found = await asyncio.gather(*(read(port.url, again) for _ in range(4)))
+        whole = [each for each in found if each.endswith(b"data: [DONE]\n\n")]
+        assert len(whole) == 1
+        assert all(whole[0].startswith(each) for each in (begun, *found))
+        assert len(set(engine.aborted)) == len(engine.seen) - 1, "each was ended before the next one began"
+        assert await read(port.url, again) == whole[0], "no claim is left"
+
+
 async def test_streams_that_cannot_be_resumed(tmp_path: Path) -> None:
     path, _, body = CALLS["chat"]
     async with keeping(tmp_path, api_key=["ka", "kb"]) as (port, _), httpx.AsyncClient(base_url=port.url) as http:

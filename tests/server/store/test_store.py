@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.store import store as store_module
 from quire.server.store.database import FILE, ROW, Database
 from quire.server.store.schema import VERSION
-from quire.server.store.store import Item, ItemSummary, Put, Store, Stored, reading
+from quire.server.store.store import Bounds, Item, Put, Store, Stored, reading, size_of
 
 BIG = 1 << 30
 
@@ -110,18 +109,18 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     store.put("a", conversation("1", "a"))
     size = store.size
 
-    def refuse(known: ItemSummary) -> None:
-        assert (known.count, known.size) == (1, size)
-        raise ValueError
-
-    with pytest.raises(ValueError):
-        store.append("a", "1", [item("b")], refuse)
-    with pytest.raises(ValueError):
-        store.change("a", "1", lambda data: data[:0] if refuse(ItemSummary({}, 0, size, 1)) else data)
+    more = size_of([item("b")])
+    for most in (Bounds(1, size + more), Bounds(2, size + more - 1)):
+        with pytest.raises(InvalidRequest, match="items: a conversation holds at most"):
+            store.append("a", "1", [item("b")], most)
+    with pytest.raises(TypeError):
+        store.describe("a", "1", object())
     assert (ids(store, "a", "1"), store.size) == ((["a"], False), size)
-    assert store.change("a", "1", lambda data: b'{"n":%b}' % data) == b'{"n":{}}'
-    assert store.change("a", "2", lambda data: data) is None
-    assert store.size == size + len(b'{"n":}')
+    told = b'{"metadata":{"n":"1"}}'
+    assert store.describe("a", "1", {"n": "1"}) == told
+    assert store.describe("a", "2", {}) is None
+    assert store.size == size + len(told) - len(b"{}")
+    assert store.append("a", "1", [item("b")], Bounds(2, store.size + more))
     database.close()
 
 
@@ -152,13 +151,13 @@ def test_what_nobody_will_end(tmp_path: Path) -> None:
     database.close()
     database, again = opened(tmp_path, BIG)
     assert again.unfinished() == [("a", "1")]
-    again.end("a", "1", lambda kept: replace(kept, data=kept.data + b" "))
+    again.lose("a", "1")
     assert again.unfinished() == []
-    again.end("a", "3", lambda kept: replace(kept, data=b"nobody's"))
+    again.lose("a", "3")
     first, second = (again.get("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
-    assert (first.data, second.data) == (b"{} ", b"{}")
+    assert (json.loads(first.data)["status"], second.data) == ("failed", b"{}")
     assert ids(again, "a", "1") == (["x"], False)
     size = again.size
     database.close()
@@ -201,10 +200,10 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
     assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
     assert store.unfinished() == [("a", "resp_1")]
-    store.end("a", "resp_1", lambda kept: replace(kept, data=b"ended"))
+    store.lose("a", "resp_1")
     found = store.get("a", "response", "resp_1")
     assert found is not None
-    assert found.data == b"ended"
+    assert json.loads(found.data)["status"] == found.about["status"] == "failed"
     size = store.size
     database.close()
     database, again = opened(tmp_path, BIG)

@@ -1,0 +1,135 @@
+"""What is asked of the process that has --data-dir is what it does itself, and nothing else can be asked."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.errors import InvalidRequest
+from quire.server.store.batches import Batch, Line, LineError, Result
+from quire.server.store.calls import Call, Note, Pins
+from quire.server.store.data import Data, open_data
+from quire.server.store.files import new_file
+from quire.server.store.progress import End, Progress
+from quire.server.store.shared import METHODS, answer, shared_data
+from quire.server.store.store import Bounds, Item, Put, Stored
+
+A = "a"
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[tuple[Data, Data]]:
+    """The data, and what asks for it."""
+    data = open_data(tmp_path, 1 << 20)
+    yield data, shared_data(tmp_path, partial(answer, data))
+    data.close()
+
+
+def test_each_method_has_types_that_pass(both: tuple[Data, Data]) -> None:
+    for method in METHODS:
+        wrong = msgspec.msgpack.encode([method.__qualname__, [{}] * 9])
+        assert b"Validation" in answer(both[0], wrong), f"{method.__qualname__} takes anything"
+
+
+def test_objects_pass(both: tuple[Data, Data]) -> None:
+    own, asked = both[0].store, both[1].store
+    items = [Item("i1", b"{}"), Item("i2", b'{"a":1}')]
+    asked.put(A, Put("c", Stored("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
+    assert asked.get(A, "conversation", "c") == own.get(A, "conversation", "c")
+    assert asked.known(A, "conversation", "c") == own.known(A, "conversation", "c")
+    assert asked.page(A, "c", 1, newest_first=True, after=None) == own.page(A, "c", 1, newest_first=True, after=None)
+    assert asked.get(A, "response", "c") is None
+    with pytest.raises(InvalidRequest, match="at most 2 items") as caught:
+        asked.append(A, "c", items, Bounds(2, 1000))
+    assert caught.value.param == "items"
+    assert asked.append(A, "c", [Item("i3", b"{}")])
+    assert asked.describe(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
+
+
+def test_batches_pass(both: tuple[Data, Data]) -> None:
+    data, asked = both
+    file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
+    asked.contents.write(file.id, BytesIO(b"{}"))
+    asked.files.add(A, file)
+    assert asked.files.find(A, file.id) == file
+    batch = Batch(
+        id="b", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h", created_at=1, expires_at=9
+    )
+    assert asked.batches.add(A, batch, 1)
+    assert asked.batches.open() == [(A, batch)] == data.batches.open()
+    now = msgspec.structs.replace(batch, status="in_progress", errors=(LineError("c", "m", 1),))
+    asked.batches.set_lines(A, now, [Line(0, 1, 0, 2, "x"), Line(1, 2, 2, 2, "y")])
+    assert asked.batches.left("b", -1, 9) == data.batches.left("b", -1, 9)
+    asked.batches.put_result("b", Result(0, failed=False, line=b"\x00{}"))
+    assert asked.batches.results("b", 0, failed=False) == [(1, b"\x00{}")]
+    found = asked.batches.page(A, 5, None)
+    assert found is not None
+    assert (list(found[0]), found[1]) == ([data.batches.find(A, "b")], False)
+    cancelled = asked.batches.cancel(A, "b")
+    assert cancelled is not None
+    assert cancelled.status == "cancelling"
+    asked.batches.end(A, msgspec.structs.replace(cancelled, status="cancelled"), [])
+    with pytest.raises(InvalidRequest, match="is cancelled already"):
+        asked.batches.cancel(A, "b")
+    assert asked.files.delete(A, file.id)
+
+
+def test_calls_pass(both: tuple[Data, Data]) -> None:
+    data, asked = both
+    pins = Pins(id="s", name="", created=1, seed=2**63 - 1, before=("f",))
+    progress = Progress([[1, 2]], [0], [End("stop", "x", with_token=True)])
+    assert asked.calls.put(A, Call(path="/v1/completions", body=b"\xff", pins=pins, progress=progress), 4e9, "0.0")
+    assert asked.calls.find(A, "s") == data.calls.find(A, "s")
+    assert asked.calls.holder(A, "s") == "0.0"
+    more = Progress([[1, 2, 3]], [0], [None])
+    asked.calls.note([Note(A, "s", more, 4e9, answered=False)], "0.0")
+    found = asked.calls.find(A, "s")
+    assert found is not None
+    assert found.progress == more
+    assert asked.processes.look("0.0", {"open": 2}) == data.processes.look("0.0", {"open": 2})
+
+
+def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[Data, Data]) -> None:
+    data, asked = both
+    call = Call(path="/v1/completions", body=b"{}", pins=Pins(id="s", name="", created=1, seed=1))
+    assert asked.calls.claim(A, "s", "0.0", 1)
+    assert not asked.calls.claim(A, "s", "1.0", 2), "another process"
+    assert not data.calls.claim(A, "s", "0.0", 3), "the same one"
+    asked.calls.give_up(A, "s", 2)
+    assert not asked.calls.claim(A, "s", "1.0", 2), "only its own attempt gives a claim up"
+    asked.calls.put(A, call, 4e9, "0.0")
+    assert asked.calls.claim(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
+    data.processes.gone("1.0")
+    assert asked.calls.claim(A, "s", "0.0", 4)
+    asked.calls.give_up(A, "s", 4)
+    assert asked.calls.claim(A, "s", "0.0", 5)
+
+
+@pytest.mark.parametrize(
+    "refusal", [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left")]
+)
+def test_a_refusal_of_the_disk_passes(
+    both: tuple[Data, Data], refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(type(both[0].calls), "sweep", refuse)
+    with pytest.raises(type(refusal)) as caught:
+        both[1].calls.sweep()
+    assert str(caught.value) == str(refusal)
+
+
+def test_nothing_else_can_be_asked_for(both: tuple[Data, Data]) -> None:
+    with pytest.raises(KeyError):
+        both[1].calls.gone("0.0")
+    for method in ("Calls.gone", "Calls.__init__", "Data.close", "os.system"):
+        assert b"KeyError" in answer(both[0], msgspec.msgpack.encode([method, ["0.0"]]))
+    assert b"Failed" in answer(both[0], b"\xc1no msgpack")

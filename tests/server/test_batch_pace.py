@@ -1,0 +1,103 @@
+"""Lines of batches begin beside requests of others only where these hardly wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from quire.engine.core.history import History, Step
+from quire.engine.core.stats import StepRecord
+from quire.server.batches.pace import OWN, Pace, StepTimes
+
+APART, LONG = 0.02, 2.0
+
+
+@dataclass(eq=False)
+class Client:
+    """What a Pace looks at of an engine's client."""
+
+    open_everywhere: dict[str, int] = field(default_factory=dict)
+    queued_tokens: int = 0
+    history: History = field(default_factory=History)
+
+    def step(self, rows: int, seconds: float, tokens: int | None = None) -> None:
+        record = StepRecord(1, 0.0, 1.0, 1.0 + seconds, 2.0, rows, tokens or rows, (), ())
+        for told in self.history.listeners:
+            told(Step(record, 0, ()))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr("quire.server.batches.pace.monotonic", made := Clock())
+    return made
+
+
+def paced(*clients: Client) -> Pace:
+    given: Any = list(clients)
+    return Pace(lambda: given)
+
+
+def test_alone_lines_begin_until_prompts_wait(clock: Clock) -> None:
+    client = Client({f"a{OWN}": 9})
+    pace = paced(client)
+    assert not pace.holds(9)
+    client.queued_tokens = 1000
+    assert pace.holds(9)
+
+
+def test_beside_others_lines_begin_apart_and_never_before_a_first_token(clock: Clock) -> None:
+    client = Client({"a": 1})
+    pace = paced(client)
+    assert not pace.holds(0)
+    pace.begin()
+    assert pace.holds(0)
+    clock.now += APART
+    assert not pace.holds(0)
+    client.queued_tokens = 5
+    assert pace.holds(0), "somebody waits for a first token"
+    clock.now += LONG
+    assert not pace.holds(0), "but a batch goes on, whoever waits"
+
+
+def test_others_are_expected_for_a_second(clock: Clock) -> None:
+    client = Client({"a": 1})
+    pace = paced(client)
+    pace.holds(0)
+    client.open_everywhere.clear()
+    clock.now += 0.5
+    assert pace.holds(1)
+    clock.now += 1.0
+    assert not pace.holds(1)
+
+
+def test_more_lines_at_a_time_where_steps_are_not_longer_for_it(clock: Clock) -> None:
+    client = Client({"a": 1})
+    pace = paced(client)
+    assert pace.holds(1), "nothing is known yet"
+    client.step(1, 0.010)
+    assert not pace.holds(0)
+    assert pace.holds(1), "two rows were not seen"
+    client.step(2, 0.011)
+    assert not pace.holds(1), "three were not seen either, but two are as quick as one"
+    for _ in range(50):
+        client.step(3, 0.020)
+    assert pace.holds(1)
+    client.open_everywhere["b"] = 1
+    client.step(4, 0.012)
+    assert not pace.holds(1), "with two of others, and one of its own, a fourth row counts beside two"
+
+
+def test_steps_with_prompts_or_guesses_say_nothing() -> None:
+    times = StepTimes()
+    for tokens in (5, 3):
+        times.learn(Step(StepRecord(1, 0, 0, 1, 1, 2, tokens, (), ()), 0, ()))
+    assert not times.alike(2, 2)
