@@ -22,7 +22,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.heads import Stage
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, held
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.kernels.activation import GELU
@@ -201,21 +201,6 @@ class _Layer:
             table[name] = held(self.scales, place, (self.hidden,), torch.float32)
         up = self.up.parameters()
         return table | ({name: _halves_swapped(each) for name, each in up.items()} if self.gate_last else up)
-
-
-def held(
-    found: Any,
-    key: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    make: Callable[[Tensor], Any] = lambda tensor: tensor,
-) -> Parameter:
-    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns."""
-
-    def put(tensor: Tensor) -> None:
-        found[key] = make(tensor)
-
-    return Parameter(shape, dtype, put)
 
 
 def _halves_swapped(parameter: Parameter) -> Parameter:

@@ -42,3 +42,18 @@ class Parameter:
 
 
 ParameterTable = dict[str, Parameter]
+
+
+def held(
+    found: Any,
+    key: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    make: Callable[[Tensor], Any] = lambda tensor: tensor,
+) -> Parameter:
+    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns."""
+
+    def put(tensor: Tensor) -> None:
+        found[key] = make(tensor)
+
+    return Parameter(shape, dtype, put)

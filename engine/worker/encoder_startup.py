@@ -47,7 +47,6 @@ def start_encoder(
     fault. `progress` is called after every layer."""
     device = _device(config)
     dtype, changed = choose_dtype(config, model_config, device)
-    dtype_name = str(dtype).removeprefix("torch.")
     stored = stored_at(config)
     check_files(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
@@ -55,11 +54,7 @@ def start_encoder(
     spec = encoder_spec(model_config)
     length = context_of(config, model_config, spec.longest, pooling.max_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
-    deterministic = backend.keeps_rows_apart(device, dtype)
-    refuse(
-        "deterministic",
-        config.deterministic and not deterministic and f"not promised for encoders in {dtype_name} here",
-    )
+    deterministic = _keeps_rows_apart(config, backend, device, dtype)
     with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
@@ -77,7 +72,7 @@ def start_encoder(
     info = info_of(
         config,
         plan,
-        dtype=dtype_name,
+        dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         backend=f"{backend.name} ({why})",
         weight_bytes=weight_bytes,
@@ -105,6 +100,12 @@ def _device(config: EngineConfig) -> torch.device:
     device = choose_device(config)
     check_other(config, device)
     return device
+
+
+def _keeps_rows_apart(config: EngineConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    apart, name = backend.keeps_rows_apart(device, dtype), str(dtype).removeprefix("torch.")
+    refuse("deterministic", config.deterministic and not apart and f"not promised for encoders in {name} here")
+    return apart
 
 
 def _head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> Head:

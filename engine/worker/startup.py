@@ -36,9 +36,9 @@ from quire.engine.worker.loading.checkpoint import held_bytes
 from quire.engine.worker.loading.drafts.head import LoadedHead
 from quire.engine.worker.loading.drafts.model import DraftModel, DraftWorker, spare_pages
 from quire.engine.worker.loading.loader import Tensors
-from quire.engine.worker.loading.model import load_model
+from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
-from quire.engine.worker.loading.room import make_room
+from quire.engine.worker.loading.room import Room, make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
@@ -120,16 +120,13 @@ def _start(
     with explained_weights():
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
-        stage = config.pipeline_parallel_size - 1
-        tower = load_tower(config, path, model_config, chosen, progress, stage=stage)
+        tower = load_tower(config, path, model_config, chosen, progress, stage=config.pipeline_parallel_size - 1)
         held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         weight_bytes = tower.weight_bytes + elsewhere + held
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
-    shares = StateShares(plan.sequences, plan.snapshots)
-    room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    room = _allocate(config, chosen, loaded, plan, ranks)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
@@ -168,6 +165,14 @@ def _start(
         everywhere=ranks.everywhere(model),
         experts=None if model.on_disk is None else model.on_disk.counts,
     )
+
+
+def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: KVPlan, ranks: SingleProcess) -> Room:
+    """What the plan says, here and on the other ranks."""
+    shares = StateShares(plan.sequences, plan.snapshots)
+    room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    return room
 
 
 def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:

@@ -18,7 +18,7 @@ from quire.engine.checkpoint.kv_plan import (
     fit_pages,
     int8_embedding,
 )
-from quire.engine.checkpoint.page_groups import PageNeeds, keeps_all, most_drafts, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, keeps_all, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
@@ -192,8 +192,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     kept = token - own // alone * (draft is not None and draft.is_model)  # see Runner.mover
     pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": config.divides_tokens}
     block_size = machine.page_tokens(dtype, sizes.head_dim, config.attention_backend, **pages)
-    keep_all = keeps_all(config) is not None
-    groups = page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
+    groups = _groups(sizes, config, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, config)
     step = step_bytes(sizes, width, tokens)
@@ -230,6 +229,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         tiers=planned_tiers(config, machine.replicas, kept * block_size, block_size),
     )
     return _fitted(made, wishes)
+
+
+def _groups(sizes: ModelSizes, config: EngineConfig, block_size: int) -> PageGroups:
+    return page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keeps_all(config) is not None)
 
 
 def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:
