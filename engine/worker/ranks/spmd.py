@@ -42,6 +42,7 @@ from quire.engine.worker.ranks.messages import (
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.remote import Gathering, Remote
 from quire.engine.worker.runner import Runner
+from quire.engine.worker.sampling.sampling_rules import only_largest
 from quire.kernels.collective import Collective
 from quire.kernels.distributed import join_ranks
 
@@ -49,7 +50,8 @@ _CLOSE_SECONDS = 5.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside."""
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside. Without, there are no sums by NVLink's
+switches (NVLS); so it stays as it is where no graph is captured."""
 
 
 class SpmdRanks(Ranks):
@@ -63,7 +65,7 @@ class SpmdRanks(Ranks):
         """Waits until all machines have joined. `local`: `config` with this machine's own paths. Raises ConfigError."""
         self._config, self._device = local, chosen.device
         self.pinned = chosen.device.type == "cpu"
-        if chosen.device.type == "cuda":
+        if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM, "0")
         gathering = Gathering(config) if config.nnodes > 1 else None
         remote = [] if gathering is None else gathering.wait()
@@ -226,7 +228,8 @@ def _close(over: threading.Event, group: Collective) -> None:
 
 
 def for_others(batch: Batch) -> Batch:
-    """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know: not even grammars."""
+    """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know, not even grammars;
+    but whether it is by the largest logit alone, which all ranks find together."""
     admissions = [_computed(each) for each in batch.admissions]
     return Batch(batch.rows, admissions, batch.copies, slot_copies=batch.slot_copies)
 
@@ -234,7 +237,9 @@ def for_others(batch: Batch) -> Batch:
 def _computed(admission: Admission) -> Admission:
     if not isinstance(admission.params, SamplingParams):
         return admission
-    return replace(admission, params=SamplingParams(prompt_logprobs=admission.params.prompt_logprobs))
+    temperature = 0.0 if only_largest(admission.params) else 1.0
+    params = SamplingParams(temperature=temperature, prompt_logprobs=admission.params.prompt_logprobs)
+    return replace(admission, params=params)
 
 
 def visible_gpus(rank: int, visible: str | None, count: int) -> str:

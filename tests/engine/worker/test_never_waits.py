@@ -41,7 +41,7 @@ from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
-from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu
+from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
 
@@ -121,7 +121,12 @@ def empty_weights(table: ParameterTable) -> int:
 
 
 def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    return lambda: None, function()
+    """Records nothing, but refuses what a graph cannot hold."""
+    Waiting.capturing = True
+    try:
+        return lambda: None, function()
+    finally:
+        Waiting.capturing = False
 
 
 def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **options: Any) -> Engine:
