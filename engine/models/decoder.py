@@ -340,10 +340,9 @@ class Decoder:
         there [R], which the first rank knows. Nothing waits for the host; ranks exchange two numbers of each row."""
         own = self._own_logits(hidden, context)
         best = self.argmax(own)
-        known = hidden.amax(-1).isfinite() & ~own[:, 0].isnan()  # NaN is greater than all, and rarely in one place
-        if self.shard.group is None:
-            return best, known
-        return self.shard.first(own.gather(1, best[:, None]).squeeze(1), best, self.spec.vocab_size), known
+        if self.shard.group is not None:
+            best = self.shard.first(own.gather(1, best[:, None]).squeeze(1), best, self.spec.vocab_size)
+        return best, had_numbers(hidden, own)
 
     def _own_logits(self, hidden: Tensor, context: LinearContext) -> Tensor:
         """Of this rank's part of the vocabulary."""
@@ -351,3 +350,9 @@ class Decoder:
         head, cap = self._embedding.head if self.spec.tie_embeddings else self._head.packed, self.spec.logit_softcap
         logits = times(self._backend, head(hidden, context), self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def had_numbers(hidden: Tensor, logits: Tensor) -> Tensor:
+    """Whether rows [R] have numbers to pick by: NaN is greater than all, and what makes one makes many. A tenth of the
+    time of looking at each."""
+    return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -244,9 +244,17 @@ def few_bits(rows: int, parts: list[packing.Packed]) -> None:
         for part in parts:
             quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)(x, NO_ADAPTERS)
     for part in parts:
-        quantized.multiply_whole(part, x, None, x.new_empty((rows, part.outs)), fixed=False)
+        out = x.new_empty((rows, part.outs))
+        quantized.multiply_whole(part, x, None, out, fixed=False)
+        library.multiply_expanded(part, x, None, out)
         if part.rounds:
             library.round_x(part, x, by_blocks=False)
+
+
+def products() -> None:
+    """Of weights of few bits, for few, some and many rows."""
+    for rows in (3, 40, 600):
+        few_bits(rows, weights_of_few_bits())
 
 
 def few_bits_elsewhere(parts: list[packing.Packed]) -> None:
@@ -353,9 +361,8 @@ def main() -> None:
     convolutions(3)
     sampling(3)
     linear(3)
+    products()
     parts = weights_of_few_bits()
-    for rows in (3, 40, 600):
-        few_bits(rows, parts)
     few_bits_elsewhere(parts)
     adapters(3)
     before = len(compiled)
