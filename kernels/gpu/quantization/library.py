@@ -116,12 +116,11 @@ def multiply(part: Packed, product: Product, x: Tensor, bias: Tensor | None) -> 
         )  # fmt: skip
         return out
     eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
-    if product == Product.FLOATS:
-        beside = {"scale_a": scales[:, None], "scale_b": part.factors[None]}
-    else:
+    scale_a, scale_b = scales[:, None], part.factors[None]
+    if product == Product.SQUARES:
         assert part.squares is not None
-        beside = {"scale_a": scales.t(), "scale_b": part.squares.t()}
-    return torch._scaled_mm(eights, weight, bias=bias, out_dtype=x.dtype, **beside)
+        scale_a, scale_b = scales.t(), part.squares.t()
+    return torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
 
 
 def round_x(part: Packed, x: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:

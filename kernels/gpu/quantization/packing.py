@@ -129,9 +129,9 @@ def joined(parts: Sequence[Packed]) -> list[Packed]:
         squares = None
         if last.squares is not None and each.squares is not None and last.outs % BLOCK == 0:
             squares = torch.cat((last.squares, each.squares))
-        tensors = {"codes": torch.cat((last.codes, each.codes)), "factors": torch.cat((last.factors, each.factors))}
-        outs = last.outs + each.outs
-        found[-1] = replace(last, **tensors, scales=scales, offsets=offsets, squares=squares, outs=outs)
+        codes, factors = torch.cat((last.codes, each.codes)), torch.cat((last.factors, each.factors))
+        scaled = replace(last, scales=scales, offsets=offsets, squares=squares)
+        found[-1] = replace(scaled, codes=codes, factors=factors, outs=last.outs + each.outs)
     return found
 
 
