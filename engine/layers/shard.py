@@ -143,6 +143,16 @@ class Shard:
         widths = [len(_span(size, rank, self.count)) for rank in range(self.count)]
         return self.group.gather(x, widths)
 
+    def first(self, values: Tensor, places: Tensor, size: int) -> Tensor:
+        """The first place of the largest of each of R rows of so many, [R] int64 on every rank. values [R] float32,
+        places [R] int64: of this rank's part of the row, the same."""
+        assert self.group is not None
+        assert size <= 2**24, "float32 holds every place"
+        own = torch.stack((values, (places + self.span(size).start).float()), 1)
+        found = self.group.gather(own, [2] * self.count).unflatten(1, (-1, 2))  # of ranks but the first their own
+        which = found[:, :, 0].argmax(1, keepdim=True)  # the first of equal ones, and so the lowest place
+        return self.group.share(found[:, :, 1].gather(1, which).squeeze(1).long())
+
 
 WHOLE = Shard()
 

@@ -30,6 +30,7 @@ class HiddenStates:
     every: Tensor | None = None  # [T, hidden], of all tokens, where a head reads these
     tapped: Sequence[Tensor] = ()
     """[T, hidden] each: what goes into the layers that a head reads."""
+    picked: Tensor | None = None  # [R] int64, where a graph has made and written the picks
 
 
 @dataclass(frozen=True, slots=True)

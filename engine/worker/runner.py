@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.core.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
-from quire.engine.models.decoder import Decoder, Features
+from quire.engine.models.decoder import Decoder, Features, had_numbers
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.compiling.processes import compile_kinds
 from quire.engine.worker.compiling.steps import launch_every_kind
@@ -29,6 +29,8 @@ from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, listed_tokens, rules_of
 from quire.engine.worker.transfer import Download, upload
+from quire.kernels.backend import NO_ADAPTERS, LinearContext
+from quire.kernels.gpu.others import is_other
 
 _LOGIT_ROWS = 256
 """How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
@@ -75,15 +77,22 @@ class Runner:
         self._pooler = pooler
         self._heads = heads
         self._headroom = Headroom(layers_of(model, pages)) if slots.device.type == "cpu" and capture is None else None
-        self.graphs = (
-            None
-            if capture is None
-            else DecodeGraphs(
-                self._decode, capture, slots, adapters=model.adapters is not None, alone=model.shard.count == 1
-            )
-        )
+        self.graphs = None if capture is None else self._make_graphs(capture)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
+
+    def _make_graphs(self, capture: Capture) -> DecodeGraphs:
+        taps = () if self._heads is None else self._heads.head.taps
+        return DecodeGraphs(
+            self._decode,
+            capture,
+            self._slots,
+            self._model.spec.hidden_size * (1 + len(taps)),
+            self._model.dtype,
+            pick=self._decode_picks if self._heads is None and self._model.has_head else None,
+            adapters=self._model.adapters is not None,
+            alone=self._model.shard.count == 1,
+        )
 
     @property
     def model(self) -> Decoder:
@@ -143,14 +152,18 @@ class Runner:
         found: list[Tensor] = []
         pooled = [] if self._pooler is None else self._pooled(batch.rows)
         whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
-        hidden = self._compute(picks, inputs, whole=whole, features=begun.features)
+        owners = [self._owner(row) for row in picks.rows]
+        largest = not is_other(self._slots.device) and all(owner.rules.largest for owner in owners)
+        hidden = self._compute(picks, inputs, whole=whole, largest=largest, features=begun.features)
         if whole and hidden.every is not None:
             chunks, found = self._prompt_logprobs(batch.rows, hidden.every)
             if self._pooler is not None and pooled:
                 found.append(self._pooler.take(pooled, hidden.every))
-        owners = [self._owner(row) for row in picks.rows]
         asked = [index for index, owner in enumerate(owners) if owner.rules.logprobs is not None]
-        tensors = [*self._pick(picks, owners, asked, hidden.before_picks), *found]
+        if picks.rows and largest:
+            tensors = [self._pick_largest(picks, hidden) if hidden.picked is None else hidden.picked, *found]
+        else:
+            tensors = [*self._pick(picks, owners, asked, hidden.before_picks), *found]
         if self._heads is not None:
             self._heads.follow(batch, picks, hidden, inputs)
         made = list(zip(picks.rows, owners, strict=True))
@@ -225,17 +238,24 @@ class Runner:
         return found
 
     def _compute(
-        self, picks: Picks, inputs: ForwardInputs | None, *, whole: bool, features: Features | None = None
+        self,
+        picks: Picks,
+        inputs: ForwardInputs | None,
+        *,
+        whole: bool,
+        largest: bool,
+        features: Features | None = None,
     ) -> HiddenStates:
-        """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too."""
+        """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too.
+        `largest`: all picks are the largest logit."""
         if self._model.on_disk is not None:
             self._model.on_disk.step()
         taps = () if self._heads is None else self._heads.head.taps
         if inputs is None:
             assert self.graphs is not None
-            side_by_side = self.graphs.run(picks)
+            side_by_side, picked = self.graphs.run(picks, largest=largest)
             if not taps:
-                return HiddenStates(side_by_side, side_by_side)
+                return HiddenStates(side_by_side, side_by_side, picked=picked)
             hidden, *tapped = (part.contiguous() for part in side_by_side.chunk(1 + len(taps), dim=1))
             return HiddenStates(hidden, hidden, tapped)
         if not whole and (self._heads is None or not self._heads.reads_all):
@@ -258,14 +278,29 @@ class Runner:
         hidden, tapped = self._model.forward_tapped(token_ids, metadata, self._kv_cache, every, taps)
         return torch.cat((hidden, *tapped), dim=1) if tapped else hidden
 
+    def _decode_picks(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """The picks behind a step of one token per row, which are the largest logit, in a form that a graph can
+        hold."""
+        slots, positions, *adapters = rows
+        context = LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS
+        return self._write_largest(hidden, slots, positions + 1, context)
+
+    def _pick_largest(self, picks: Picks, hidden: HiddenStates) -> Tensor:
+        return self._write_largest(hidden.before_picks, picks.slots_there, picks.positions_there, picks.context)
+
+    def _write_largest(self, hidden: Tensor, slots: Tensor, positions: Tensor, context: LinearContext) -> Tensor:
+        """As `_pick`, of picks that are nothing but the largest logit."""
+        picked, known = self._model.largest(hidden, context)
+        self._slots.token_ids[slots, positions] = picked.to(torch.int32)
+        return picked.masked_fill(~known, LOST)
+
     def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
         model gave no number; then, if some are `asked` for log probabilities, what logprob_tensors finds."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden, picks.context)
-        # NaN is greater than all: a tenth of the time of looking at each number.
-        had_numbers = hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()
+        known = had_numbers(hidden, logits)
         unmodified = None
         if asked:
             (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
@@ -280,7 +315,7 @@ class Runner:
             mask = self._grammars.mask(picks.rows)
         picked = self._sample(logits, rows, mask)
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
-        told = picked.where(had_numbers, LOST)
+        told = picked.masked_fill(~known, LOST)  # `where` copies a number to the GPU, and waits
         if unmodified is None:
             return [told]
         rules = [owners[index].rules for index in asked]

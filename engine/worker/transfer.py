@@ -28,6 +28,17 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     return split(staged.to(device, non_blocking=pinned), arrays)
 
 
+def put(array: np.ndarray, target: Tensor) -> None:
+    """Into a tensor of the device that is there already, in one copy."""
+    if target.device.type == "cpu":
+        target.copy_(torch.from_numpy(array))
+        return
+    pinned = target.device.type == "cuda"
+    staged = torch.empty(_ends([array])[-1], dtype=torch.uint8, pin_memory=pinned)
+    fill(staged, [array])
+    target.copy_(split(staged, [array])[0], non_blocking=pinned)
+
+
 def fill(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
     """Lay the arrays one after another into host bytes, each at a multiple of 16."""
     target = staged.numpy()

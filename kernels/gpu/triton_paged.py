@@ -10,7 +10,6 @@ kernels/gpu/quantization/triton_quantized.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Linear, Table
-from quire.kernels.gpu import triton_fused, triton_short_conv
+from quire.kernels.gpu import triton_fused, triton_short_conv, triton_sizes
 from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
@@ -122,7 +121,7 @@ class Triton(Reference):
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        packed = quantized.pack_quantized(weights, bias, wide=wide, fixed=self.deterministic)
+        packed = quantized.pack_quantized(weights, bias, dtype=dtype, wide=wide, fixed=self.deterministic)
         return super().pack_quantized(weights, bias, dtype=dtype, wide=wide) if packed is None else packed
 
     def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
@@ -206,7 +205,7 @@ def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.d
 
 def wanted_programs(without: int, device: int | None) -> int:
     """Programs per tile so that two programs run on each multiprocessor, where there are `without` tiles."""
-    return max(1, 2 * _processors(device) // without)
+    return max(1, 2 * triton_sizes.processors(device) // without)
 
 
 def even_splits(wanted: int, seen: int, one_token: bool) -> int:
@@ -215,9 +214,3 @@ def even_splits(wanted: int, seen: int, one_token: bool) -> int:
     if one_token:
         wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
     return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), _MOST_SPLITS)
-
-
-@cache
-def _processors(device: int | None) -> int:
-    """Multiprocessors of a GPU; under the interpreter, any number."""
-    return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count

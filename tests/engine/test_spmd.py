@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
@@ -25,6 +27,7 @@ from quire.engine.core.steps import Steps
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.layers.shard import Shard
 from quire.engine.loop import Engine, let_go
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
@@ -231,7 +234,9 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
             return made[-1]
 
     monkeypatch.setattr(room, "choose_capture", lambda *_: None)
-    expected = picked(run(engine(DEMO_MODEL, ranks, **settings), requests))
+    expected, greedy = (
+        picked(run(engine(DEMO_MODEL, ranks, **settings), each)) for each in (requests, all_greedy(requests))
+    )
     monkeypatch.setattr(room, "choose_capture", capture)
     graphed = engine(DEMO_MODEL, ranks, **settings)
     graphed.runner.warm_sampler()
@@ -245,6 +250,7 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
     while graphed.prepare():
         pass
     assert picked(run(graphed, requests)) == expected
+    assert picked(run(graphed, all_greedy(requests))) == greedy
 
 
 class Failing(FakeCapture):
@@ -443,6 +449,61 @@ def test_other_ranks_are_told_what_they_compute_alone() -> None:
     assert sent.rows == rows
     assert sent.copies == batch.copies
     assert sent.admissions == [Admission(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter=2), vector]
+
+
+class Gathered:
+    """A rank's collective, where what the others would send is known."""
+
+    def __init__(self, sent: list[Tensor]) -> None:
+        self.sent = sent
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+        assert widths == [x.shape[1]] * len(self.sent)
+        return torch.cat(self.sent, 1)
+
+    def share(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 10), (3, 32_001), (4, 7)])
+def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: int) -> None:
+    """Ties within a rank and between ranks, and rows of nothing but -inf."""
+    logits = torch.randint(0, 3, (40, vocab), generator=torch.Generator().manual_seed(ranks)).float()
+    logits[3], logits[4, : vocab // 2] = -torch.inf, -torch.inf
+    shards = [Shard(rank, ranks) for rank in range(ranks)]
+    parts = [logits[:, shard.span(vocab).start : shard.span(vocab).stop] for shard in shards]
+    sent = [
+        torch.stack((part.amax(1), (part.argmax(1) + shard.span(vocab).start).float()), 1)
+        for part, shard in zip(parts, shards, strict=True)
+    ]
+    first = replace(shards[0], group=Gathered(sent))
+    assert torch.equal(first.first(parts[0].amax(1), parts[0].argmax(1), vocab), logits.argmax(1))
+
+
+def all_greedy(requests: list[Request]) -> list[Request]:
+    params = SamplingParams(temperature=0.0, max_tokens=7)
+    return [msgspec.structs.replace(each, params=params) for each in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks")
+def test_greedy_picks_gather_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers of a row and rank; the same tokens as of one process, beside drawn rows too."""
+    widths, gather = list[int](), DistributedCollective.gather
+
+    def gathered(group: DistributedCollective, x: Tensor, own: list[int]) -> Tensor:
+        widths.append(max(own))
+        return gather(group, x, own)
+
+    monkeypatch.setattr(DistributedCollective, "gather", gathered)
+    settings: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 100}
+    greedy = all_greedy(asked())
+    expected = [run(engine(DEMO_MODEL, 1, **settings), each) for each in (greedy, [*greedy[:3], *asked()[3:]])]
+    two = engine(DEMO_MODEL, 2, **settings)
+    assert_same(run(two, greedy), expected[0])
+    assert set(widths) == {2}
+    assert_same(run(two, [*greedy[:3], *asked()[3:]]), expected[1])
+    assert max(widths) > 1000
 
 
 TWO_GPUS = [

@@ -41,7 +41,7 @@ from quire.engine.models.adapted.ranks import UNDIVIDED, division_of
 from quire.engine.models.adapted.rows import ByRows
 from quire.engine.models.adapted.spec import ROUTERS, AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
-from quire.engine.models.decoder import Decoder, Features, KVCache
+from quire.engine.models.decoder import Decoder, Features, KVCache, had_numbers
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.kv_codes import scale_elements
 
@@ -168,6 +168,12 @@ class AdaptedDecoder(Decoder):
             logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         self._given.hidden = None
         return logits.float()
+
+    def largest(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
+        """Of logits that the class itself puts together, where there are ranks."""
+        logits = self.logits(hidden, context)
+        best, group = self.argmax(logits), self.shard.group
+        return best if group is None else group.share(best), had_numbers(hidden, logits)
 
     def _replace(self) -> ParameterTable:
         """Put our modules in the place of the class's where they are the same function; the tensors of all."""

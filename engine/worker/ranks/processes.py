@@ -56,7 +56,8 @@ _LOOK_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside."""
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside. Without, there are no sums by NVLink's
+switches (NVLS); so it stays as it is where no graph is captured."""
 PROGRAM = module("quire.engine.worker.ranks.follower")
 
 Answer = TypeVar("Answer", Loaded, Measured, Called)
@@ -116,7 +117,7 @@ class Ranks(SingleProcess):
         """What reads each one's next frame; None: it has ended."""
         self._sent: set[str] = set()
         """Digests of the adapters that other machines have."""
-        if chosen.device.type == "cuda":
+        if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM, "0")
         gathering = Gathering(config) if config.nnodes > 1 else None
         remote = [] if gathering is None else gathering.wait()

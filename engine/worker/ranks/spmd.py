@@ -25,6 +25,7 @@ from quire.engine.worker.ranks.messages import Draft, Loaded, Prepare, Step, Try
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.remote import Remote
 from quire.engine.worker.runner import Runner
+from quire.engine.worker.sampling.sampling_rules import only_largest
 
 
 class SpmdRanks(Ranks):
@@ -105,7 +106,8 @@ class _Watched:
 
 
 def for_others(batch: Batch) -> Batch:
-    """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know: not even grammars."""
+    """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know, not even grammars;
+    but whether it is by the largest logit alone, which all ranks find together."""
     admissions = [_computed(each) for each in batch.admissions]
     return Batch(batch.rows, admissions, batch.copies, left=batch.left, slot_copies=batch.slot_copies)
 
@@ -113,4 +115,6 @@ def for_others(batch: Batch) -> Batch:
 def _computed(admission: Admission) -> Admission:
     if not isinstance(admission.params, SamplingParams):
         return admission
-    return replace(admission, params=SamplingParams(prompt_logprobs=admission.params.prompt_logprobs))
+    temperature = 0.0 if only_largest(admission.params) else 1.0
+    params = SamplingParams(temperature=temperature, prompt_logprobs=admission.params.prompt_logprobs)
+    return replace(admission, params=params)

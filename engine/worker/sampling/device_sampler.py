@@ -109,7 +109,7 @@ class DeviceChanges:
         places = torch.arange(8, dtype=torch.uint8, device=words.device)
         bits = words.view(torch.uint8)[:, :, None].bitwise_right_shift(places).bitwise_and_(1)
         allowed = bits.flatten(1).view(torch.bool)[:, : logits.shape[1]]
-        found = torch.where(allowed, logits[rows], -torch.inf)
+        found = logits[rows].masked_fill(~allowed, -torch.inf)  # torch.where copies a number to the GPU, and waits
         if unmodified is not None:
             stuck = found.amax(-1, keepdim=True) == -torch.inf
             found = torch.where(stuck & allowed, unmodified[rows], found)

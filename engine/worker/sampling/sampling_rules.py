@@ -37,6 +37,8 @@ class Rules:
     prompt_logprobs: int | None
     plain: bool
     """Nothing changes the logits."""
+    largest: bool
+    """`only_largest` of the request's parameters."""
     allowed: np.ndarray | None
     """[n] int64: all that may be picked."""
     added: dict[int, float]
@@ -73,6 +75,7 @@ def rules_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Rules:
         listed=np.array(listed, dtype=np.int64) if listed else None,
         prompt_logprobs=params.prompt_logprobs,
         plain=not any(changing),
+        largest=only_largest(params),
         allowed=None if allowed is None else np.array(allowed, dtype=np.int64),
         added=added,
         added_early=added | dict.fromkeys(ends, -np.inf),
@@ -81,6 +84,15 @@ def rules_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Rules:
         penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
         thinking=params.thinking,
     )
+
+
+def only_largest(params: SamplingParams) -> bool:
+    """Whether each pick is the first of the model's own largest logits, and nothing is told beside it."""
+    asked = (params.grammar, params.logprobs, params.logprob_token_ids or None)
+    changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    plain = params.min_tokens == 0 and penalties == (1.0, 0.0, 0.0)
+    return params.temperature == 0.0 and plain and all(each is None for each in (*asked, *changed))
 
 
 def listed_tokens(rules: Sequence[Rules], device: torch.device) -> Tensor | None:

@@ -13,7 +13,8 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import between
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
-from quire.kernels.gpu.quantization.quantized import Packed, QuantizedLinear, Tiles, choose_tiles
+from quire.kernels.gpu.quantization.packing import Packed
+from quire.kernels.gpu.quantization.quantized import QuantizedLinear, Tiles, choose_tiles
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.routing import Experts, route
@@ -48,7 +49,7 @@ class Stack:
         """None where they are of no kind that the kernel knows, or differ."""
         found = [_packed(each) for each in linears]
         known = [each for each in found if each is not None]
-        if len(known) < len(found) or len({(part.form, part.group, part.step) for part, _ in known}) > 1:
+        if len(known) < len(found) or len({(part.form, part.group, part.step, part.lines) for part, _ in known}) > 1:
             return None
         parts = [part for part, _ in known]
         biases = [bias.contiguous() for _, bias in known if bias is not None]
@@ -70,16 +71,16 @@ class Stack:
     def multiply(self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, *, of_tokens: bool) -> Tensor:
         """[rows, outs], as `multiply_experts` says it."""
         part, rows, experts = self.parts[0], len(order), len(self.parts)
-        outs, numbers = len(part.codes), part.form[0] == triton_quantized.NUMBERS
+        outs, numbers = part.outs, part.form[0] == triton_quantized.NUMBERS
         tiles = _tiles(cdiv(rows, experts), x.dtype, numbers=numbers, fixed=self.fixed)
         out = x.new_empty((rows, outs))
         most = min(rows, rows // tiles.block_m + experts)
         bias = part.factors if self.biases is None else self.biases[0]
         kernels.multiply_experts[most * cdiv(outs, tiles.block_n),](
             x, out, order, starts, self.table, part.codes, part.kernel_scales[0], part.factors, bias, rows, most, outs,
-            part.inner, part.codes.shape[1], part.group, per_token, of_tokens, experts, power_of_2(experts),
+            part.inner, part.stride, part.group, per_token, of_tokens, experts, power_of_2(experts),
             *part.form, not numbers, self.biases is not None, tiles.block_m, tiles.block_n, part.step,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            part.lines, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         return out
 
@@ -134,7 +135,7 @@ def _packed(linear: Linear) -> tuple[Packed, Tensor | None] | None:
     """A linear of one part, and its bias."""
     if isinstance(linear, DenseLinear):
         weight, inner = linear.weight, linear.weight.shape[1]
-        part = Packed(weight, weight, None, None, inner, _NUMBERS, inner, _DENSE_STEP)
+        part = Packed(weight, weight, None, None, inner, _NUMBERS, inner, _DENSE_STEP, len(weight))
         return None if linear.wide else (part, linear.bias)
     if not isinstance(linear, QuantizedLinear) or linear.wide or len(linear.parts) > 1:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.quantization.triton_quantized import sum_whole
+from quire.kernels.gpu.quantization.triton_quantized import lines_at, sum_whole
 
 CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
 """Rows of a table of addresses: where each expert's tensors lie."""
@@ -60,6 +60,7 @@ def multiply_experts(
     PER_TOKEN: tl.constexpr, OF_TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """out [rows, outs]: each row multiplied by its expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] are the
     tokens', and out has the sorted order; else x has that, and out the rows' own. Grid: tiles times tiles of outputs.
@@ -78,15 +79,15 @@ def multiply_experts(
     n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < outs
     x_rows = x + read.to(tl.int64)[None, :] * inner
-    lines = _of_expert(table, 0, expert, codes, EXPERTS) + n.to(tl.int64)[:, None] * stride
+    lines = lines_at(_of_expert(table, 0, expert, codes, EXPERTS), n, stride, LINES, BLOCK_K)[:, None]
     own_scales, own_offsets = scales, scales
     if SCALED:
         own_scales = _of_expert(table, 1, expert, scales, EXPERTS)
         if OFFSET:
             own_offsets = _of_expert(table, 2, expert, scales, EXPERTS)
     total = sum_whole(
-        x_rows, inside, lines, n, n_inside, own_scales, own_offsets, outs, inner, stride, group,
-        KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_rows, inside, lines, n, n_inside, own_scales, own_offsets, outs, inner, 0, stride, stride,
+        group, KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
     )  # fmt: skip
     if FACTORED:
         total *= tl.load(_of_expert(table, 3, expert, factors, EXPERTS) + n, mask=n_inside, other=0.0)[:, None]

@@ -1,93 +1,98 @@
-"""Linears and tables of quantized weights on a GPU, by the kernels of triton_quantized.py."""
+"""Linears and tables of quantized weights on a GPU, by the kernels of triton_quantized.py and by PyTorch's products."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import LinearContext, Table
+from quire.kernels.gpu import triton_sizes
+from quire.kernels.gpu.quantization import library
 from quire.kernels.gpu.quantization import triton_quantized as kernels
+from quire.kernels.gpu.quantization.packing import (
+    BLOCK,
+    Packed,
+    joined,
+    laid_for_decodes,
+    pack_float8,
+    pack_grouped,
+)
 from quire.kernels.gpu.triton_sizes import cdiv
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight, same_order
+from quire.kernels.quantized import Float8Weight, QuantizedWeight
 
-_STEPS = (64, 32, 16)
-"""Inputs of one product of a program: the largest that divides a group."""
-_BLOCK = 128
-"""Inputs of x that share a scale where it is rounded."""
-_ROUNDED_AT_ONCE = 8
-"""Such blocks in one program."""
 _FEW, _SOME = 16, 64
 """Rows: tiles are chosen for up to so many."""
+_EXPANDED = 256
+"""Rows from which on weights that x is not rounded for are expanded once, for PyTorch's product of 16 bits."""
 _COLUMNS = 1024
-"""Of a row that is looked up, in one program."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Outputs whose weights are alike, as kernels read them."""
-
-    codes: Tensor
-    """[outs, bytes]: of 4 bits as `_in_steps` lays them, else [outs, in]."""
-    factors: Tensor
-    """[outs] float32."""
-    scales: Tensor | None
-    """[groups, outs], to be multiplied by the factors; None: 1."""
-    offsets: Tensor | None
-    """Likewise; None: 0."""
-    group: int
-    """Inputs that share a scale; the last ones may be fewer."""
-    form: tuple[int, int, int, bool, bool]
-    """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
-    inner: int
-    step: int
-    """Inputs of one product."""
-    order: Tensor | None = None
-    """As in GroupedWeight."""
-    rounds: bool = False
-    """Whether x is rounded to 8 bits."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.factors, self.scales, self.offsets) if each is not None)
-
-    @property
-    def kernel_scales(self) -> tuple[Tensor, Tensor]:
-        """Something in the place of those that are not there."""
-        scales = self.factors if self.scales is None else self.scales
-        return scales, scales if self.offsets is None else self.offsets
+"""Of a row that is looked up, or of sums, in one program."""
+_PROGRAMS = 4
+"""For each multiprocessor, so that memory is never waited for."""
+_LEAST_STEPS = 4
+"""Of a part of the inner dimension."""
 
 
 class QuantizedLinear:
     """Weights of one input, their outputs side by side. Memory: `parts`."""
 
-    def __init__(self, parts: Sequence[Packed], bias: Tensor | None, *, wide: bool, fixed: bool) -> None:
-        """fixed: a row has the same bits in every batch. wide: the result is float32."""
+    def __init__(
+        self,
+        parts: Sequence[Packed],
+        bias: Tensor | None,
+        *,
+        wide: bool,
+        fixed: bool,
+        products: Sequence[library.Product | None] = (),
+    ) -> None:
+        """fixed: a row has the same bits in every batch. wide: the result is float32. products: by part, by which of
+        PyTorch's many rows are multiplied; (): by none."""
         self.parts = parts
+        self._products = products or [None] * len(parts)
         self.bias = bias
         self.wide = wide
         self._fixed = fixed
-        self._outs = sum(len(each.codes) for each in parts)
+        self._outs = sum(each.outs for each in parts)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
-        out = x.new_empty((len(x), self._outs), dtype=torch.float32 if self.wide else x.dtype)
+        dtype = torch.float32 if self.wide else x.dtype
+        if len(self.parts) == 1 and len(x):
+            return self._multiply(0, x, self.bias, dtype)
+        out = x.new_empty((len(x), self._outs), dtype=dtype)
         first = 0
-        for part in self.parts if len(x) else ():
-            end = first + len(part.codes)
-            ordered = x if part.order is None else x.index_select(1, part.order)
+        for number, part in enumerate(self.parts if len(x) else ()):
+            end = first + part.outs
             bias = None if self.bias is None else self.bias[first:end]
-            (_multiply_codes if part.rounds else _multiply_whole)(part, ordered, bias, out[:, first:end], self._fixed)
+            self._multiply(number, x, bias, dtype, out[:, first:end])
             first = end
+        return out
+
+    def _multiply(
+        self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ part.T + bias of this type, to `out`, some columns of a wider tensor, where it is given."""
+        part, product = self.parts[number], self._products[number]
+        x = x if part.order is None else x.index_select(1, part.order)
+        many = not self._fixed and not self.wide and len(x) > _FEW
+        if many and product is not None:
+            made = library.multiply(part, product, x, bias)
+            return made if out is None else out.copy_(made)
+        out = x.new_empty((len(x), part.outs), dtype=dtype) if out is None else out
+        # Few rows are not rounded: the weights alone are small then, and the time is that of reading them.
+        if part.rounds and (self._fixed or len(x) > _FEW):
+            _multiply_codes(part, x, bias, out, self._fixed)
+        elif many and len(x) >= _EXPANDED and x.dtype != torch.float32:
+            library.multiply_expanded(part, x, bias, out)
+        else:
+            multiply_whole(part, x, bias, out, fixed=self._fixed)
         return out
 
 
 def pack_quantized(
-    weights: Sequence[QuantizedWeight], bias: Tensor | None, *, wide: bool, fixed: bool
+    weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> QuantizedLinear | None:
     """As `Backend.pack_quantized`; None where the kernels do not know a form. fixed: as in QuantizedLinear."""
     parts: list[Packed] = []
@@ -99,12 +104,14 @@ def pack_quantized(
         if made is None:
             return None
         parts.append(made)
-    return QuantizedLinear(_joined(parts), bias, wide=wide, fixed=fixed)
+    parts = [laid_for_decodes(each) for each in joined(parts)]
+    products = [None if fixed or wide else library.product_of(each, dtype) for each in parts]
+    return QuantizedLinear(parts, bias, wide=wide, fixed=fixed, products=products)
 
 
 def pack_table(weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool) -> Table | None:
     """As `Backend.pack_table`, likewise."""
-    linear = pack_quantized([weight], None, wide=True, fixed=fixed)
+    linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].order is not None:
         return None
     (part,) = linear.parts
@@ -114,72 +121,6 @@ def pack_table(weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed
 def has_float8(codes: Tensor) -> bool:
     """Whether the GPU multiplies 8-bit floats. Triton's interpreter, which needs none, does."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
-
-
-def pack_grouped(weight: GroupedWeight) -> Packed | None:
-    """8-bit integers with a scale for each output alone are multiplied by x in 8 bits, as on CPUs."""
-    inner, single = weight.shape[1], weight.scales.shape[1] == 1
-    steps = [step for step in _STEPS if single or weight.group % step == 0]
-    if not steps:
-        return None
-    factors, scales, offsets = weight.half_scales()
-    if weight.bits == 8:
-        kind, step, codes = kernels.INTEGERS, steps[0], weight.codes.contiguous()
-    else:
-        kind = kernels.HALVES if weight.values is None else kernels.TABLE
-        step = next((each for each in steps if inner % (2 * each) == 0), steps[-1])
-        codes = _in_steps(weight.codes, step)
-    scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
-    form = (kind, *_words(weight.values), scales is not None, offsets is not None)
-    rounds = weight.bits == 8 and scales is None
-    return Packed(codes, factors, scales, offsets, weight.group, form, inner, step, weight.order, rounds)
-
-
-def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
-    """native: the GPU multiplies 8-bit floats, so x is rounded to them where blocks allow; else x stays as it is."""
-    inner, single = weight.shape[1], weight.inputs == weight.shape[1]
-    steps = [step for step in _STEPS if single or weight.inputs % step == 0]
-    if not steps:
-        return None
-    scales, codes = weight.scales_by_output(), weight.codes.view(torch.uint8).contiguous()
-    factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
-    turned = None if single else scales.t().contiguous()
-    rounds = native and (single or weight.inputs % _BLOCK == 0)
-    form = (kernels.FLOATS, 0, 0, not single, False)
-    return Packed(codes, factors, turned, None, weight.inputs, form, inner, steps[0], rounds=rounds)
-
-
-def _words(values: tuple[int, ...] | None) -> tuple[int, int]:
-    """16 values, a byte each, as two integers."""
-    listed = bytes(value & 255 for value in values or ())
-    return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
-
-
-def _in_steps(codes: Tensor, step: int) -> Tensor:
-    """4-bit codes [out, in / 2], the even input in the low half of a byte, in another order: those of `step` inputs in
-    the lower halves of as many bytes, the next ones in the upper. Inputs are filled up with zeros."""
-    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    each = F.pad(each, (0, -each.shape[1] % (2 * step))).unflatten(1, (-1, 2, step))
-    return (each[:, :, 0] | each[:, :, 1] << 4).flatten(1)
-
-
-def _joined(parts: Sequence[Packed]) -> list[Packed]:
-    """Neighbours that are alike as one."""
-    joined = list(parts[:1])
-    for each in parts[1:]:
-        last = joined[-1]
-        if not _alike(last, each):
-            joined.append(each)
-            continue
-        scales = None if last.scales is None or each.scales is None else torch.cat((last.scales, each.scales), 1)
-        offsets = None if last.offsets is None or each.offsets is None else torch.cat((last.offsets, each.offsets), 1)
-        codes, factors = torch.cat((last.codes, each.codes)), torch.cat((last.factors, each.factors))
-        joined[-1] = replace(last, codes=codes, factors=factors, scales=scales, offsets=offsets)
-    return joined
-
-
-def _alike(a: Packed, b: Packed) -> bool:
-    return (a.form, a.group, a.step, a.rounds) == (b.form, b.group, b.step, b.rounds) and same_order(a.order, b.order)
 
 
 class Tiles(NamedTuple):
@@ -205,43 +146,61 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)
 
 
-def _multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, fixed: bool) -> None:
+def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
+    """How many parts of the inner dimension have sums of their own, and bytes of each part; by the weight's shape and
+    the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
+    steps, columns = cdiv(part.stride, part.step), cdiv(part.outs, tiles.block_n)
+    wanted = cdiv(_PROGRAMS * triton_sizes.processors(part.codes.device.index), columns)
+    count = max(1, min(wanted, steps // _LEAST_STEPS, part.stride // (8 * tiles.block_m)))
+    length = cdiv(steps, count) * part.step
+    return cdiv(part.stride, length), length
+
+
+def multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_tiles(rows, x.dtype, fixed=fixed)
-    kernels.multiply_whole[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
-        x, part.codes, *part.kernel_scales, part.factors, part.factors if bias is None else bias, out, rows, outs,
-        part.inner, part.codes.shape[1], out.stride(0), part.group, *part.form, bias is not None,
-        tiles.block_m, tiles.block_n, part.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    count, length = divided(part, tiles) if fixed or rows <= _SOME else (1, part.stride)
+    grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
+    shape = (tiles.block_m, tiles.block_n, part.step, part.lines)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    given, added = (x, part.codes, *part.kernel_scales), part.factors if bias is None else bias
+    if count > 1 and rows <= _SOME:
+        sums = torch.empty((count, rows, outs), dtype=torch.float32, device=x.device)
+        kernels.multiply_part[grid, count](
+            *given, sums, rows, outs, part.inner, part.stride, part.group, length, *part.form, *shape, **compiled
+        )
+        kernels.add_parts[rows, cdiv(outs, _COLUMNS)](
+            sums, part.factors, added, out, rows, outs, out.stride(0), count, bias is not None, _COLUMNS, num_warps=4
+        )
+        return
+    kernels.multiply_whole[grid,](
+        *given, part.factors, added, out, rows, outs, part.inner, part.stride, out.stride(0), part.group, length,
+        count, *part.form, bias is not None, *shape, count > 1, **compiled,
     )  # fmt: skip
 
 
 def _multiply_codes(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, fixed: bool) -> None:
     """The same, of x rounded to codes of the weights' kind."""
     rows, outs = out.shape
-    blocks = cdiv(part.inner, _BLOCK)
-    codes = torch.empty(x.shape, dtype=part.codes.dtype, device=x.device)
-    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
-    kernels.round_rows[rows, cdiv(blocks, _ROUNDED_AT_ONCE)](
-        x, codes, scales, rows, part.inner, part.form[0], _BLOCK, _ROUNDED_AT_ONCE, num_warps=4
-    )
+    codes, scales = library.round_x(part, x, by_blocks=True)
     tiles = choose_tiles(rows, codes.dtype, fixed=fixed)
     held = torch.float8_e4m3fn if part.form[0] == kernels.FLOATS else torch.int8
     kernels.multiply_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
         codes.view(held), scales, part.codes.view(held), part.kernel_scales[0], part.factors,
         part.factors if bias is None else bias, out, rows, outs, part.inner, out.stride(0), part.group,
-        part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, _BLOCK,
+        part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, BLOCK,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
 def look_up(part: Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight, [ids, in]."""
+    """Rows of the weight, [ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.inner), dtype=dtype, device=ids.device)
     if len(ids):
         kernels.look_up[len(ids), cdiv(part.inner, _COLUMNS)](
-            ids, part.codes, *part.kernel_scales, part.factors, out, len(part.codes), part.inner, part.codes.shape[1],
-            part.group, *part.form, part.step, _COLUMNS, num_warps=4,
+            ids, part.codes, *part.kernel_scales, part.factors, out, part.outs, part.inner, part.stride,
+            part.group, *part.form, part.step, part.lines, _COLUMNS, num_warps=4,
         )  # fmt: skip
     return out

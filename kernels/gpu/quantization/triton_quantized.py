@@ -6,7 +6,12 @@ these; scales and offsets join the sums in float32, once for each step of the in
 row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill a tensor core's
 rows also where x has few.
 
-As in triton_linear.py nothing is split, so with tiles of one size a row has the same bits in every batch.
+Few rows fill a GPU only where the inner dimension is split. `multiply_part` sums one part of it, and `add_parts` adds
+the parts in their order; NESTED, `multiply_whole` makes the same sums in the same order by itself, so that with tiles
+of one size a row has the same bits in every batch. There are no atomics.
+
+Nothing here converts an integer by the GPU's own instruction, of which there is one for eight additions: bits of a code
+become bits of a float, from which an addition takes what is too much.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ import triton.language as tl
 
 from quire.kernels.gpu.triton_codes import from_float8, to_float8, to_integer
 
-INTEGERS, FLOATS, HALVES, TABLE, NUMBERS = range(5)
+INTEGERS, FLOATS, HALVES, TABLE, NUMBERS, HALF_FLOATS = range(6)
 """What codes are: int8; the bits of 8-bit floats; two integers of 4 bits in a byte, where a code less 8 is its value;
-two with a table of values; numbers of the type of x."""
+two with a table of values; numbers of the type of x; two 4-bit floats (e2m1), doubled."""
 
 
 @triton.jit
@@ -26,7 +31,7 @@ def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
     """What codes stand for, in that type; of bytes of two codes the lower or the upper. LOW and HIGH are a table's 16
     values, a byte each."""
     if KIND == 0:
-        return codes.to(dtype)
+        return _small(codes.to(tl.uint8, bitcast=True) ^ 128, 128.0).to(dtype)
     elif KIND == 1:
         return from_float8(codes).to(dtype)
     elif KIND == 4:
@@ -34,7 +39,11 @@ def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
     else:
         code = (codes >> (4 * half)) & 15
         if KIND == 2:
-            return (code.to(tl.int8) - 8).to(dtype)
+            return _small(code, 8.0).to(dtype)
+        elif KIND == 5:
+            bits = code.to(tl.uint32)
+            bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
+            return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(dtype)
         else:
             low = tl.full(code.shape, LOW, tl.int64)
             high = tl.full(code.shape, HIGH, tl.int64)
@@ -42,31 +51,49 @@ def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
 
 
 @triton.jit
+def _small(code, less: tl.constexpr):
+    """float32 of unsigned bytes, less a number."""
+    return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
+
+
+@triton.jit
+def lines_at(codes, n, stride, LINES: tl.constexpr, STEP: tl.constexpr):
+    """Where the codes of outputs n begin: of every LINES outputs, STEP bytes of each lie side by side, then more."""
+    wide = n.to(tl.int64)
+    return codes + wide // LINES * LINES * stride + wide % LINES * STEP
+
+
+@triton.jit
 def sum_whole(
-    x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, stride, group,
+    x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, first, end, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M].
-    Half bytes: the lower ones of BLOCK_K bytes are as many inputs, the upper ones the next."""
-    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 else 1
+    """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M]; of
+    the bytes from `first` to `end` of each line, which has `stride`. Half bytes: the lower ones of BLOCK_K bytes are as
+    many inputs, the upper ones the next. LINES, where they are not 1, are of whole steps."""
+    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for begin in range(0, stride, BLOCK_K):
-        inside = n_inside[:, None] & (begin + k < stride)[None, :]
-        packed = tl.load(lines + begin + k[None, :], mask=inside, other=0)
+    for begin in range(first, end, BLOCK_K):
+        if LINES > 1:  # what fills up the last lines is there
+            packed = tl.load(lines + begin * LINES + k[None, :])
+        else:
+            packed = tl.load(
+                lines + begin + k[None, :], mask=n_inside[:, None] & (begin + k < stride)[None, :], other=0
+            )
         for half in tl.static_range(halves):
-            first = begin * halves + half * BLOCK_K
-            there = (first + k < inner)[:, None] & m_inside[None, :]
-            right = tl.load(x_rows + first + k[:, None], mask=there, other=0.0)
+            at = begin * halves + half * BLOCK_K
+            there = (at + k < inner)[:, None] & m_inside[None, :]
+            right = tl.load(x_rows + at + k[:, None], mask=there, other=0.0)
             left = _values(packed, half, KIND, LOW, HIGH, x_rows.dtype.element_ty)
             if SCALED:
-                at = (first // group) * outs + n
-                known = n_inside & (first < inner)
-                scale = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)
+                known = n_inside & (at < inner)
+                of = (at // group) * outs + n
+                scale = tl.load(scales + of, mask=known, other=0.0).to(tl.float32)
                 total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
                 if OFFSET:
-                    offset = tl.load(offsets + at, mask=known, other=0.0).to(tl.float32)
+                    offset = tl.load(offsets + of, mask=known, other=0.0).to(tl.float32)
                     total += offset[:, None] * tl.sum(right.to(tl.float32), 0)[None, :]
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
@@ -77,29 +104,105 @@ def sum_whole(
 def _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.constexpr):
     """Scale a tile of sums [outputs, rows] by its outputs' factors, and store it."""
     n_inside = n < outs
-    total *= tl.load(factors + n, mask=n_inside, other=0.0)[:, None]
+    added = tl.zeros_like(n).to(tl.float32)
     if BIASED:
-        total += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+        added = tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)
+    factor = tl.load(factors + n, mask=n_inside, other=0.0)
+    total = tl.fma(total, tl.broadcast_to(factor[:, None], total.shape), tl.broadcast_to(added[:, None], total.shape))
     where = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     tl.store(where, total.to(out.dtype.element_ty), mask=(m < rows)[None, :] & n_inside[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def multiply_whole(
-    x, codes, scales, offsets, factors, bias, out, rows, outs, inner, stride, out_stride, group,
+    x, codes, scales, offsets, factors, bias, out, rows, outs, inner, stride, out_stride, group, length, parts,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
-    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+    NESTED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program: BLOCK_N outputs of BLOCK_M rows."""
+    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program: BLOCK_N outputs of BLOCK_M rows. NESTED:
+    each of so many parts of a line, `length` bytes, has a sum of its own."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows, lines = x + m.to(tl.int64)[None, :] * inner, codes + n.to(tl.int64)[:, None] * stride
-    total = sum_whole(
-        x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner, stride, group,
-        KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    x_rows = x + m.to(tl.int64)[None, :] * inner
+    lines = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None]
+    if NESTED:
+        total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for part in range(parts):
+            total += sum_whole(
+                x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner,
+                part * length, tl.minimum((part + 1) * length, stride), stride, group,
+                KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
+            )  # fmt: skip
+    else:
+        total = sum_whole(
+            x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner, 0, stride, stride, group,
+            KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
+        )  # fmt: skip
     _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_part(
+    x, codes, scales, offsets, sums, rows, outs, inner, stride, group, length,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """sums [parts, rows, outs] float32, each of `length` bytes of every line. Grid: tiles as above, parts."""
+    tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
+    m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = sum_whole(
+        x + m.to(tl.int64)[None, :] * inner, m < rows, lines_at(codes, n, stride, LINES, BLOCK_K)[:, None], n, n < outs,
+        scales, offsets, outs, inner, part * length, tl.minimum((part + 1) * length, stride), stride, group,
+        KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
+    )  # fmt: skip
+    where = sums + (part * rows + m).to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(where, total, mask=(m < rows)[None, :] & (n < outs)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def add_parts(
+    sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out [rows, outs] of the parts' sums, in their order. Grid: rows, blocks of outputs."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < outs
+    total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(parts):
+        total += tl.load(sums + (part * rows + row) * outs + n, mask=inside, other=0.0)
+    if BIASED:
+        added = tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    total = tl.fma(total, tl.load(factors + n, mask=inside, other=0.0), added)
+    tl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expand(
+    codes, scales, offsets, factors, out, outs, first, inner, stride, group,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """out [some outputs, inner], from output `first` on, in its type. Grid: tiles of outputs, steps of a line."""
+    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    n = first + row
+    inside, begin = n < outs, tl.program_id(1) * BLOCK_K
+    where = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
+    packed = tl.load(where, mask=inside[:, None] & (begin + k < stride)[None, :], other=0)
+    factor = tl.load(factors + n, mask=inside, other=0.0)[:, None]
+    for half in tl.static_range(halves):
+        at = begin * halves + half * BLOCK_K
+        value = _values(packed, half, KIND, LOW, HIGH, tl.float32)
+        if SCALED:
+            known = inside & (at < inner)
+            of = (at // group) * outs + n
+            value *= tl.load(scales + of, mask=known, other=0.0).to(tl.float32)[:, None]
+            if OFFSET:
+                value += tl.load(offsets + of, mask=known, other=0.0).to(tl.float32)[:, None]
+        to = out + row.to(tl.int64)[:, None] * inner + at + k[None, :]
+        tl.store(to, (value * factor).to(out.dtype.element_ty), mask=inside[:, None] & (at + k < inner)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -147,18 +250,51 @@ def round_rows(x, codes, scales, rows, inner, KIND: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def round_whole_rows(x, codes, scales, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """The same with one scale for each row: scales [rows]. Grid: rows."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for begin in range(0, inner, BLOCK):
+        numbers = tl.load(x + row * inner + begin + i, mask=begin + i < inner, other=0.0).to(tl.float32)
+        most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
+    steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
+    scale = tl.maximum(tl.div_rn(tl.max(most, 0), steps), 1.1754943508222875e-38)
+    for begin in range(0, inner, BLOCK):
+        inside = begin + i < inner
+        numbers = tl.load(x + row * inner + begin + i, mask=inside, other=0.0).to(tl.float32)
+        spread = tl.broadcast_to(scale, (BLOCK,))
+        rounded = to_integer(numbers, spread) if KIND == 0 else to_float8(tl.div_rn(numbers, spread))
+        tl.store(codes + row * inner + begin + i, rounded, mask=inside)
+    tl.store(scales + row, scale + tl.sum(bad, 0))
+
+
+@triton.jit
+def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, outs] of integers' sums, with a scale for each row and a factor for each output. Grid: rows,
+    blocks."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < outs
+    total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
+    added = tl.zeros((BLOCK,), dtype=tl.float32)
+    if BIASED:
+        added = tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    total = tl.fma(total, tl.load(factors + n, mask=inside, other=0.0), added)
+    tl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def look_up(
     ids, codes, scales, offsets, factors, out, outs, inner, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of the weight, [ids, inner]; STEP: BLOCK_K of the products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
-    line = codes + row * stride
-    if KIND == 2 or KIND == 3:
-        packed = tl.load(line + column // (2 * STEP) * STEP + column % STEP, mask=inside, other=0)
+    line = lines_at(codes, row, stride, LINES, STEP)
+    if KIND == 2 or KIND == 3 or KIND == 5:
+        packed = tl.load(line + column // (2 * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
         upper = _values(packed, 1, KIND, LOW, HIGH, tl.float32)
         value = tl.where(column // STEP % 2 == 1, upper, _values(packed, 0, KIND, LOW, HIGH, tl.float32))
     else:

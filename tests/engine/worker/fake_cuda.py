@@ -60,7 +60,9 @@ def load_guard(folder: Path) -> None:
 
 
 class Waiting(TorchDispatchMode):
-    """Refuses operators for which the host would wait."""
+    """Refuses operators for which the host would wait, and in a capture all that needs the host's memory."""
+
+    capturing = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +71,12 @@ class Waiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         pin = kwargs.pop("pin_memory", False)
+        assert not (pin and Waiting.capturing), "a capture allocates pinned memory"
         if func in COPIES:
             self._check_copy(func, args, kwargs)
         else:
+            if func == torch.ops.aten.where.self:
+                assert len({each.device for each in args}) == 1, "where copies a number to the GPU, and waits"
             kinds = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim}
             assert len(kinds) < 2, f"{func} of tensors on {kinds}"
         result = func(*args, **kwargs)
@@ -89,6 +94,7 @@ class Waiting(TorchDispatchMode):
             where, waits = torch.device(kwargs.get("device") or source.device).type, not kwargs.get("non_blocking")
         if where == source.device.type:
             return
+        assert not Waiting.capturing, f"{func} to {where} in a capture"
         assert not waits, f"{func} to {where} waits"
         assert self._is_pinned(source if where == "cuda" else target), f"{func} to {where} of memory that may move"
 
@@ -147,7 +153,7 @@ class FakeGpu:
         """Kernels are not started; their tensors must be on the GPU."""
         from triton.runtime.jit import JITFunction
 
-        from quire.kernels.gpu import triton_paged
+        from quire.kernels.gpu import triton_sizes
 
         def started(kernel: Any, *args: Any, grid: Any, **_: Any) -> None:
             for each in args:
@@ -158,7 +164,7 @@ class FakeGpu:
         monkeypatch.setattr(
             JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
         )
-        monkeypatch.setattr(triton_paged, "_processors", lambda device: 132)
+        monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
+from quire.kernels.gpu.quantization import library
 from tests.engine.harness import request, run
 from tests.engine.worker.test_never_waits import KINDS, capture
 from tests.tiny_models import save_tiny_model
@@ -78,6 +79,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **option
         ("gpt_oss", {}),
         ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         *nightly(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
+        *nightly(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
         *nightly(("lfm2", {}), ("llama", {"enable_lora": True})),
     ],
 )
@@ -90,6 +92,7 @@ def test_steps_launch_nothing_else(
     from quire.kernels.gpu.kinds import Kind, recorded
 
     found: dict[str, list[Kind]] = {}
+    monkeypatch.setattr(library, "why_not", lambda *_: None)
 
     def nothing() -> None:
         engine = start(monkeypatch, tmp_path, family, **options)

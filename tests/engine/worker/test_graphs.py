@@ -24,10 +24,11 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.types import Request
+from quire.engine.types import Request, SamplingParams
 from quire.engine.worker import graphs
 from quire.engine.worker.loading import model as loading
 from quire.engine.worker.loading import room
+from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
@@ -97,6 +98,33 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
+def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched ahead, so that a step reads what the graph before it wrote; and beside rows that are drawn."""
+    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    greedy = [msgspec.structs.replace(each, params=SamplingParams(temperature=0.0, max_tokens=9)) for each in traffic()]
+    for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
+        capture, picks = FakeCapture(), list[int]()
+        wanted = run(start(monkeypatch, None), requests)
+        engine = start(monkeypatch, capture)
+        assert isinstance(engine.runner, Runner)
+        write = engine.runner._write_largest
+
+        def written(hidden: Tensor, *rest: Any, write: Any = write, picks: list[int] = picks) -> Tensor:
+            picks.append(len(hidden))
+            return write(hidden, *rest)
+
+        monkeypatch.setattr(engine.runner, "_write_largest", written)
+        engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+        assert picked(run(engine, requests)) == picked(wanted)
+        assert engine.runner.graphs is not None
+        of_picks = [size for size, pages, _ in engine.runner.graphs._graphs if pages is None]
+        assert (len(of_picks) > 1) == (requests is greedy)
+        decodes = sum(len(answer.ids) for answer in wanted.values()) - len(requests)
+        assert sum(picks) < decodes, "others are replayed, or drawn"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash")
 def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
@@ -142,7 +170,8 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     engine.runner.warm_prompts()
     while engine.prepare():
         steps += 1
-    assert len(capture.recordings) == steps == 5 * 2  # 1, 2, 4, 8, 16 rows; up to 256 and up to 1024 tokens
+    # Of 1, 2, 4, 8, 16 rows: up to 256 and up to 1024 tokens, and picks.
+    assert len(capture.recordings) == steps == 5 * (2 + 1)
     for (k, v), (k_before, v_before) in zip(kv, before, strict=True):
         assert torch.equal(k[:-1].view(torch.int16), k_before.view(torch.int16))
         assert torch.equal(v[:-1].view(torch.int16), v_before.view(torch.int16))

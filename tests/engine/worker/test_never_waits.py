@@ -38,10 +38,10 @@ from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
-from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
-from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu
+from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
 
@@ -121,7 +121,12 @@ def empty_weights(table: ParameterTable) -> int:
 
 
 def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    return lambda: None, function()
+    """Records nothing, but refuses what a graph cannot hold."""
+    Waiting.capturing = True
+    try:
+        return lambda: None, function()
+    finally:
+        Waiting.capturing = False
 
 
 def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **options: Any) -> Engine:
@@ -342,19 +347,28 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("quantization", "native", "kernels"),
+    ("quantization", "native", "passes", "kernels"),
     [
-        ("int8", True, {"round_rows", "multiply_codes", "look_up"}),
-        ("fp8", True, {"round_rows", "multiply_codes"}),
-        ("fp8", False, {"multiply_whole"}),
+        ("int8", True, False, {"round_rows", "multiply_codes", "look_up", "multiply_whole"}),
+        ("fp8", True, True, {"round_whole_rows", "multiply_whole"}),
+        ("int8", True, True, {"round_whole_rows", "scale_sums", "look_up"}),
+        ("fp8", True, False, {"round_rows", "multiply_codes"}),
+        ("fp8", False, True, {"multiply_whole"}),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_weights_of_few_bits(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str, quantization: str, native: bool, kernels: set[str]
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    quantization: str,
+    native: bool,
+    passes: bool,
+    kernels: set[str],
 ) -> None:
-    """native: the GPU multiplies 8-bit floats."""
+    """native: the GPU multiplies 8-bit floats. passes: PyTorch's products have passed their trial."""
     monkeypatch.setattr(quantized, "has_float8", lambda codes: native)
+    monkeypatch.setattr(library, "why_not", lambda *_: None if passes else "for a test")
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
     assert "held in" not in engine.info.quantization
     run(engine, traffic({"all": KINDS["all"]}))

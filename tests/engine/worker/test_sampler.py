@@ -1,5 +1,7 @@
 """The sampler against transformers' logits processors, and its draws against the distribution."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -11,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quire.engine.types import SamplingParams, ThinkingBudget
+from quire.engine.types import Grammar, SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.sampler import (
     HostChanges,
     logprob_tensors,
@@ -20,7 +22,13 @@ from quire.engine.worker.sampling.sampler import (
     uniforms,
     with_picked,
 )
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, change_logits, listed_tokens, rules_of
+from quire.engine.worker.sampling.sampling_rules import (
+    SamplingRow,
+    change_logits,
+    listed_tokens,
+    only_largest,
+    rules_of,
+)
 from quire.kernels.reference import filtered_probs, inverse_cdf
 
 EOS = (2,)
@@ -233,3 +241,24 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
         assert dict(exact.top) == pytest.approx({token: wanted[row, token].item() for token in ids})
         assert [value for _, value in exact.top] == sorted((value for _, value in exact.top), reverse=True)
         assert (exact.token_id, exact.logprob) == (int(picked[row]), pytest.approx(wanted[row, picked[row]].item()))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.5},
+        {"logprobs": 0},
+        {"logprob_token_ids": (3,)},
+        {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": (1,)},
+        {"bad_words_ids": ((1, 2),)},
+        {"min_tokens": 1},
+        {"frequency_penalty": 0.1},
+        {"thinking": ThinkingBudget(4, end_id=3, begin_id=None)},
+        {"grammar": Grammar("regex", "a")},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_asks_for_more_than_the_largest_logit(asked: dict[str, Any]) -> None:
+    assert only_largest(SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=()))
+    assert not only_largest(SamplingParams(**{"temperature": 0.0} | asked))

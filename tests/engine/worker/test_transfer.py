@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -34,3 +38,79 @@ def test_there_and_back(device: str) -> None:
     for tensor, array in zip(back, ARRAYS, strict=True):
         assert tensor.device.type == "cpu"
         assert np.array_equal(tensor.numpy(), array)
+
+
+class Recorded:
+    """A CUDA runtime that is nothing but the order of its calls. Its memory is the host's."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.pinned: list[torch.Tensor] = []
+        """Kept, so that no two have one place."""
+        empty, copy = torch.empty, torch.Tensor.copy_
+
+        def made(*shape: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+            tensor = empty(*shape, **named)
+            if pin_memory:
+                self.pinned.append(tensor)
+                self.calls.append(("pin", tensor.data_ptr()))
+            return tensor
+
+        def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            self.calls.append(("copy" if non_blocking else "copy and wait", target.data_ptr()))
+            return copy(target, source)
+
+        @contextlib.contextmanager
+        def entered(stream: Recorded) -> Iterator[None]:
+            self.calls.append(("enter", 0))
+            yield
+            self.calls.append(("leave", 0))
+
+        monkeypatch.setattr(torch, "empty", made)
+        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda each, _: self.calls.append(("keep", each.data_ptr())))
+        monkeypatch.setattr(torch.cuda, "stream", entered)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+
+    def wait_stream(self, other: Recorded) -> None:
+        self.calls.append(("after what is computed", 0))
+
+    def record_event(self) -> Recorded:
+        self.calls.append(("event", 0))
+        return self
+
+    def synchronize(self) -> None:
+        self.calls.append(("wait", 0))
+
+
+def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two downloads under way: each has pinned memory of its own, which nothing writes behind its event; what they copy
+    is kept from other uses until the copy is done; and nothing waits but who wants the result."""
+    runtime = Recorded(monkeypatch)
+    given = [torch.arange(5), torch.ones(3)]
+    first, second = (Download(given, runtime) for _ in range(2))  # type: ignore[arg-type]
+    assert len({each.data_ptr() for each in runtime.pinned}) == 4
+    ordered = [
+        ("after what is computed", 0),
+        ("enter", 0),
+        *[
+            call
+            for source, target in zip(given, runtime.pinned, strict=False)
+            for call in (("pin", target.data_ptr()), ("copy", target.data_ptr()), ("keep", source.data_ptr()))
+        ],
+        ("event", 0),
+        ("leave", 0),
+    ]
+    half = len(runtime.calls) // 2
+    assert runtime.calls[:half] == ordered
+    assert [kind for kind, _ in runtime.calls[half:]] == [kind for kind, _ in ordered]
+    written = {place for kind, place in runtime.calls[half:] if kind == "copy"}
+    assert not written & {place for kind, place in runtime.calls[:half] if kind == "copy"}
+    before = len(runtime.calls)
+    for each in (first, second):
+        assert all(torch.equal(*pair) for pair in zip(each.wait(), given, strict=True))
+    assert [kind for kind, _ in runtime.calls[before:]] == ["wait", "wait"]

@@ -33,9 +33,11 @@ from quire.kernels.gpu import (
     triton_paged,
     triton_sampling,
     triton_short_conv,
+    triton_sizes,
 )
 from quire.kernels.gpu.experts.mixture import GroupedMixture, Stack
-from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.quantization import library, packing, quantized
+from quire.kernels.gpu.quantization.packing import laid_for_decodes
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
@@ -85,7 +87,20 @@ def report(kernel: Any) -> dict[str, Any]:
     )
     path.unlink()
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    told = ("HGMMA", "HMMA", "IGMMA", "IMMA", "QGMMA", "QMMA", "LDGSTS", "LDG.E.128", "STG.E.128", "STL")
+    told = (
+        "HGMMA",
+        "HMMA",
+        "IGMMA",
+        "IMMA",
+        "QGMMA",
+        "QMMA",
+        "LDGSTS",
+        "LDG.E.128",
+        "STG.E.128",
+        "STL",
+        "I2F",
+        "I2F.S8",
+    )
     counts = {name: len(re.findall(rf"\b{re.escape(name)}\b", code)) for name in told}
     meta = kernel.metadata
     dtype = "bf16" if "bf16" in kernel.asm["ttir"] else "fp32"
@@ -148,6 +163,17 @@ def attentions() -> None:
             attention([600] * 2, 300, dim, kv_dtype=kv_dtype, fixed=True)
 
 
+def decodes() -> None:
+    """Attention of one query each alone, of all kinds of pages and types."""
+    for fixed, contexts, dim in product((False, True), ([2000], [600] * 40), (64, 96, 128, 256)):
+        attention(contexts, 1, dim, fixed=fixed)
+        for kv_dtype in KV_CODES:
+            attention(contexts, 1, dim, kv_dtype=kv_dtype, fixed=fixed)
+    for contexts, dim in product(([2000], [600] * 40), (64, 128, 256)):
+        attention(contexts, 1, dim, dtype=torch.float32)
+        attention(contexts, 1, dim, CAPPED, page=256)
+
+
 def elementwise() -> None:
     x, weight = torch.empty((3, 4096), dtype=torch.bfloat16), torch.empty(4096)
     triton_fused.rms_norm(x, weight, 1e-5)
@@ -185,7 +211,10 @@ def linear(rows: int) -> None:
         triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16), NO_ADAPTERS)
 
 
-def weights_of_few_bits() -> list[quantized.Packed | None]:
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def weights_of_few_bits() -> list[packing.Packed]:
     outs, inner = 4096, 1024
     codes, halves = torch.empty((outs, inner), dtype=torch.int8), torch.empty((outs, inner // 2), dtype=torch.uint8)
     floats = torch.zeros((outs, inner), dtype=torch.float8_e4m3fn)
@@ -194,36 +223,60 @@ def weights_of_few_bits() -> list[quantized.Packed | None]:
         return torch.ones((outs, inner // group))
 
     native = CAPABILITY >= 89
-    return [
-        quantized.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
-        quantized.pack_grouped(GroupedWeight(halves, scales(128))),
-        quantized.pack_grouped(GroupedWeight(halves, scales(16), values=tuple(range(16)))),
-        quantized.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
-        quantized.pack_grouped(GroupedWeight(codes, scales(inner))),
-        quantized.pack_float8(Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native),
-        quantized.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
-        quantized.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
+    made = [
+        packing.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
+        packing.pack_grouped(GroupedWeight(halves, scales(128))),
+        packing.pack_grouped(GroupedWeight(halves, scales(16), values=tuple(range(16)))),
+        packing.pack_grouped(GroupedWeight(halves, scales(32), values=E2M1)),
+        packing.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
+        packing.pack_grouped(GroupedWeight(codes, scales(inner))),
+        packing.pack_float8(Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native),
+        packing.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
+        packing.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
     ]
+    return [laid_for_decodes(each) for each in made if each is not None]
 
 
-def few_bits(rows: int, parts: list[quantized.Packed | None]) -> None:
+def few_bits(rows: int, parts: list[packing.Packed]) -> None:
+    """By Triton, and what it does beside PyTorch's products."""
+    x = torch.empty((rows, parts[0].inner), dtype=torch.bfloat16)
     for fixed in (False, True):
         for part in parts:
-            assert part is not None
-            linear = quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)
-            linear(torch.empty((rows, part.inner), dtype=torch.bfloat16), NO_ADAPTERS)
+            quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)(x, NO_ADAPTERS)
+    for part in parts:
+        out = x.new_empty((rows, part.outs))
+        quantized.multiply_whole(part, x, None, out, fixed=False)
+        library.multiply_expanded(part, x, None, out)
+        if part.rounds:
+            library.round_x(part, x, by_blocks=False)
 
 
-def few_bits_elsewhere(parts: list[quantized.Packed | None]) -> None:
+def products() -> None:
+    """Of weights of few bits, for few, some and many rows."""
+    for rows in (3, 40, 600):
+        few_bits(rows, weights_of_few_bits())
+
+
+def few_bits_elsewhere(parts: list[packing.Packed]) -> None:
     """Other types, and rows of a table."""
     for part in parts[:2]:
-        assert part is not None
         for dtype in (torch.float32, torch.float16):
             linear = quantized.QuantizedLinear([part], torch.empty(4096), wide=True, fixed=False)
             linear(torch.empty((70, part.inner), dtype=dtype), NO_ADAPTERS)
     for part in parts:
-        assert part is not None
         quantized.look_up(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
+
+
+def decodes_of_few_bits() -> None:
+    """The products of up to 16 rows alone."""
+    for part in weights_of_few_bits():
+        quantized.multiply_whole(
+            part,
+            x := torch.empty((1, part.inner), dtype=torch.bfloat16),
+            None,
+            x.new_empty((1, part.outs)),
+            fixed=False,
+        )
 
 
 def adapters(rows: int) -> None:
@@ -295,6 +348,7 @@ def sinks() -> None:
 
 def main() -> None:
     driver.set_active(NoGPU())
+    triton_sizes.processors = lambda device: 132  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
     if chosen := sys.argv[3:]:
         for name in chosen:
@@ -307,9 +361,8 @@ def main() -> None:
     convolutions(3)
     sampling(3)
     linear(3)
+    products()
     parts = weights_of_few_bits()
-    for rows in (3, 40, 600):
-        few_bits(rows, parts)
     few_bits_elsewhere(parts)
     adapters(3)
     before = len(compiled)

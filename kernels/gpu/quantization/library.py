@@ -1,0 +1,157 @@
+"""Products of PyTorch's for many rows: of 8-bit floats (torch._scaled_mm), of 8-bit integers (torch._int_mm), and of
+weights that are expanded to 16 bits first, some at a time. What a build computes on a GPU a trial on that GPU says.
+
+Their tiles follow the number of rows, so they are not for --deterministic.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.kernels.gpu.faults import fault
+from quire.kernels.gpu.quantization import triton_quantized as kernels
+from quire.kernels.gpu.quantization.packing import BLOCK, LINES, Packed
+from quire.kernels.gpu.triton_sizes import cdiv
+
+_ROUNDED_AT_ONCE = 8
+"""Blocks of BLOCK inputs in one program."""
+_ROW_BLOCK = 4096
+"""Inputs of a row that a program reads at once to round it."""
+_COLUMNS = 1024
+"""Outputs that one program scales."""
+_EXPANDED_BYTES = 32 * 2**20
+"""Of weights that are expanded at a time: they are multiplied while a GPU's second cache has them."""
+_UNIT = 16
+"""_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
+_MOST_ERROR = 0.01
+"""Of a product, relative, beside the same codes in float64: its type has 8 bits."""
+_TRIED = ((17, 512, 192), (300, 1024, 128))
+"""Rows, inputs, outputs."""
+
+
+class Product(StrEnum):
+    """What PyTorch multiplies, and how x is scaled."""
+
+    FLOATS = "8-bit floats, a scale for each row"
+    SQUARES = "8-bit floats, scales for 128 inputs"
+    INTEGERS = "8-bit integers"
+
+
+def product_of(part: Packed, dtype: torch.dtype) -> Product | None:
+    """By which one of PyTorch's products x of this type is multiplied, if it is; the trial has passed there."""
+    found = _fitting(part)
+    if found is None or why_not(found, dtype, part.codes.device) is not None:
+        return None
+    return found
+
+
+def _fitting(part: Packed) -> Product | None:
+    if not part.rounds or part.inner % _UNIT or part.outs % _UNIT:
+        return None
+    if part.form[0] == kernels.INTEGERS:
+        return Product.INTEGERS
+    if part.scales is None:
+        return Product.FLOATS
+    return Product.SQUARES if part.squares is not None and part.squares.shape[1] % 4 == 0 else None
+
+
+@cache
+def why_not(product: Product, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the product is not PyTorch's for x of this type on the device, in one sentence; None: it computed right."""
+    try:
+        for rows, inner, outs in _TRIED:
+            for biased in (False, True):
+                if (error := _tried(product, dtype, device, (rows, inner, outs), biased=biased)) > _MOST_ERROR:
+                    return f"computes something else (relative error {error:.2g})"
+    except Exception as error:  # whatever it says, Triton's kernels compute instead
+        return fault(error)
+    return None
+
+
+def _tried(
+    product: Product, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
+) -> float:
+    """The relative error of a case; inf where something is no number."""
+    rows, inner, outs = shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((rows, inner), generator=generator).to(device, dtype)
+    codes = (torch.randn((outs, inner), generator=generator) * 50).round().clamp(-127, 127).to(device)
+    factors = (torch.rand(outs, generator=generator) + 0.5).to(device)
+    squares = (torch.rand((cdiv(outs, BLOCK), cdiv(inner, BLOCK)), generator=generator) + 0.5).to(device)
+    bias = (torch.randn(outs, generator=generator) * 100).to(device, dtype) if biased else None
+    scales = None
+    if product == Product.INTEGERS:
+        form, held = (kernels.INTEGERS, 0, 0, False, False), codes.to(torch.int8)
+        weight = held.double() * factors[:, None].double()
+    else:
+        eights = codes.to(torch.float8_e4m3fn)
+        form, held = (kernels.FLOATS, 0, 0, product == Product.SQUARES, False), eights.view(torch.uint8)
+        by_input = squares.repeat_interleave(BLOCK, 0)[:outs].repeat_interleave(BLOCK, 1)[:, :inner]
+        if product == Product.SQUARES:
+            factors, scales = torch.ones_like(factors), squares.repeat_interleave(BLOCK, 0)[:outs].t().contiguous()
+        weight = eights.double() * (by_input if product == Product.SQUARES else factors[:, None]).double()
+    part = Packed(held, factors, scales, None, BLOCK, form, inner, 64, outs, rounds=True, squares=squares)
+    seen, x_scales = round_x(part, x, by_blocks=product == Product.SQUARES)
+    spread = x_scales.t().repeat_interleave(BLOCK, 1) if product == Product.SQUARES else x_scales[:, None]
+    known = (seen if product == Product.INTEGERS else seen.view(torch.float8_e4m3fn)).double() * spread.double()
+    wanted = known @ weight.t() + (0 if bias is None else bias.double())
+    got = multiply(part, product, x, bias).double()
+    error = ((got - wanted).norm() / wanted.norm()).item()
+    return error if error == error else torch.inf
+
+
+def multiply(part: Packed, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] @ weight.T + bias, in the type of x; integers of more than 16 rows."""
+    codes, scales = round_x(part, x, by_blocks=product == Product.SQUARES)
+    if product == Product.INTEGERS:
+        sums = torch._int_mm(codes, part.codes.t())
+        out = x.new_empty(sums.shape)
+        kernels.scale_sums[len(x), cdiv(part.outs, _COLUMNS)](
+            sums, scales, part.factors, part.factors if bias is None else bias, out, part.outs, part.outs,
+            bias is not None, _COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return out
+    eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
+    scale_a, scale_b = scales[:, None], part.factors[None]
+    if product == Product.SQUARES:
+        assert part.squares is not None
+        scale_a, scale_b = scales.t(), part.squares.t()
+    return torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+
+
+def round_x(part: Packed, x: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
+    """x [rows, in] in codes of the weights' kind, and their scales: [rows], or [blocks, rows] of BLOCK inputs."""
+    rows, inner = x.shape
+    codes = torch.empty(x.shape, dtype=part.codes.dtype, device=x.device)
+    if by_blocks:
+        blocks = cdiv(inner, BLOCK)
+        scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
+        kernels.round_rows[rows, cdiv(blocks, _ROUNDED_AT_ONCE)](
+            x, codes, scales, rows, inner, part.form[0], BLOCK, _ROUNDED_AT_ONCE, num_warps=4
+        )
+        return codes, scales
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    kernels.round_whole_rows[rows,](x, codes, scales, inner, part.form[0], _ROW_BLOCK, num_warps=8)
+    return codes, scales
+
+
+def multiply_expanded(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor of the type of x, which has 16 bits: the
+    weights become numbers of that type first, some outputs at a time."""
+    most = max(LINES, _EXPANDED_BYTES // (part.inner * x.itemsize) // LINES * LINES)
+    for first in range(0, part.outs, most):
+        count = min(most, part.outs - first)
+        weight = x.new_empty((count, part.inner))
+        kernels.expand[cdiv(count, LINES), cdiv(part.stride, part.step)](
+            part.codes, *part.kernel_scales, part.factors, weight, part.outs, first, part.inner, part.stride,
+            part.group, *part.form, LINES, part.step, part.lines, num_warps=4,
+        )  # fmt: skip
+        given = out[:, first : first + count]
+        if bias is None:
+            torch.mm(x, weight.t(), out=given)
+        else:
+            torch.addmm(bias[first : first + count], x, weight.t(), out=given)

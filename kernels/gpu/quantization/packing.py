@@ -1,0 +1,153 @@
+"""Weights of few bits as the kernels of triton_quantized.py read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.gpu.quantization import triton_quantized as kernels
+from quire.kernels.quantized import Float8Weight, GroupedWeight, same_order
+
+_STEPS = (64, 32, 16)
+"""Inputs of one product of a program: the largest that divides a group."""
+BLOCK = 128
+"""Inputs of x that share a scale where it is rounded."""
+LINES = 64
+"""Outputs whose half bytes lie side by side, a step of each: a program of so many reads memory in one line."""
+_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""4-bit floats (e2m1), doubled, by their codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Outputs whose weights are alike, as kernels read them."""
+
+    codes: Tensor
+    """[lines, bytes]: of 4 bits as `_in_steps` lays them, and perhaps `laid_for_decodes`; else [outs, in]."""
+    factors: Tensor
+    """[outs] float32."""
+    scales: Tensor | None
+    """[groups, outs], to be multiplied by the factors; None: 1."""
+    offsets: Tensor | None
+    """Likewise; None: 0."""
+    group: int
+    """Inputs that share a scale; the last ones may be fewer."""
+    form: tuple[int, int, int, bool, bool]
+    """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
+    inner: int
+    step: int
+    """Inputs of one product."""
+    outs: int
+    order: Tensor | None = None
+    """As in GroupedWeight."""
+    rounds: bool = False
+    """Whether x is rounded to 8 bits."""
+    squares: Tensor | None = None
+    """[ceil(outs / 128), ceil(in / 128)] float32: scales of 8-bit floats by squares of so many, beside `scales`."""
+    lines: int = 1
+    """Outputs that lie side by side, a step of each."""
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.factors, self.scales, self.offsets, self.squares)
+        return sum(each.nbytes for each in tensors if each is not None)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of an output."""
+        return self.codes.shape[1]
+
+    @property
+    def kernel_scales(self) -> tuple[Tensor, Tensor]:
+        """Something in the place of those that are not there."""
+        scales = self.factors if self.scales is None else self.scales
+        return scales, scales if self.offsets is None else self.offsets
+
+
+def pack_grouped(weight: GroupedWeight) -> Packed | None:
+    """8-bit integers with a scale for each output alone are multiplied by x in 8 bits, as on CPUs. None where a group
+    is of no whole step."""
+    (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
+    steps = [step for step in _STEPS if single or weight.group % step == 0]
+    if not steps:
+        return None
+    factors, scales, offsets = weight.half_scales()
+    if weight.bits == 8:
+        kind, step, codes = kernels.INTEGERS, steps[0], weight.codes.contiguous()
+    else:
+        kind = kernels.HALVES if weight.values is None else kernels.TABLE
+        kind = kernels.HALF_FLOATS if weight.values == _FLOATS else kind
+        step = next((each for each in steps if inner % (2 * each) == 0), steps[-1])
+        codes = _in_steps(weight.codes, step)
+    scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
+    words = _words(weight.values if kind == kernels.TABLE else None)
+    form = (kind, *words, scales is not None, offsets is not None)
+    rounds = weight.bits == 8 and scales is None
+    return Packed(codes, factors, scales, offsets, weight.group, form, inner, step, outs, weight.order, rounds)
+
+
+def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
+    """native: the GPU multiplies 8-bit floats, so x is rounded to them where blocks allow; else x stays as it is."""
+    (outs, inner), single = weight.shape, weight.inputs == weight.shape[1]
+    steps = [step for step in _STEPS if single or weight.inputs % step == 0]
+    if not steps:
+        return None
+    scales, codes = weight.scales_by_output(), weight.codes.view(torch.uint8).contiguous()
+    factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
+    turned = None if single else scales.t().contiguous()
+    rounds = native and (single or weight.inputs % BLOCK == 0)
+    squares = weight.scales.float().contiguous() if rounds and not single and weight.block == (BLOCK, BLOCK) else None
+    form = (kernels.FLOATS, 0, 0, not single, False)
+    beside = (None, rounds, squares)
+    return Packed(codes, factors, turned, None, weight.inputs, form, inner, steps[0], outs, *beside)
+
+
+def laid_for_decodes(part: Packed) -> Packed:
+    """Half bytes so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a
+    few rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay."""
+    if part.form[0] not in (kernels.HALVES, kernels.TABLE, kernels.HALF_FLOATS) or part.lines > 1:
+        return part
+    padded = F.pad(part.codes, (0, 0, 0, -part.outs % LINES))
+    laid = padded.unflatten(1, (-1, part.step)).unflatten(0, (-1, LINES)).transpose(1, 2)
+    return replace(part, codes=laid.reshape(padded.shape), lines=LINES)
+
+
+def joined(parts: Sequence[Packed]) -> list[Packed]:
+    """Neighbours that are alike as one; before they are laid for decodes."""
+    found = list(parts[:1])
+    for each in parts[1:]:
+        last = found[-1]
+        if not _alike(last, each):
+            found.append(each)
+            continue
+        scales = None if last.scales is None or each.scales is None else torch.cat((last.scales, each.scales), 1)
+        offsets = None if last.offsets is None or each.offsets is None else torch.cat((last.offsets, each.offsets), 1)
+        squares = None
+        if last.squares is not None and each.squares is not None and last.outs % BLOCK == 0:
+            squares = torch.cat((last.squares, each.squares))
+        codes, factors = torch.cat((last.codes, each.codes)), torch.cat((last.factors, each.factors))
+        scaled = replace(last, scales=scales, offsets=offsets, squares=squares)
+        found[-1] = replace(scaled, codes=codes, factors=factors, outs=last.outs + each.outs)
+    return found
+
+
+def _words(values: tuple[int, ...] | None) -> tuple[int, int]:
+    """16 values, a byte each, as two integers."""
+    listed = bytes(value & 255 for value in values or ())
+    return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
+
+
+def _in_steps(codes: Tensor, step: int) -> Tensor:
+    """4-bit codes [out, in / 2], the even input in the low half of a byte, in another order: those of `step` inputs in
+    the lower halves of as many bytes, the next ones in the upper. Inputs are filled up with zeros."""
+    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    each = F.pad(each, (0, -each.shape[1] % (2 * step))).unflatten(1, (-1, 2, step))
+    return (each[:, :, 0] | each[:, :, 1] << 4).flatten(1)
+
+
+def _alike(a: Packed, b: Packed) -> bool:
+    return (a.form, a.group, a.step, a.rounds) == (b.form, b.group, b.step, b.rounds) and same_order(a.order, b.order)

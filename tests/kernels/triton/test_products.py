@@ -1,0 +1,172 @@
+"""Which product serves how many rows: parts of the inner dimension, expanded weights, PyTorch's products of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.quantization import library, quantized
+from quire.kernels.gpu.quantization.library import Product
+from quire.kernels.gpu.triton_paged import Triton
+from tests.kernels.ragged import error
+from tests.kernels.triton.few_bits import DTYPES, E2M1, FEW, TABLE, float8, grouped, rounded, there
+
+LONG = {
+    "4 bits": lambda generator: grouped(70, 1536, 32, 4, generator, offset=True),
+    "4-bit floats": lambda generator: grouped(70, 1536, 32, 4, generator, values=E2M1),
+    "8 bits": lambda generator: grouped(70, 1536, 64, 8, generator),
+    "x in integers": lambda generator: grouped(70, 1536, 1536, 8, generator),
+    "x in floats": lambda generator: float8(70, 1536, (1, 1536), generator),
+}
+
+
+@pytest.mark.parametrize("kind", list(LONG))
+def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, generator: torch.Generator) -> None:
+    """In parts that are added in their order; a deterministic backend's many rows have the same bits in one program."""
+    weight = LONG[kind](generator)
+    bias = torch.randn(70, generator=generator).bfloat16()
+    x = torch.randn((66, 1536), generator=generator).bfloat16()
+    expected = x.double() @ weight.dequantized().double().T + bias.double()
+    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype, wide=True)
+    assert isinstance(linear, quantized.QuantizedLinear)
+    count, length = quantized.divided(linear.parts[0], quantized.choose_tiles(1, x.dtype, fixed=False))
+    assert count > 1
+    assert (count - 1) * length < linear.parts[0].stride <= count * length
+    for rows in (1, 16):
+        assert error(linear(x[:rows].to(device), NO_ADAPTERS).cpu(), expected[:rows]) < 2e-6
+    fixed = Triton(deterministic=True).pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype)
+    whole = fixed(x.to(device), NO_ADAPTERS)
+    for begin, rows in ((0, 1), (7, 3), (2, 64)):
+        assert torch.equal(fixed(x[begin : begin + rows].to(device), NO_ADAPTERS), whole[begin : begin + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_of_expanded_weights(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices of outputs, also where several kinds stand side by side."""
+    monkeypatch.setattr(library, "_EXPANDED_BYTES", 64 * 192 * 2)
+    weights = [
+        grouped(70, 192, 32, 4, generator, offset=True),
+        grouped(130, 192, 64, 4, generator, values=TABLE),
+        grouped(20, 192, 64, 8, generator, ordered=True),
+        float8(50, 192, (50, 64), generator),
+    ]
+    x, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((256, 192), (270,)))
+    whole = torch.cat([each.dequantized() for each in weights]).double()
+    for given in (None, bias):
+        there_bias = None if given is None else given.to(device)
+        linear = Triton().pack_quantized([there(each, device) for each in weights], there_bias, dtype=dtype)
+        expected = x.double() @ whole.T + (0 if given is None else given.double())
+        assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < 2 * DTYPES[dtype]
+
+
+BY_PYTORCH = {
+    Product.INTEGERS: lambda generator: grouped(64, 512, 512, 8, generator),
+    Product.FLOATS: lambda generator: float8(64, 512, (1, 512), generator),
+    Product.SQUARES: lambda generator: float8(64, 512, (128, 128), generator),
+}
+
+
+def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype):
+    """torch._scaled_mm as its checks on a GPU ask for it (aten/src/ATen/native/cuda/ScaledBlas.cpp), in float64."""
+    (rows, inner), outs = a.shape, b.shape[1]
+    assert a.stride() == (inner, 1)
+    assert b.stride() == (1, inner), "column by column"
+    assert inner % 16 == 0
+    assert outs % 16 == 0
+    assert a.dtype == b.dtype == torch.float8_e4m3fn
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    if scale_a.shape == (rows, 1):
+        assert scale_b.shape == (1, outs)
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        left, right = a.double() * scale_a.double(), b.double() * scale_b.double()
+    else:
+        blocks = -(-inner // 128)
+        assert scale_a.shape == (rows, blocks)
+        assert scale_a.stride() == (1, rows)
+        assert scale_b.t().shape == (-(-outs // 128), blocks)
+        assert scale_b.t().is_contiguous()
+        assert blocks % 4 == 0
+        left = a.double() * scale_a.double().repeat_interleave(128, 1)[:, :inner]
+        right = b.double() * scale_b.double().repeat_interleave(128, 0)[:inner].repeat_interleave(128, 1)[:, :outs]
+    out = left @ right
+    return (out if bias is None else out + bias.double()).to(out_dtype)
+
+
+@pytest.fixture
+def _tried_again() -> Iterator[None]:
+    """What a trial found is forgotten."""
+    library.why_not.cache_clear()
+    yield
+    library.why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("_tried_again")
+@pytest.mark.parametrize("product", list(Product))
+def test_products_of_pytorch(
+    product: Product, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 17 rows on, where the trial passes."""
+    if device.type == "cpu" and product == Product.SQUARES:  # which PyTorch has on Hopper alone
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    if (reason := library.why_not(product, torch.bfloat16, device)) is not None:
+        assert device.type == "cuda", reason
+        pytest.skip(reason)
+    calls, multiply = list[Product](), library.multiply
+    monkeypatch.setattr(library, "multiply", lambda part, by, *rest: calls.append(by) or multiply(part, by, *rest))
+    weight, bias = BY_PYTORCH[product](generator), torch.randn(64, generator=generator).bfloat16() * 100
+    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=torch.bfloat16)
+    for rows in (1, 16, 17, 40):
+        x = torch.randn((rows, 512), generator=generator).bfloat16()
+        block = 128 if product == Product.SQUARES else 512
+        seen = rounded(x, floats=product != Product.INTEGERS, block=block) if rows > FEW else x.double()
+        expected = seen @ weight.dequantized().double().T + bias.double()
+        assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
+    assert calls == [product, product]
+    x[3, 7] = torch.nan
+    got = linear(x.to(device), NO_ADAPTERS).cpu()
+    assert got[3].isnan().all()
+    assert torch.cat((got[:3], got[4:])).isfinite().all()
+    for others in ({"wide": True}, {}):
+        backend = Triton(deterministic=not others)
+        backend.pack_quantized([there(weight, device)], None, dtype=torch.bfloat16, **others)(
+            x[:17].to(device), NO_ADAPTERS
+        )
+    assert len(calls) == 3, "neither a head's nor deterministic"
+
+
+def off(*args: Any, **named: Any) -> Tensor:
+    return scaled_mm(*args, **named) * 1.03
+
+
+def lacks(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 8.9")
+
+
+def forgets(*args: Any, **named: Any) -> Tensor:
+    return scaled_mm(*args, **(named | {"bias": None}))
+
+
+def none(*args: Any, **named: Any) -> Tensor:
+    return scaled_mm(*args, **named) * torch.nan
+
+
+@pytest.mark.usefixtures("_tried_again")
+@pytest.mark.parametrize("fault", [off, lacks, forgets, none])
+def test_what_fails_its_trial_is_not_used(
+    fault: Any, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", fault)
+    assert library.why_not(Product.FLOATS, torch.bfloat16, device) is not None
+    weight = there(BY_PYTORCH[Product.FLOATS](generator), device)
+    linear = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
+    x = torch.randn((20, 512), generator=generator).bfloat16()
+    expected = rounded(x, floats=True) @ weight.dequantized().double().cpu().T
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
