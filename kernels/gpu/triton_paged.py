@@ -22,12 +22,14 @@ from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.recurrent import recur
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
@@ -111,6 +113,11 @@ class Triton(Reference):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)
+
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    ) -> Tensor:
+        return recur.recur(given, z, beside, rule, states, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         weight = weight.contiguous()

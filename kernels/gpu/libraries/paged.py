@@ -14,6 +14,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
@@ -91,6 +92,11 @@ class FlashPages(Reference):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return self._for(bcx).short_conv(bcx, conv, columns, metadata)
+
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self._for(given).recur(given, z, beside, rule, states, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         return self._for(weight).pack_linear(weight, bias, wide=wide)
