@@ -255,7 +255,8 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place. Where
+        latents are expanded q is [T, H, any + R]."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -314,6 +315,15 @@ class Backend(Operations):
     @abstractmethod
     def cannot_sink(self) -> str | None:
         """Why its attention takes no Softmax.sinks, likewise."""
+
+    @abstractmethod
+    def cannot_attend_latents(self) -> str | None:
+        """Why its attention takes no Softmax.values, likewise."""
+
+    @abstractmethod
+    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether keys and values of all heads are to be made of these tokens' latents (kernels/latents/expanded.py),
+        which are all keys of theirs. `pack_blocks` then tells its weights."""
 
     @abstractmethod
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:

@@ -69,6 +69,9 @@ class Reference(Backend):
     def cannot_sink(self) -> str | None:
         return None
 
+    def cannot_attend_latents(self) -> str | None:
+        return None
+
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.deterministic if device.type == "cuda" else _onednn_packs(device, dtype)
 
@@ -169,7 +172,11 @@ class Reference(Backend):
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         key = latent_key(kv, latent, metadata.positions)
         _store(key, cache, metadata.slots, latent.kv_scales.key)
-        return rotated_queries(q.view(len(q), -1, key.shape[2]), latent, metadata.positions)
+        heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
+        return rotated_queries(heads, latent, metadata.positions)
+
+    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        return False
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,3 +24,17 @@ class ReferenceBlocks:
             inputs, passed = block.split((block.shape[1] - self._passed, self._passed), dim=-1)
             found += [linear(inputs.contiguous(), context), passed]
         return torch.cat(found, dim=-1)
+
+
+@runtime_checkable
+class StackedBlocks(Protocol):
+    """Linears of single heads that tell their weights."""
+
+    weight: Tensor
+    """[B, out, in]"""
+
+
+def stacked(blocks: Linear) -> Tensor:
+    """The weights of what `Backend.pack_blocks` made, of a backend that expands latents."""
+    assert isinstance(blocks, StackedBlocks)
+    return blocks.weight

@@ -54,6 +54,9 @@ class FlashPages(Reference):
     def cannot_sink(self) -> str | None:
         return "has no sinks of attention"
 
+    def cannot_attend_latents(self) -> str | None:
+        return "has no attention over latents"
+
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
 

@@ -39,6 +39,9 @@ class Sdpa(Reference):
     def cannot_sink(self) -> str | None:
         return "has no sinks of attention"
 
+    def cannot_attend_latents(self) -> str | None:
+        return "has no attention over latents"
+
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False  # its sums follow the longest context of the batch
 

@@ -147,7 +147,7 @@ class FakeGpu:
         """Kernels are not started; their tensors must be on the GPU."""
         from triton.runtime.jit import JITFunction
 
-        from quire.kernels.gpu import triton_paged
+        from quire.kernels.gpu import triton_sizes
 
         def started(kernel: Any, *args: Any, grid: Any, **_: Any) -> None:
             for each in args:
@@ -158,7 +158,7 @@ class FakeGpu:
         monkeypatch.setattr(
             JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
         )
-        monkeypatch.setattr(triton_paged, "_processors", lambda device: 132)
+        monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
 
 
 def real(tensor: Tensor) -> Tensor:

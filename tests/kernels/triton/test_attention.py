@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import triton_paged
+from quire.kernels.gpu import triton_paged, triton_sizes
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part, to_device
@@ -147,7 +147,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
         parts = [*[other] * beside, part.rows(begin, end)]
         chunk = attend(backend, parts, seed=end, window=window, softcap=softcap)[-1]
         assert torch.equal(chunk, whole[begin:end]), (begin, end, beside)
-    monkeypatch.setattr(triton_paged, "_processors", lambda device: 0)
+    monkeypatch.setattr(triton_sizes, "processors", lambda device: 0)
     assert torch.equal(attend(backend, [other, part], window=window, softcap=softcap)[1], whole)
 
 
@@ -184,8 +184,8 @@ def test_any_mix(
 
 
 def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
-    assert triton_paged.even_splits(1, 8000, one_token=True) == 1
-    assert triton_paged.even_splits(1, 60000, one_token=True) == 8
-    assert triton_paged.even_splits(1, 60000, one_token=False) == 1
-    assert triton_paged.even_splits(33, 300, one_token=True) == 2
-    assert triton_paged.even_splits(33, 60000, one_token=True) == 32
+    assert triton_sizes.even_splits(1, 8000, one_token=True) == 1
+    assert triton_sizes.even_splits(1, 60000, one_token=True) == 8
+    assert triton_sizes.even_splits(1, 60000, one_token=False) == 1
+    assert triton_sizes.even_splits(33, 300, one_token=True) == 2
+    assert triton_sizes.even_splits(33, 60000, one_token=True) == 32
