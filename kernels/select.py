@@ -73,13 +73,14 @@ def select_backend(
     softcap: bool = False,
     *,
     sinks: bool = False,
+    latents: bool = False,
     deterministic: bool = False,
     kv_dtype: dtype | None = None,
     activation_bits: str = "auto",
     trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
-    """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`. sinks: of
-    attention.
+    """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`. sinks,
+    latents: of attention.
 
     kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. trials: what it
     must pass, if anything; where no fast backend passes the first trial, the next one decides.
@@ -101,6 +102,8 @@ def select_backend(
             reason = backend.cannot_hold(kv_dtype)
         if reason is None and sinks:
             reason = backend.cannot_sink()
+        if reason is None and latents:
+            reason = backend.cannot_attend_latents()
         if reason is None and trial is not None:
             reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)

@@ -74,6 +74,7 @@ class Slots:
         allocate_states made it for so many `drafts`. `own`: the tokens of each page that this rank keeps; None: all."""
         self.states, self._most_drafts = states, drafts
         self._keeps_guesses = drafts > 0 and any(states)
+        self._has_matrices = any(len(kept) > 1 for kept in states)  # beside a convolution's columns
         self.block_size = block_size
         self.own = range(block_size) if own is None else own
         self.device = device
@@ -137,6 +138,22 @@ class Slots:
         ids = np.array([token for row in drafted for token in row.draft_ids], dtype=np.int32)
         there = upload([slots, positions, ids], self.device)
         self.token_ids[there[0], there[1]] = there[2]
+
+    @property
+    def keeps_guesses(self) -> bool:
+        """Whether matrices may have to take in guesses later."""
+        return self._keeps_guesses and self._has_matrices
+
+    def see_alone(self, rows: list[Row]) -> bool:
+        """Whether matrices, if there are some, take in what these rows' tokens give with no look at guesses, in this
+        step or behind it, as decodes in a graph do. If so they are noted as seen."""
+        if not self.keeps_guesses:
+            return True
+        if any(row.draft_ids or 0 <= self._seen[row.slot] < row.start for row in rows):
+            return False
+        for row in rows:
+            self._seen[row.slot] = row.start + row.count
+        return True
 
     def picks(self, batch: Batch) -> Picks:
         """The picks of the batch's rows that sample."""

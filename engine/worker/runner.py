@@ -101,7 +101,8 @@ class Runner:
         """Take in what a batch says, and make its tensors."""
         self._take_in(batch)
         picks = self._slots.picks(batch)
-        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        captured = self.graphs is not None and self.graphs.fit(batch) and self._slots.see_alone(batch.rows)
+        inputs = None if captured else self._slots.build(batch)
         features = None
         if self._features is not None:
             features = self._features.of(batch.rows, self._owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.loop import Engine
 from quire.engine.worker import runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
+from quire.kernels import select
 from quire.kernels.gpu import triton_paged
 from tests.engine.harness import request, run
+from tests.engine.test_speculation import CHEAP, Garbage
 from tests.kernels.triton.conftest import INTERPRETED
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -28,6 +32,8 @@ KINDS = [
     ("family", "options"),
     [
         *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3", "lfm2", "gpt_oss", "qwen3-moe")),
+        *((family, {}) for family in ("qwen3_5", "falcon_h1", "nemotron_h", "jamba", "deepseek_v2-lite", "youtu")),
+        ("deepseek_v3", {"kv_cache_dtype": "int8"}),
         ("qwen2", {"quantization": "int4", "quantize_embedding": False, "dtype": "float32"}),
     ],
     ids=str,
@@ -48,8 +54,33 @@ def test_tokens_are_those_of_the_reference(
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
         engine = Engine(config)
-        assert ("held in" in engine.info.quantization) == (bool(options) and backend == "reference")
+        held = "quantization" in options and backend == "reference"
+        assert ("held in" in engine.info.quantization) == held
         found = run(engine, requests)
         return [found[str(i)].ids for i in range(len(prompts))]
 
     assert answers("triton") == answers("reference")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "falcon_mamba", "deepseek_v2-dense"])
+def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic, against each request alone with nothing cached."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setitem(select._MADE_BY, "triton", lambda deterministic: triton_paged.Triton(deterministic=True))
+    options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
+    generator = torch.Generator().manual_seed(7)
+    shared = torch.randint(3, VOCAB, (37,), generator=generator).tolist()
+    prompts = [shared[:33] + [9, 10], [5, 6, 7], shared]
+    asked = [request(str(i), prompt, seed=i, max_tokens=7, temperature=0.0) for i, prompt in enumerate(prompts)]
+    alone = Engine(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
+    wanted = [run(alone, [each])[each.id].ids for each in asked]
+    made = Engine(EngineConfig(num_kv_blocks=40, max_num_batched_tokens=21, snapshot_tokens=16, **options))
+    made.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
+    for _ in range(2):
+        found = run(made, asked)
+        assert [found[each.id].ids for each in asked] == wanted
+    assert made.stats.prefix_hits > 0
+    assert made.stats.draft_tokens > 0
