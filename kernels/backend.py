@@ -136,6 +136,7 @@ class AttentionMetadata:
     axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
     together: Together | None = None  # None: every token sees what is before it, and no more
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
+    sequences: Sequences | None = None  # None: of matrices too a sequence is what it is of attention
     parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
@@ -157,6 +158,16 @@ class AttentionMetadata:
 
     def of(self, group: int) -> AttentionMetadata:
         return self.others[group - 1] if group else self
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A step's sequences where attention has a row for each token: a slot's rows, which stand side by side, are one of
+    them, in the place of the first; in the others' places are empty ones."""
+
+    query_start: Tensor
+    context_lens: Tensor
+    guesses: Guesses
 
 
 @dataclass(frozen=True, slots=True)

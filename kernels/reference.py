@@ -187,7 +187,8 @@ class Reference(Backend):
         self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
         assert metadata.state_slots is not None
-        where = (metadata.query_start, metadata.context_lens, metadata.guesses)
+        of = metadata if metadata.sequences is None else metadata.sequences
+        where = (of.query_start, of.context_lens, of.guesses)
         return recur(given, z, beside, rule, states, MatrixRows(*where, metadata.state_slots))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stands in attention's place in some families: latents, and rules with matrices. What they compute, and how fast."""
+"""What stands in attention's place in some families, latents and rules with matrices: what they compute, how fast."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def layers(device: torch.device, say: Say) -> None:
     say(Finding("latents by", why))
     for at, (name, (heads, sizes)) in enumerate((_SMALL_LATENTS if small else _LATENTS).items()):
         for dtype in _DTYPES[: 1 if at or small else None]:
-            tried(say, f"latents of {name}, {dtype}", partial(_passes, LatentProbe(device, dtype, heads, sizes), backend))
+            tried(
+                say, f"latents of {name}, {dtype}", partial(_passes, LatentProbe(device, dtype, heads, sizes), backend)
+            )
         for seqs, context in ((1, 64),) if small else ((1, 32768), (32, 2048)):
             what = f"latents of {name}, a decode of {seqs} behind {context} tokens"
             tried(say, what, partial(_timed_latents, backend, device, heads, seqs, context))

@@ -36,8 +36,8 @@ def has_latents(spec: DecoderSpec) -> bool:
 
 
 def head_size(spec: DecoderSpec, device: torch.device) -> int:
-    """Of the attention that asks most. On a CPU latents are heads of its attention; elsewhere they have kernels of their
-    own, and heads are those that may be made of them."""
+    """Of the attention that asks most. On a CPU latents are heads of its attention; elsewhere they have kernels of
+    their own, and heads are those that may be made of them."""
     part = widest(spec)
     if isinstance(part, LatentAttentionSpec) and device.type != "cpu":
         return part.plain + part.rotated

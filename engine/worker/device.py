@@ -296,9 +296,7 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
-def choose_trials(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
-) -> list[Trial]:
+def choose_trials(config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> list[Trial]:
     """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
     if device.type == "cpu":

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages, Sequences
 from quire.kernels.gpu.mixed import Division
 from quire.kernels.recurrent.recurrence import Guesses
 
@@ -91,7 +91,11 @@ class Slots:
         self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
         self._num_blocks = [0] * num_slots
         self._tables: Tensor | None = None
+        self._seen_there: Tensor | None = None
+        """`_seen` on the device, where graphs need it."""
         if scratch_page is not None:
+            if self.keeps_guesses:
+                self._seen_there = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
             self._tables = torch.zeros((groups, num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
             self._tables[:, num_slots] = scratch_page
 
@@ -144,15 +148,15 @@ class Slots:
         """Whether matrices may have to take in guesses later."""
         return self._keeps_guesses and self._has_matrices
 
-    def see_alone(self, rows: list[Row]) -> bool:
-        """Whether matrices, if there are some, take in what these rows' tokens give with no look at guesses, in this
-        step or behind it, as decodes in a graph do. If so they are noted as seen."""
+    def see(self, rows: list[Row]) -> bool:
+        """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
+        said yet what those of a new owner have."""
         if not self.keeps_guesses:
             return True
-        if any(row.draft_ids or 0 <= self._seen[row.slot] < row.start for row in rows):
+        if any(self._seen[row.slot] < 0 for row in rows):
             return False
         for row in rows:
-            self._seen[row.slot] = row.start + row.count
+            self._seen[row.slot] = row.start + row.count - len(row.draft_ids)
         return True
 
     def picks(self, batch: Batch) -> Picks:
@@ -196,8 +200,24 @@ class Slots:
             max_context_len=pages * self.block_size,
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
             state_slots=slots,
+            sequences=self._sequences(slots, positions),
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
+
+    def _sequences(self, slots: Tensor, positions: Tensor) -> Sequences | None:
+        """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
+        matrices will have seen."""
+        if self._seen_there is None:
+            return None
+        count, at = len(slots), torch.arange(len(slots), device=self.device)
+        begins = torch.ones_like(slots, dtype=torch.bool)
+        begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
+        starts = F.pad(torch.where(begins, at, count).flip(0).cummin(0).values.flip(0), (0, 1), value=count)
+        ends = (positions[(starts[1:] - 1)] + 1).to(torch.int32)
+        known = (positions + 1).to(torch.int32)
+        seen = torch.where(begins, self._seen_there[slots], ends)
+        self._seen_there[torch.where(begins, slots, self.scratch_slot)] = known
+        return Sequences(starts.to(torch.int32), ends, Guesses(seen, torch.where(begins, known, ends)))
 
     def scratch_prompt(self, length: int) -> ForwardInputs:
         """A prompt of that length, or of the longest there may be, all of it on the scratch page."""
@@ -296,6 +316,8 @@ class Slots:
             state_slots=state_slots,
             guesses=Guesses(*lens) if lens else None,
         )
+        if self._seen_there is not None:
+            self._seen_there[state_slots] = context_lens if metadata.guesses is None else metadata.guesses.known
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         if division is not None:
             metadata = division.divide(metadata, begins[0], begins[1], self.block_size)

@@ -101,7 +101,7 @@ class Runner:
         """Take in what a batch says, and make its tensors."""
         self._take_in(batch)
         picks = self._slots.picks(batch)
-        captured = self.graphs is not None and self.graphs.fit(batch) and self._slots.see_alone(batch.rows)
+        captured = self.graphs is not None and self.graphs.fit(batch) and self._slots.see(batch.rows)
         inputs = None if captured else self._slots.build(batch)
         features = None
         if self._features is not None:

@@ -1,9 +1,9 @@
 """Short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is the
 judge.
 
-Three kernels: what pages are to hold is stored first, if they hold some, for a row may begin with what another stores in
-a page; then all sums are made, of the step's own columns and of those that the slots have from before; then the slots get
-the new ones. Tokens share nothing else, so no bit depends on the batch.
+Three kernels: what pages are to hold, if they hold some, is stored first, for a row may begin with what another stores
+in a page; then all sums are made, of the step's own columns and of those that the slots have from before; then the
+slots get the new ones. Tokens share nothing else, so no bit depends on the batch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. PIECES: of a page; 0: pages have no columns. A column is the step's own where the tokens before this one are of its sequence: rows may be
+    """out [T, channels]. PIECES: of a page; 0: pages have no columns.
+    A column is the step's own where the tokens before this one are of its sequence: rows may be
     one behind the other, as drafts in a CUDA graph are. Grid: T, blocks of channels."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

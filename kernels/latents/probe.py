@@ -51,7 +51,10 @@ class LatentProbe:
         lengths, held = (2 * backend.block_size + 5, 3), self.dtype if self.kv_dtype is None else self.kv_dtype
         q = self._random(sum(lengths), self.heads * (plain + rotated)) * _PEAKED
         kv = self._random(sum(lengths), latent + rotated)
-        weights = self._random(self.heads, latent, plain) * plain**-0.5, self._random(self.heads, value, latent) * latent**-0.5
+        weights = (
+            self._random(self.heads, latent, plain) * plain**-0.5,
+            self._random(self.heads, value, latent) * latent**-0.5,
+        )
         expected = self._expected(q, kv, weights, lengths)
         absorb, expand = self._packed(backend, weights[0], rotated), self._packed(backend, weights[1], 0)
         cache = torch.zeros(backend.kv_cache_shape(_PAGES, 1, latent + rotated, held), dtype=held, device=self.device)

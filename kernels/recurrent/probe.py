@@ -110,7 +110,9 @@ class _Kept:
         """A function that computes the step, and reads nothing on the host."""
         there, counts = _on(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
-        rows = [numbers[at, first : first + count] for at, (first, count) in enumerate(zip(firsts, counts, strict=True))]
+        rows = [
+            numbers[at, first : first + count] for at, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
         given = torch.cat(rows).to(self._device, self._dtype)
         sizes = [self._rule.inputs, given.shape[1] - self._rule.inputs - self._rule.beside, self._rule.beside]
         inputs, z, beside = (each.contiguous() for each in given.split(sizes, dim=1))

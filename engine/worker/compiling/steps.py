@@ -39,7 +39,11 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
     hidden = None
     for shape in shapes(slots, step_tokens):
         inputs = slots.scratch_step(*shape)
-        for given in (inputs, *_variants(inputs, shape, slots), *([_adapted(inputs)] if model.adapters is not None else [])):
+        for given in (
+            inputs,
+            *_variants(inputs, shape, slots),
+            *([_adapted(inputs)] if model.adapters is not None else []),
+        ):
             hidden = model.forward(given.token_ids, given.metadata, kv_cache, given.sampled)
     assert hidden is not None
     if not model.has_head:

@@ -1,5 +1,5 @@
-"""Attention over pages of latents by the kernels of triton_latents.py: decodes, whose keys are split to fill the GPU, and
-prompts, in the absorbed form."""
+"""Attention over pages of latents by the kernels of triton_latents.py, in the absorbed form: decodes, whose keys are
+split to fill the GPU, and prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ _MANY = 32
 """Rows of a tile where a sequence has so many."""
 
 
-def attention(
-    q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool
-) -> Tensor:
+def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool) -> Tensor:
     """`Operations.paged_attention` with Softmax.values, of a step that has no parts: q [T, H, L + R], pages [P, page
     size, 1, L + R] of any power-of-two size. fixed: as paged_attention of triton_paged.py has it."""
     assert softmax.values is not None

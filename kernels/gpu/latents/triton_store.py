@@ -1,5 +1,5 @@
-"""What happens to latents, and to the rotated numbers of keys and queries, as one Triton kernel: kernels/latents/latent.py
-says what it is, and is the judge."""
+"""What happens to latents, and to the rotated numbers of keys and queries, as one Triton kernel: what that is,
+kernels/latents/latent.py says, and is the judge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`Operations.recur` by the Triton kernels beside it. No call waits for the device, and every grid follows from shapes, so
-that a CUDA graph holds it."""
+"""`Operations.recur` by the Triton kernels beside it. No call waits for the device, and every grid follows from shapes,
+so that a CUDA graph holds it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def recur(
     assert metadata.state_slots is not None
     value, most = states.matrices.shape[3], states.guesses.shape[1]
     read = torch.empty((len(given), rule.heads, value), dtype=torch.float32, device=given.device)
-    guesses = metadata.guesses if most else None
-    bounds = (metadata.context_lens,) * 2 if guesses is None else (guesses.seen, guesses.known)
-    where = (metadata.query_start, metadata.context_lens, *bounds, metadata.state_slots)
+    of = metadata if metadata.sequences is None else metadata.sequences
+    guesses = of.guesses if most else None
+    bounds = (of.context_lens,) * 2 if guesses is None else (guesses.seen, guesses.known)
+    where = (of.query_start, of.context_lens, *bounds, metadata.state_slots)
     _advance(read, (given, beside), rule, states, where, int(guesses is not None))
     if guesses is not None:
         sizes = (rule.inputs, rule.beside, most, _KEPT_AT_ONCE)

@@ -1,10 +1,10 @@
-"""What the Triton kernels of all rules have in common: where a sequence's tokens begin and end, where what a token gives
-lies, guesses that are kept, and what becomes of what tokens read.
+"""What the Triton kernels of all rules have in common: where a sequence's tokens begin and end, where what a token
+gives lies, guesses that are kept, and what becomes of what tokens read.
 
 A program has a part of the columns of one head's matrix of one sequence, and computes that sequence's tokens one after
-the other: columns share nothing. It is one warp, so that sums over a column's numbers need no memory. There is one kind
-of kernel for steps of one token, for prompts and for guesses, with one body of its loop: a token's bits depend on nothing
-but the matrix before it and what it gives.
+the other: columns share nothing. It is one warp, so that sums over a column's numbers stay within it. There is one kind
+of kernel for steps of one token, for prompts and for guesses, with one body of its loop: a token's bits depend on
+nothing but the matrix before it and what it gives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ COUNTS = ["query_start", "contexts", "seen", "known", "slots"]
 @triton.jit
 def tokens_of(row, query_start, contexts, seen, known, guessed):
     """Of a step's sequence: the number of its first token in the step; positions: of that token, of the first that the
-    matrix has not seen, of the first guess, and of the sequence's end. guessed: there are `seen` and `known`, as Guesses
-    has them."""
+    matrix has not seen, of the first guess, and of the sequence's end. guessed: there are `seen` and `known`, as
+    Guesses has them."""
     start = tl.load(query_start + row)
     context = tl.load(contexts + row)
     first = context - (tl.load(query_start + row + 1) - start)

@@ -1,5 +1,5 @@
-"""Selective state spaces in Triton, as Mamba 2 has them: kernels/recurrent/state_space.py says what they are, and is the
-judge."""
+"""Selective state spaces in Triton, as Mamba 2 has them: kernels/recurrent/state_space.py says what they are, and is
+the judge."""
 
 from __future__ import annotations
 

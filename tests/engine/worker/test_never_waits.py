@@ -280,7 +280,7 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 def test_states_and_latents(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
 ) -> None:
-    """In graphs, in prompts, and with guesses, whose steps no graph holds where there are matrices."""
+    """In graphs, in prompts, and with guesses."""
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path), state_memory=0.1)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 from quire.kernels.gpu import triton_short_conv
-from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.gpu.recurrent.recur import recur
+from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent

@@ -90,7 +90,10 @@ def test_latents(size: int, fixed: bool, generator: torch.Generator) -> None:
         q = torch.cat([part.q for part in parts])
         softmax = Softmax(0.1, values=32)
         held(lambda: backend.paged_attention(q, cache, cache, metadata, softmax))  # noqa: B023
-        kv, rule = torch.randn((len(q), 40), generator=generator).bfloat16(), Latent(torch.ones(32), 1e-6, angles(8), True)
+        kv, rule = (
+            torch.randn((len(q), 40), generator=generator).bfloat16(),
+            Latent(torch.ones(32), 1e-6, angles(8), True),
+        )
         held(lambda: backend.latent_store(q.clone(), kv, rule, cache, metadata))  # noqa: B023
     blocks = backend.pack_blocks(list(torch.randn((3, 20, 12), generator=generator).bfloat16()), 6)
     x = torch.randn((70, 3 * 18), generator=generator).bfloat16()
@@ -116,7 +119,9 @@ def test_matrices(kind: str) -> None:
             each.copy_(was)
         rows = [Row(each, 4, 4 - at, len(each) - 2, at) for at, each in enumerate(numbers)]
         found = torch.cat(kept.step(rows)).flatten()
-        return torch.cat([found.float(), *(each[:2].flatten().float() for each in (kept.states.matrices, kept.states.guesses))])
+        return torch.cat(
+            [found.float(), *(each[:2].flatten().float() for each in (kept.states.matrices, kept.states.guesses))]
+        )
 
     held(computed)
 

@@ -1,5 +1,5 @@
-"""Latent attention in Triton: against sums in float64 and the reference; with fixed tiles the same bits in any batch and
-any chunks."""
+"""Latent attention in Triton: against sums in float64 and the reference; with fixed tiles the same bits in any batch
+and any chunks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,10 @@ KINDS: dict[str, tuple[Made, Callable[[Shape, Tensor], Tensor]]] = {
     "delta": (delta(2, 4, 12, 20), test_delta_rule.expected),
     "delta of Qwen3.5": (delta(1, 2, 128, 128), test_delta_rule.expected),
     "space": (space(2, 4, 12, 32), test_state_space.expected),
-    "space of Granite, without a norm": (space(1, 2, 128, 64, norm=False, limits=(0.3, 1.1)), test_state_space.expected),
+    "space of Granite, without a norm": (
+        space(1, 2, 128, 64, norm=False, limits=(0.3, 1.1)),
+        test_state_space.expected,
+    ),
     "space, normed first": (space(3, 3, 6, 80, norm_first=True), test_state_space.expected),
     "scan": (scan(2, 12, 80), test_selective_scan.expected),
     "scan with norms": (scan(1, 16, 64, norm=True), test_selective_scan.expected),
@@ -100,7 +103,10 @@ def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch
 
 def test_a_step_without_tokens(device: torch.device) -> None:
     shape = on(delta(1, 1, 12, 20)(torch.Generator().manual_seed(2)), device)
-    kept, nothing = Kept(Triton(), shape, torch.float32, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    kept, nothing = (
+        Kept(Triton(), shape, torch.float32, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
     where = AttentionMetadata(*[nothing] * 6, 0, 0, state_slots=nothing)
     empty = [torch.zeros((0, size), device=device) for size in (shape.rule.inputs, 20, shape.rule.beside)]
     assert Triton().recur(*empty, shape.rule, kept.states, where).shape == (0, 20)
