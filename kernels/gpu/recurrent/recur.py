@@ -17,8 +17,9 @@ from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
-_NUMBERS = 2048
-"""Of a matrix, at most, that a program has: 64 registers of each of its 32 threads."""
+_NUMBERS = 1024
+"""Of a matrix, at most, that a program has: 32 registers of each of its 32 threads. What a token takes is then some
+hundred instructions of a warp, and one sequence has a warp for each of an H100's schedulers."""
 _MOST_COLUMNS = 32
 """Of these: the fewer, the more programs."""
 _KEPT_AT_ONCE = 1024

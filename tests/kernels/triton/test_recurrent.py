@@ -64,12 +64,19 @@ def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> N
         assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("made", [delta(2, 4, 12, 20), space(2, 2, 12, 40), scan(1, 12, 48, norm=True)])
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [
+        (delta(1, 2, 12, 20), torch.bfloat16),
+        (space(1, 1, 12, 40), torch.float32),
+        (scan(1, 12, 48, norm=True), torch.bfloat16),
+    ],
+    ids=["delta", "space", "scan"],
+)
 def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)
-    for seed in range(4):
-        cut_at_random(Triton(), shape, dtype, seed, device, most=40)
+    for seed in range(3):
+        cut_at_random(Triton(), shape, dtype, seed, device, most=30)
 
 
 def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
