@@ -19,7 +19,7 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
+from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence, Sequences
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts, Mixture
@@ -161,16 +161,6 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
-    """A step's sequences where attention has a row for each token: a slot's rows, which stand side by side, are one of
-    them, in the place of the first; in the others' places are empty ones."""
-
-    query_start: Tensor
-    context_lens: Tensor
-    guesses: Guesses
-
-
-@dataclass(frozen=True, slots=True)
 class Together:
     """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
 
@@ -253,8 +243,7 @@ class Operations(ABC):
         What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
         H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
-        change a bit of it (except on a GPU where the backend was not made deterministic).
-        """
+        change a bit of it (except on a GPU where the backend was not made deterministic)."""
 
     def divided_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
@@ -266,8 +255,7 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place. Where
-        latents are expanded q is [T, H, any + R]."""
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, any + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -324,17 +312,8 @@ class Backend(Operations):
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
 
     @abstractmethod
-    def cannot_sink(self) -> str | None:
-        """Why its attention takes no Softmax.sinks, likewise."""
-
-    @abstractmethod
-    def cannot_attend_latents(self) -> str | None:
-        """Why its attention takes no Softmax.values, likewise."""
-
-    @abstractmethod
-    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        """Whether keys and values of all heads are to be made of these tokens' latents (kernels/latents/expanded.py),
-        which are all keys of theirs. `pack_blocks` then tells its weights."""
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+        """Why its attention takes no Softmax.sinks, or no Softmax.values, if these are asked for, likewise."""
 
     @abstractmethod
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:

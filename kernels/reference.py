@@ -66,10 +66,7 @@ class Reference(Backend):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return None
 
-    def cannot_sink(self) -> str | None:
-        return None
-
-    def cannot_attend_latents(self) -> str | None:
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
         return None
 
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -174,9 +171,6 @@ class Reference(Backend):
         _store(key, cache, metadata.slots, latent.kv_scales.key)
         heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
         return rotated_queries(heads, latent, metadata.positions)
-
-    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        return False
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None

@@ -100,10 +100,8 @@ def select_backend(
         reason = backend.cannot_serve(device, dtype, head_dim, softcap)
         if reason is None and kv_dtype in KV_CODES:
             reason = backend.cannot_hold(kv_dtype)
-        if reason is None and sinks:
-            reason = backend.cannot_sink()
-        if reason is None and latents:
-            reason = backend.cannot_attend_latents()
+        if reason is None:
+            reason = backend.cannot_attend(sinks=sinks, latents=latents)
         if reason is None and trial is not None:
             reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)

@@ -74,7 +74,8 @@ def _rules(device: torch.device, small: bool) -> dict[str, tuple[DeltaRule | Sta
 
 def _timed_latents(backend: Backend, device: torch.device, heads: int, seqs: int, context: int) -> str:
     pages = -(-context // backend.block_size)
-    cache = torch.randn((seqs * pages, backend.block_size, 1, 576), device=device).bfloat16()
+    shape = backend.kv_cache_shape(seqs * pages, 1, 576, torch.bfloat16)
+    cache = torch.randn(shape, device=device).bfloat16()
     table = torch.arange(seqs * pages, dtype=torch.int32, device=device).view(seqs, pages)
     starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
     lens = torch.full((seqs,), context, dtype=torch.int32, device=device)

@@ -2,7 +2,7 @@
 
 Queries of every row are brought into the latents' space (the absorbed form), in prompts as in decodes, so that a row's
 bits depend on nothing but the row. Where they need not, a backend may have keys and values of all heads made of a
-prompt's latents instead (`Backend.expands`), which rounds differently."""
+prompt's latents instead (`ExpandableBlocks`), which rounds differently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
-from quire.kernels.latents.blocks import stacked
+from quire.kernels.latents.blocks import expandable, stacked
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
 from quire.kernels.softmax import Softmax
@@ -162,7 +162,8 @@ class LatentAttention(Part):
 
     def _expands(self, cache: Tensor, part: AttentionMetadata) -> bool:
         spec = self._spec
-        return spec.value <= spec.plain + spec.rotated and self._making.backend.expands(cache, part)
+        assert self._absorb is not None
+        return spec.value <= spec.plain + spec.rotated and expandable(self._absorb, cache, part)
 
     def _by_parts(
         self, run: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]

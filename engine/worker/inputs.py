@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages, Sequences
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 from quire.kernels.gpu.mixed import Division
-from quire.kernels.recurrent.recurrence import Guesses
+from quire.kernels.recurrent.recurrence import Guesses, Sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,6 @@ _MOST_STAGES_OF_AMD = 2
 """With more a tile of keys and values takes up to 96 KB of shared memory, of which its GPUs have 64."""
 
 
-_LEAST_EXPANDED = 16
-"""Tokens of the longest prompt from which on latents are expanded: it takes no more products than absorbing them does,
-but some kernels more."""
-
-
 class Triton(Reference):
     """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger. Of codes as
     kernels/kv_codes.py says."""
@@ -116,10 +111,6 @@ class Triton(Reference):
 
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         return latent_store(q, kv, latent, cache, metadata)
-
-    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        whole = metadata.whole and metadata.max_query_len >= _LEAST_EXPANDED
-        return whole and not self.deterministic and cache.dtype not in KV_CODES
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)

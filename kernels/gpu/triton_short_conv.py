@@ -70,9 +70,9 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. PIECES: of a page; 0: pages have no columns. A column is the step's own where the tokens before
-    this one are of its sequence: rows may be one behind the other, as drafts in a CUDA graph are. Grid: T, blocks of
-    channels."""
+    """out [T, channels]. PIECES: of a page; 0: pages have no columns. A column is the step's own where the tokens
+    before this one are of its sequence: rows may be one behind the other, as drafts in a CUDA graph are. Grid: T,
+    blocks of channels."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels
     row, position = tl.load(rows + token), tl.load(positions + token)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Linear, LinearContext
+from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferenceBlocks:
@@ -27,14 +27,22 @@ class ReferenceBlocks:
 
 
 @runtime_checkable
-class StackedBlocks(Protocol):
-    """Linears of single heads that tell their weights."""
+class ExpandableBlocks(Protocol):
+    """Linears of single heads that tell their weights, by which keys and values of all heads are made of latents."""
 
     weight: Tensor
     """[B, out, in]"""
 
+    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether that is to be done with the latents of these tokens, which are all their keys."""
+
+
+def expandable(blocks: Linear, cache: Tensor, metadata: AttentionMetadata) -> bool:
+    """The same of any that `Backend.pack_blocks` made."""
+    return isinstance(blocks, ExpandableBlocks) and blocks.expands(cache, metadata)
+
 
 def stacked(blocks: Linear) -> Tensor:
-    """The weights of what `Backend.pack_blocks` made, of a backend that expands latents."""
-    assert isinstance(blocks, StackedBlocks)
+    """The weights of those that are expandable."""
+    assert isinstance(blocks, ExpandableBlocks)
     return blocks.weight

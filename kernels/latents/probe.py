@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.gpu.faults import fault
-from quire.kernels.latents.blocks import stacked
+from quire.kernels.latents.blocks import expandable, stacked
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
 from quire.kernels.probe import Capture, ends_of, last_tokens, replayed, same
@@ -62,11 +62,10 @@ class LatentProbe:
         own_q, own_kv = q.to(self.device, self.dtype), kv.to(self.device, self.dtype)
         rule, softmax = self._latent(self.device), Softmax((plain + rotated) ** -0.5, values=latent)
         stored = backend.latent_store(absorb(own_q, NO_ADAPTERS), own_kv, rule, cache, prompts)
-
         got = backend.paged_attention(stored, cache, cache, prompts, softmax)
         if not same(expand(got.flatten(1), NO_ADAPTERS), expected):
             return "computes something else than the reference for a prompt's latents"
-        if backend.expands(cache, prompts) and value <= plain + rotated:
+        if expandable(absorb, cache, prompts) and value <= plain + rotated:
             turned = backend.latent_store(own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts)
             pair = (stacked(absorb), stacked(expand))
             if not same(expanded_attention(backend, turned, pair, cache, prompts, softmax), expected):

@@ -9,12 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import LinearContext
+from quire.kernels.backend import AttentionMetadata, LinearContext
 from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.kv_codes import KV_CODES
 
 _FIXED_ROWS, _FEW = 64, 16
 """Rows of a tile: where a row is to have the same bits in every batch, and in decodes."""
 _OUTS, _INNER = 64, 64
+_LEAST_EXPANDED = 16
+"""Tokens of the longest prompt from which on latents are expanded: it takes no more products than absorbing them does,
+but some kernels more."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,12 +52,16 @@ def multiply_blocks(
 
 
 class TritonBlocks:
-    """`Backend.pack_blocks`, which tells its weights: what expands latents multiplies by them otherwise."""
+    """`Backend.pack_blocks`, as ExpandableBlocks."""
 
     def __init__(self, weights: Sequence[Tensor], passed: int, *, fixed: bool) -> None:
         self.weight = torch.stack(list(weights)).contiguous()
         """[B, out, in]"""
         self._passed, self._fixed = passed, fixed
+
+    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        whole = metadata.whole and metadata.max_query_len >= _LEAST_EXPANDED
+        return whole and not self._fixed and cache.dtype not in KV_CODES
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x, (blocks, outs, inner), passed = x.contiguous(), self.weight.shape, self._passed

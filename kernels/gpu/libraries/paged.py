@@ -51,11 +51,10 @@ class FlashPages(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
 
-    def cannot_sink(self) -> str | None:
-        return "has no sinks of attention"
-
-    def cannot_attend_latents(self) -> str | None:
-        return "has no attention over latents"
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+        if sinks:
+            return "has no sinks of attention"
+        return "has no attention over latents" if latents else None
 
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain

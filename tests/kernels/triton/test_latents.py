@@ -13,7 +13,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latents.blocks import stacked
+from quire.kernels.latents.blocks import expandable, stacked
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
 from quire.kernels.reference import Reference
@@ -183,9 +183,9 @@ def test_expanding_gives_what_absorbing_gives(device: torch.device, generator: t
     cache = empty_cache(backend.kv_cache_shape(9, 1, size + rotated, torch.float32), torch.float32).to(device)
     softmax = Softmax(0.3, values=size)
     assert metadata.whole
-    assert backend.expands(cache, metadata)
-    assert not Triton(deterministic=True).expands(cache, metadata)
     halves = [backend.pack_blocks(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))]
+    assert expandable(halves[0], cache, metadata)
+    assert not expandable(Triton(deterministic=True).pack_blocks(list(absorb), rotated), cache, metadata)
     turned = backend.latent_store(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
     attended = backend.paged_attention(turned, cache, cache, metadata, softmax)
     wanted = halves[1](attended.flatten(1), NO_ADAPTERS)
