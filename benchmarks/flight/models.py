@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_parameters": _PLAIN_ROPE,
     },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_num_key_heads": 4,
@@ -58,7 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 4,
         "rope_parameters": _PLAIN_ROPE,
     },
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""

@@ -46,17 +46,14 @@ def head_size(spec: DecoderSpec, device: torch.device) -> int:
 
 def sample_rules(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
     """A rule of each kind and size that layers compute states by, with some weights, and the numbers of a value."""
-    parts = [*spec.parts(DeltaNetSpec), *spec.parts(StateSpaceSpec), *spec.parts(SelectiveScanSpec)]
-    sizes = dict.fromkeys((type(each), each.heads, each.key, each.value) for each in parts)
-    first = {size: next(each for each in parts if size == _size(each)) for size in sizes}
+    parts: list[_Part] = [*spec.parts(DeltaNetSpec), *spec.parts(StateSpaceSpec), *spec.parts(SelectiveScanSpec)]
+    first: dict[tuple[type[_Part], int, int, int], _Part] = {}
+    for each in parts:
+        first.setdefault((type(each), each.heads, each.key, each.value), each)
     return [(_sample(each, device), each.value) for each in first.values()]
 
 
 _Part = DeltaNetSpec | StateSpaceSpec | SelectiveScanSpec
-
-
-def _size(part: _Part) -> tuple[type[_Part], int, int, int]:
-    return type(part), part.heads, part.key, part.value
 
 
 def _sample(part: _Part, device: torch.device) -> Recurrence:
@@ -70,6 +67,6 @@ def _sample(part: _Part, device: torch.device) -> Recurrence:
         norm = None if part.result_norm is None else some(channels)
         weights = (-some(heads), some(heads), some(heads), norm, part.result_eps, part.groups, part.key, part.value)
         return StateSpace(*weights, limits=part.limits, norm_first=part.result_norm == "before")
-    norms = [None if part.inner_norm is None else some(part.key) for _ in range(2)]
+    inner = None if part.inner_norm is None else some(part.key)
     rate = -some(heads, part.key, part.value)
-    return SelectiveScan(rate, some(channels), some(channels), *norms, part.inner_eps)
+    return SelectiveScan(rate, some(channels), some(channels), inner, inner, part.inner_eps)

@@ -301,7 +301,7 @@ def choose_trials(config: EngineConfig, device: torch.device, dtype: torch.dtype
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
     if device.type == "cpu":
         return []
-    captures = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
+    captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
     return [_trial(kv_dtype(config, dtype), device, dtype, spec, capture) for capture in captures]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -106,7 +107,7 @@ class _Kept:
     def computed(self, numbers: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self.decode(numbers, metadata)().cpu().float()
 
-    def decode(self, numbers: Tensor, metadata: AttentionMetadata) -> Any:
+    def decode(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         """A function that computes the step, and reads nothing on the host."""
         there, counts = _on(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
@@ -127,7 +128,7 @@ class _Kept:
 
 def _on(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
     moved = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
-    there = {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor)}
+    there: dict[str, Any] = {name: each.to(device) for name, each in moved.items() if isinstance(each, Tensor)}
     guesses = metadata.guesses
     kept = None if guesses is None else Guesses(guesses.seen.to(device), guesses.known.to(device))
     return replace(metadata, **there, guesses=kept)

@@ -58,7 +58,7 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
 
 def _variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: Slots) -> list[ForwardInputs]:
     """The same as whole prompts, whose latents are expanded, and with guesses, which matrices keep."""
-    (_, queries, context), metadata, found = shape, inputs.metadata, []
+    (_, queries, context), metadata, found = shape, inputs.metadata, list[ForwardInputs]()
     if 1 < queries == context:
         found.append(replace(inputs, metadata=replace(metadata, whole=True)))
     if slots.keeps_guesses and queries == 2:
