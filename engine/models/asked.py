@@ -17,6 +17,9 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 
+_Part = DeltaNetSpec | StateSpaceSpec | SelectiveScanSpec
+
+
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
     """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
     ModelError where layers keep nothing at all."""
@@ -51,9 +54,6 @@ def sample_rules(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurren
     for each in parts:
         first.setdefault((type(each), each.heads, each.key, each.value), each)
     return [(_sample(each, device), each.value) for each in first.values()]
-
-
-_Part = DeltaNetSpec | StateSpaceSpec | SelectiveScanSpec
 
 
 def _sample(part: _Part, device: torch.device) -> Recurrence:
