@@ -16,7 +16,6 @@ from quire.kernels.recurrent.recurrence import Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
-
 _Part = DeltaNetSpec | StateSpaceSpec | SelectiveScanSpec
 
 

@@ -258,7 +258,12 @@ class Slots:
             ends = ends[np.array([row.sample for row in rows])]
         drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
         picked, context = _picked(sampling, ends) - 1, self.context(slots.repeat(counts))
-        return self.inputs(slots, starts, counts, picked, context, drafts)
+        found = self.inputs(slots, starts, counts, picked, context, drafts)
+        if self._seen_there is not None:
+            metadata = found.metadata
+            known = metadata.context_lens if metadata.guesses is None else metadata.guesses.known
+            self._seen_there[metadata.state_slots] = known
+        return found
 
     def inputs(
         self,
@@ -316,8 +321,6 @@ class Slots:
             state_slots=state_slots,
             guesses=Guesses(*lens) if lens else None,
         )
-        if self._seen_there is not None:
-            self._seen_there[state_slots] = context_lens if metadata.guesses is None else metadata.guesses.known
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         if division is not None:
             metadata = division.divide(metadata, begins[0], begins[1], self.block_size)
