@@ -316,8 +316,8 @@ def _trial(
     else:
         shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
         attention = Probe(device, dtype, *shape, capture, held, windowed=windowed, sinks=has_sinks(spec))
-    rules = [RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device)]
-    return lambda backend: next((why for tried in (attention, *rules) if (why := tried(backend)) is not None), None)
+    tried: list[Trial] = [attention, *(RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device))]
+    return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
 
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
