@@ -19,7 +19,7 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
+from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence, Sequences
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts, Mixture
@@ -135,6 +135,7 @@ class AttentionMetadata:
     axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
     together: Together | None = None  # None: every token sees what is before it, and no more
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
+    sequences: Sequences | None = None  # None: of matrices too a sequence is what it is of attention
     parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
@@ -252,7 +253,7 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, any + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -280,10 +281,9 @@ class Operations(ABC):
 
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
-"""The operations of a layer. x [T, hidden] is what the layer before gives, not yet added to the stream `residual`
-(None: x is the embeddings); so is what it returns. It may overwrite both."""
 Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""The same of some consecutive layers."""
+"""The operations of a layer, and of some consecutive ones. x [T, hidden] is what the layer before gives, not yet added to
+the stream `residual` (None: x is the embeddings); so is what it returns. It may overwrite both."""
 
 
 class Backend(Operations):
@@ -312,8 +312,8 @@ class Backend(Operations):
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
         return None
 
-    def cannot_sink(self) -> str | None:
-        """Why its attention takes no Softmax.sinks, likewise."""
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+        """Why its attention takes no Softmax.sinks, or no Softmax.values, if these are asked for, likewise."""
         return None
 
     @abstractmethod

@@ -67,7 +67,7 @@ class Probe:
         held = self.dtype if self.kv_dtype is None else self.kv_dtype
         shape = backend.kv_cache_shape(_PAGES, self.kv_heads, self.head_dim, held)
         k_cache, v_cache = torch.zeros((2, *shape), dtype=held, device=self.device)
-        prompts = _metadata(self.device, lengths, lengths, backend.block_size)
+        prompts = last_tokens(self.device, lengths, lengths, backend.block_size)
         qkv = self._random(sum(lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
         expected = self._expected(qkv, lengths, softmax)
         wide = qkv[:, : 2 * self.head_dim].contiguous()
@@ -75,24 +75,24 @@ class Probe:
         q = backend.rope_store(qkv.clone(), Rope(self.head_dim, None), k_cache, v_cache, prompts)
         for whole in (True, False):
             got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, whole=whole), softmax)
-            if not _close(got, expected):
+            if not same(got, expected):
                 return "computes something else than the reference for a prompt"
         mixed = (backend.block_size + 2, 1)  # the last part of one prompt, and a token of the other sequence
-        part = _metadata(self.device, mixed, lengths, backend.block_size)
-        rows = torch.cat([torch.arange(end - count, end) for count, end in zip(mixed, _ends(lengths), strict=True)])
+        part = last_tokens(self.device, mixed, lengths, backend.block_size)
+        rows = torch.cat([torch.arange(end - count, end) for count, end in zip(mixed, ends_of(lengths), strict=True)])
         got = backend.paged_attention(q[rows.to(self.device)].clone(), k_cache, v_cache, part, softmax)
-        if not _close(got, expected[rows]):
+        if not same(got, expected[rows]):
             return "computes something else than the reference for a decode beside a part of a prompt"
         last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        ones = _metadata(self.device, (1, 1), lengths, backend.block_size)
+        ones = last_tokens(self.device, (1, 1), lengths, backend.block_size)
         q, expected = q[last].clone(), expected[last.cpu()]
 
         def decode() -> Tensor:
             return backend.paged_attention(q, k_cache, v_cache, ones, softmax)
 
-        if not _close(decode(), expected):
+        if not same(decode(), expected):
             return "computes something else than the reference for a decode"
-        return None if self.capture is None else _captured(self.capture, decode, expected)
+        return None if self.capture is None else replayed(self.capture, decode, expected)
 
     def _random(self, tokens: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -109,31 +109,31 @@ class Probe:
         held = torch.float32 if self.kv_dtype not in KV_CODES else self.kv_dtype
         head = self.head_dim + scale_elements(held)
         k_cache, v_cache = torch.zeros((2, _PAGES, blocks, self.kv_heads, head), dtype=held)
-        metadata = _metadata(torch.device("cpu"), lengths, lengths, blocks)
+        metadata = last_tokens(torch.device("cpu"), lengths, lengths, blocks)
         q = judge.rope_store(qkv.cpu().float(), Rope(self.head_dim, None), k_cache, v_cache, metadata)
         return judge.paged_attention(q, k_cache, v_cache, metadata, softmax)
 
 
-def _captured(capture: Capture, decode: Callable[[], Tensor], expected: Tensor) -> str | None:
+def replayed(capture: Capture, decode: Callable[[], Tensor], expected: Tensor) -> str | None:
     try:
         replay, result = capture(decode)
         replay()
-        right = _close(result, expected)
+        right = same(result, expected)
     except Exception as error:
         return f"a CUDA graph cannot hold its decodes; --enforce-eager does without ({fault(error)})"
     return None if right else "computes something else than the reference in a CUDA graph; --enforce-eager does without"
 
 
-def _close(got: Tensor, expected: Tensor) -> bool:
+def same(got: Tensor, expected: Tensor) -> bool:
     """False where there is a NaN, too."""
     return bool(((got.cpu().float() - expected).abs() < _MOST_DIFFERENCE + _MOST_SHARE * expected.abs()).all())
 
 
-def _ends(lengths: tuple[int, ...]) -> list[int]:
+def ends_of(lengths: tuple[int, ...]) -> list[int]:
     return list(accumulate(lengths))
 
 
-def _metadata(
+def last_tokens(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
     """The last counts[s] of lengths[s] tokens of two sequences, whose pages are (3, 1, 4) and (2, ...)."""

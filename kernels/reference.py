@@ -161,7 +161,8 @@ class Reference(Backend):
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         key = latent_key(kv, latent, metadata.positions)
         _store(key, cache, metadata.slots, latent.kv_scales.key)
-        return rotated_queries(q.view(len(q), -1, key.shape[2]), latent, metadata.positions)
+        heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
+        return rotated_queries(heads, latent, metadata.positions)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None
@@ -172,7 +173,8 @@ class Reference(Backend):
         self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
         assert metadata.state_slots is not None
-        where = (metadata.query_start, metadata.context_lens, metadata.guesses)
+        of = metadata if metadata.sequences is None else metadata.sequences
+        where = (of.query_start, of.context_lens, of.guesses)
         return recur(given, z, beside, rule, states, MatrixRows(*where, metadata.state_slots))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:

@@ -28,9 +28,10 @@ class Softmax:
     """Of pages that hold 8-bit floats."""
     sinks: Tensor | None = None
     """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025); of
-    backends that can (`Backend.cannot_sink`)."""
+    backends that can (`Backend.cannot_attend`)."""
     values: int | None = None
-    """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
+    """A key's first numbers that are its value, where the values' cache is that of keys; of
+    backends that can (`Backend.cannot_attend`)."""
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster

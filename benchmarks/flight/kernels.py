@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.flight.experts import experts
 from benchmarks.flight.finding import Finding, Say, tried
+from benchmarks.flight.layers import layers
 from benchmarks.flight.machine import select_reason
 from benchmarks.gpu import times
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
@@ -76,8 +77,10 @@ def _metadata(
 
 
 def products(device: torch.device, say: Say) -> None:
-    """Quantized linears beside bfloat16's, and mixtures of experts: what they compute, and the time of each."""
+    """Quantized linears beside bfloat16's, mixtures of experts, latents and rules with matrices: what they compute, and
+    the time of each."""
     experts(device, say)
+    layers(device, say)
     small = device.type == "cpu"
     outs, inner = (256, 256) if small else (14336, 4096)
     backend, why = select_backend(device, torch.bfloat16, 128)

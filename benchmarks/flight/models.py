@@ -42,6 +42,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _PLAIN_ROPE,
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 2, "expand": 2},
+    "deepseek_v2": {
+        "kv_lora_rank": 128,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 4,
+        "rope_parameters": _PLAIN_ROPE,
+    },
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""

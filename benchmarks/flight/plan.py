@@ -4,10 +4,10 @@ from __future__ import annotations
 
 PLAN = {
     "machine": 40.0,
-    "kernels": 130.0,
-    "products": 40.0,
+    "kernels": 120.0,
+    "products": 60.0,
     "models": 120.0,
-    "large": 130.0,
+    "large": 120.0,
     "http": 60.0,
     "cores": 40.0,
 }

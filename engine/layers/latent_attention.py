@@ -1,14 +1,17 @@
 """Latent attention (MLA: DeepSeek-V2, 2024): pages keep one latent and one rotated key of each token, for all heads.
 
 Queries of every row are brought into the latents' space (the absorbed form), in prompts as in decodes, so that a row's
-bits depend on nothing but the row: expanding a prompt's latents instead would round differently."""
+bits depend on nothing but the row. Where they need not, a backend may have keys and values of all heads made of a
+prompt's latents instead (`ExpandableBlocks`), which rounds differently."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import PagedState
@@ -16,8 +19,10 @@ from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend
-from quire.kernels.backend import Linear, Operations
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
+from quire.kernels.latents.blocks import expandable, stacked
+from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
 from quire.kernels.softmax import Softmax
 
@@ -141,9 +146,14 @@ class LatentAttention(Part):
         low = x
         if self._q_low is not None:
             low = self._latent_norms.norm(run, self._low_norm, run.apply(self._q_low.packed, x, context))
-        q = run.apply(self._absorb, run.apply(self._q.packed, low, context), context)
-        kv = run.apply(self._kv.packed, x, context)
-        q, kv = (run.cast(each, self._making.attended_in) for each in (q, kv))
+        q, kv = run.apply(self._q.packed, low, context), run.apply(self._kv.packed, x, context)
+        parts = metadata.parts or (metadata,)
+        if any(self._expands(cache, part) for part in parts):
+            values = self._by_parts(run, q, kv, cache, parts)
+            if step.rows is not None:
+                values, residual, context = values[step.rows], residual[step.rows], context.at(step.rows)
+            return run.sum(run.apply(self._out.packed, values, context), self._making.shard.group), residual
+        q, kv = (run.cast(each, self._making.attended_in) for each in (run.apply(self._absorb, q, context), kv))
         q = run.latent_store(q, kv, self._latent, cache, metadata)
         attended = attend(run, self._making.shard, q, (cache, cache), metadata, self._softmax).flatten(1)
         attended = run.cast(attended, self._making.dtype)
@@ -151,6 +161,31 @@ class LatentAttention(Part):
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
         values = run.apply(self._expand, attended, context)
         return run.sum(run.apply(self._out.packed, values, context), self._making.shard.group), residual
+
+    def _expands(self, cache: Tensor, part: AttentionMetadata) -> bool:
+        spec = self._spec
+        assert self._absorb is not None
+        return spec.value <= spec.plain + spec.rotated and expandable(self._absorb, cache, part)
+
+    def _by_parts(
+        self, run: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
+    ) -> Tensor:
+        """What attention gives, [T, heads * value]; of parts whose latents are expanded without absorbing their
+        queries."""
+        assert self._absorb is not None
+        assert self._expand is not None
+        sizes, found = [len(part.positions) for part in parts], list[Tensor]()
+        for part, own_q, own_kv in zip(parts, q.split(sizes), kv.split(sizes), strict=True):
+            if self._expands(cache, part):
+                heads = run.latent_store(own_q.unflatten(1, (self._heads, -1)), own_kv, self._latent, cache, part)
+                halves = (stacked(self._absorb), stacked(self._expand))
+                found.append(expanded_attention(run, heads, halves, cache, part, self._softmax))
+            else:
+                absorbed = run.apply(self._absorb, own_q, NO_ADAPTERS)
+                heads = run.latent_store(absorbed, own_kv, self._latent, cache, part)
+                attended = attend(run, self._making.shard, heads, (cache, cache), part, self._softmax)
+                found.append(run.apply(self._expand, attended.flatten(1), NO_ADAPTERS))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def _pack(self, weight: Tensor) -> None:
         """Of kv_b_proj, what absorbs queries, and what makes values of what attention gives."""

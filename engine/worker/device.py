@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,23 +16,23 @@ from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError, refuse
+from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
-from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
-from quire.engine.layers.recurrent.state_space import StateSpaceSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.adapted.spec import AdaptedSpec
+from quire.engine.models.asked import has_latents, has_sinks, head_size, sample_rules, widest
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.others import OTHERS, better_type, is_other, other_device
+from quire.kernels.latents.probe import LatentProbe
 from quire.kernels.probe import Capture, Probe
-from quire.kernels.select import select_backend
+from quire.kernels.recurrent.probe import RuleProbe
+from quire.kernels.select import Trial, select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PAGES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
@@ -46,19 +45,16 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
-    if device.type == "cpu":
-        return
     parts, kind = spec.parts(AttentionSpec), model.model_type
     there = {
         f"ALiBi of attention ({kind}) is": any(each.alibi is not None for each in parts),
         f"the norm of values of attention ({kind}) is": any(each.v_norm for each in parts),
-        f"gated delta nets ({kind}) are": spec.parts(DeltaNetSpec),
-        f"state spaces ({kind}) are": spec.parts(StateSpaceSpec),
-        f"selective scans ({kind}) are": spec.parts(SelectiveScanSpec),
     }
-    refuse("device", *(f"{what} served on CPUs alone so far: --device cpu" for what, found in there.items() if found))
-    latent = f"latent attention ({kind}) is served on CPUs alone so far: --device cpu, or --model-impl transformers, "
-    refuse("device", spec.parts(LatentAttentionSpec) != [] and f"{latent}which keeps the keys and values of all heads")
+    on_cpus = "served on CPUs alone so far: --device cpu"
+    refuse("device", *(f"{what} {on_cpus}" for what, found in there.items() if found and device.type != "cpu"))
+    states = {"states of sequences (delta nets, Mamba)": spec.needs_snapshots, "latent attention": has_latents(spec)}
+    on_cuda = "on CPUs and on GPUs of CUDA's alone so far: --device cpu"
+    refuse("device", *(f"{what} ({kind}): {on_cuda}" for what, found in states.items() if found and is_other(device)))
 
 
 def set_up_cpu(config: EngineConfig) -> None:
@@ -296,15 +292,6 @@ def with_whole_experts(config: EngineConfig, device: torch.device, spec: Decoder
     return spec.having(ExpertsSpec, whole=True)
 
 
-def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
-    """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
-    ModelError where layers keep nothing at all."""
-    parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
-    if not parts and not spec.needs_snapshots:
-        raise ModelError("model: config.json: layer_types: no layer has attention or a state space")
-    return max(parts, key=lambda each: each.head_dim, default=AttentionSpec(1, 1, 64, 1.0, None, spec.norm))
-
-
 def choose_backend(
     config: EngineConfig,
     device: torch.device,
@@ -320,13 +307,14 @@ def choose_backend(
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
     dtype, held = types
-    wanted = (dtype, widest(spec).head_dim, config.attention_backend, widest(spec).softcap is not None)
+    wanted = (dtype, head_size(spec, device), config.attention_backend, widest(spec).softcap is not None)
     try:
         trials = [] if tried else choose_trials(config, device, types, spec)
         backend, why = select_backend(
             device,
             *wanted,
             sinks=has_sinks(spec),
+            latents=has_latents(spec),
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
@@ -343,36 +331,35 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
-def has_sinks(spec: DecoderSpec) -> bool:
-    """Whether some attention has sinks (gpt-oss)."""
-    return any(each.sinks for each in spec.parts(AttentionSpec))
-
-
 def choose_trials(
     config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
-) -> list[Callable[[Backend], str | None]]:
+) -> list[Trial]:
     """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
     if device.type == "cpu":
         return []
-    attention, windowed = widest(spec), any(each.window for each in spec.states)
-    heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    eager = Probe(
-        device,
-        types[0],
-        *heads,
-        attention.softcap,
-        None,
-        types[1],
-        windowed=windowed,
-        sinks=has_sinks(spec),
-    )
-    return [eager] if config.enforce_eager or is_other(device) else [replace(eager, capture=CudaCapture(device)), eager]
+    captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
+    return [_trial(types[1], device, types[0], spec, capture) for capture in captures]
+
+
+def _trial(
+    held: torch.dtype, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, capture: Capture | None
+) -> Trial:
+    """Of attention, over latents where the model has some, and of each rule by which layers change states."""
+    part, windowed = widest(spec), any(each.window for each in spec.states)
+    if isinstance(part, LatentAttentionSpec):
+        sizes = (part.latent, part.rotated, part.plain, part.value)
+        attention: Trial = LatentProbe(device, dtype, part.num_heads, sizes, part.neighbours, capture, held)
+    else:
+        shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
+        attention = Probe(device, dtype, *shape, capture, held, windowed=windowed, sinks=has_sinks(spec))
+    tried: list[Trial] = [attention, *(RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device))]
+    return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
 
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
     """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
-    which no graph can hold, and so do its experts, which are those of sdpa."""
-    waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) else ("reference",)
+    which no graph can hold, and so do its experts and states, which are those of sdpa."""
+    waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) or spec.needs_snapshots else ("reference",)
     able = device.type == "cuda" and backend.name not in waits
     return CudaCapture(device) if able and not config.enforce_eager else None

@@ -15,7 +15,7 @@ from quire.engine.worker.sampling.sampling_rules import Rules, SamplingRow
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 from quire.kernels.gpu.mixed import Division
-from quire.kernels.recurrent.recurrence import Guesses
+from quire.kernels.recurrent.recurrence import Guesses, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class Slots:
         allocate_states made it for so many `drafts`. `own`: the tokens of each page that this rank keeps; None: all."""
         self.states, self._most_drafts = states, drafts
         self._keeps_guesses = drafts > 0 and any(states)
+        self._has_matrices = any(len(kept) > 1 for kept in states)  # beside a convolution's columns
         self.block_size = block_size
         self.own = range(block_size) if own is None else own
         self.device = device
@@ -90,7 +91,11 @@ class Slots:
         self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
         self._num_blocks = [0] * num_slots
         self._tables: Tensor | None = None
+        self._seen_there: Tensor | None = None
+        """`_seen` on the device, where graphs need it."""
         if scratch_page is not None:
+            if self.keeps_guesses:
+                self._seen_there = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
             self._tables = torch.zeros((groups, num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
             self._tables[:, num_slots] = scratch_page
 
@@ -149,6 +154,22 @@ class Slots:
         there = upload([slots, positions, ids], self.device)
         self.token_ids[there[0], there[1]] = there[2]
 
+    @property
+    def keeps_guesses(self) -> bool:
+        """Whether matrices may have to take in guesses later."""
+        return self._keeps_guesses and self._has_matrices
+
+    def see(self, rows: list[Row]) -> bool:
+        """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
+        said yet what those of a new owner have."""
+        if not self.keeps_guesses:
+            return True
+        if any(self._seen[row.slot] < 0 for row in rows):
+            return False
+        for row in rows:
+            self._seen[row.slot] = row.start + row.count - len(row.draft_ids)
+        return True
+
     def picks(self, batch: Batch) -> Picks:
         """The picks of the batch's rows that sample."""
         rows = [row for row in batch.rows if row.sample]
@@ -190,8 +211,24 @@ class Slots:
             max_context_len=pages * self.block_size,
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
             state_slots=slots,
+            sequences=self._sequences(slots, positions),
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
+
+    def _sequences(self, slots: Tensor, positions: Tensor) -> Sequences | None:
+        """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
+        matrices will have seen."""
+        if self._seen_there is None:
+            return None
+        count, at = len(slots), torch.arange(len(slots), device=self.device)
+        begins = torch.ones_like(slots, dtype=torch.bool)
+        begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
+        starts = F.pad(torch.where(begins, at, count).flip(0).cummin(0).values.flip(0), (0, 1), value=count)
+        ends = (positions[(starts[1:] - 1)] + 1).to(torch.int32)
+        known = (positions + 1).to(torch.int32)
+        seen = torch.where(begins, self._seen_there[slots], ends)
+        self._seen_there[torch.where(begins, slots, self.scratch_slot)] = known
+        return Sequences(starts.to(torch.int32), ends, Guesses(seen, torch.where(begins, known, ends)))
 
     def scratch_prompt(self, length: int) -> ForwardInputs:
         """A prompt of that length, or of the longest there may be, all of it on the scratch page."""
@@ -232,7 +269,12 @@ class Slots:
             ends = ends[np.array([row.sample for row in rows])]
         drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
         picked, context = _picked(sampling, ends) - 1, self.context(slots.repeat(counts))
-        return self.inputs(slots, starts, counts, picked, context, drafts)
+        found = self.inputs(slots, starts, counts, picked, context, drafts)
+        if self._seen_there is not None:
+            metadata = found.metadata
+            known = metadata.context_lens if metadata.guesses is None else metadata.guesses.known
+            self._seen_there[metadata.state_slots] = known
+        return found
 
     def inputs(
         self,

@@ -116,7 +116,8 @@ class Runner:
         picks = self._slots.picks(batch)
         if not batch.rows:
             return Begun(batch, picks, None)
-        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        captured = self.graphs is not None and self.graphs.fit(batch) and self._slots.see(batch.rows)
+        inputs = None if captured else self._slots.build(batch)
         features = None
         if self._features is not None:
             features = self._features.of(batch.rows, self._admission)

@@ -36,7 +36,7 @@ def _locate(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _merge(peak, total, acc, peak2, total2, acc2):
+def merge(peak, total, acc, peak2, total2, acc2):
     """Two parts of a softmax as one; for every row a peak in base 2, the sum of weights, and the weighted values."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -225,7 +225,7 @@ def attend(
                 queried, position, tl.maximum(begin, origin), full, tl.minimum(end, origin + SPLIT), cache, rules,
                 KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
             )  # fmt: skip
-            peak, total, acc = _merge(peak, total, acc, peak2, total2, acc2)
+            peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
     total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
     at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
     tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
@@ -309,6 +309,6 @@ def reduce_fixed(
     for split in range(first, position // SPLIT + 1):
         at = row * splits + split
         part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)
-        peak, total, acc = _merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
+        peak, total, acc = merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
     total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
     tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)

@@ -4,29 +4,43 @@ No call waits for the device, and every grid follows from shapes and from the me
 replayed from a CUDA graph stays correct while its contexts grow. Tile sizes come from a table, not from autotuning: the
 first call of a kind compiles its kernel (this takes seconds; Triton then keeps it on disk), no later call does.
 Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py, kernels/gpu/triton_short_conv.py,
-kernels/gpu/quantization/triton_quantized.py.
+kernels/gpu/quantization/triton_quantized.py, and the rooms kernels/gpu/experts, latents and recurrent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Linear, Table
-from quire.kernels.gpu import triton_fused, triton_short_conv, triton_sizes
+from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
+from quire.kernels.gpu.latents import attention as latents
+from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
+from quire.kernels.gpu.latents.triton_store import latent_store
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.recurrent import recur
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_linear import DenseLinear
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.gpu.triton_sizes import (
+    FIXED_SPLIT,
+    MOST_PARTS,
+    MOST_SPLITS,
+    Tiles,
+    cdiv,
+    even_splits,
+    power_of_2,
+    wanted_programs,
+)
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
@@ -34,23 +48,8 @@ from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FIXED_SPLIT = 512
-"""Keys in a split of deterministic attention."""
-_LEAST_EVEN_SPLIT, _MOST_EVEN_SPLIT = 256, 8192
-_MOST_SPLITS = 32
 _MOST_STAGES_OF_AMD = 2
 """With more a tile of keys and values takes up to 96 KB of shared memory, of which its GPUs have 64."""
-_MOST_PARTS = 2**26
-"""The most partial sums, 4 bytes each, that may be stored before they are reduced."""
-
-
-class Tiles(NamedTuple):
-    """How many rows (query tokens times heads of a group) and keys a tile has, and how it is compiled."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
 
 
 class Triton(Reference):
@@ -77,6 +76,8 @@ class Triton(Reference):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         def attend(rows: Tensor, part: AttentionMetadata) -> Tensor:
+            if softmax.values is not None:
+                return latents.attention(rows, k_cache, part, softmax, fixed=self.deterministic)
             return paged_attention(rows, k_cache, v_cache, part, softmax, fixed=self.deterministic)
 
         return by_parts(attend, q, metadata)
@@ -108,12 +109,23 @@ class Triton(Reference):
             return super().rope_store(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
 
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return latent_store(q, kv, latent, cache, metadata)
+
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)
+
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    ) -> Tensor:
+        return recur.recur(given, z, beside, rule, states, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         weight = weight.contiguous()
         return DenseLinear(weight, bias, wide, super().pack_linear(weight, bias, wide=wide))
+
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        return TritonBlocks(weights, passed, fixed=self.deterministic)
 
     def mixture(self, experts: Experts) -> Mixture:
         return grouped_mixture(self, experts, fixed=self.deterministic) or super().mixture(experts)
@@ -153,7 +165,7 @@ def paged_attention(
         programs = min(splits, wanted_programs(count * kv_heads, q.device.index))
     else:
         splits = programs = even_splits(wanted_programs(count * kv_heads, q.device.index), seen, one_token)
-    if tokens * heads * splits * dim > _MOST_PARTS:
+    if tokens * heads * splits * dim > MOST_PARTS:
         programs = 1
     held, keys, k_scales = held_in(k_cache)
     _, values, v_scales = held_in(v_cache)
@@ -178,7 +190,7 @@ def paged_attention(
         kept = (heads, dim, padded, window is not None, split, has_sinks)
         reduce_fixed[tokens * heads,](*given, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
     else:
-        kept_even = (heads, dim, padded, _MOST_SPLITS, has_sinks)
+        kept_even = (heads, dim, padded, MOST_SPLITS, has_sinks)
         reduce_even[tokens * heads,](*given, *parts, splits, *kept_even, num_warps=4)
     return out
 
@@ -201,16 +213,3 @@ def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.d
     else:
         tiles = Tiles(64, 64, 4, 3) if rows <= 64 else Tiles(128, 64, 8, 3)
     return tiles._replace(block_m=max(tiles.block_m, power_of_2(group)))
-
-
-def wanted_programs(without: int, device: int | None) -> int:
-    """Programs per tile so that two programs run on each multiprocessor, where there are `without` tiles."""
-    return max(1, 2 * triton_sizes.processors(device) // without)
-
-
-def even_splits(wanted: int, seen: int, one_token: bool) -> int:
-    """Splits of a tile that sees up to `seen` keys. No split is too short; in a decode step, where one long context
-    would keep all others waiting, none is too long either."""
-    if one_token:
-        wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
-    return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), _MOST_SPLITS)

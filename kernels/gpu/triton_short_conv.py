@@ -1,9 +1,9 @@
-"""Gated short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is
-the judge.
+"""Short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is the
+judge.
 
-Three kernels: what pages are to hold is stored first, for a row may begin with what another stores in a page; then all
-sums are made, of the step's own columns and of those that the slots have from before; then the slots get the new ones.
-Tokens share nothing else, so no bit depends on the batch.
+Three kernels: what pages are to hold, if they hold some, is stored first, for a row may begin with what another stores
+in a page; then all sums are made, of the step's own columns and of those that the slots have from before; then the
+slots get the new ones. Tokens share nothing else, so no bit depends on the batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _BLOCK = 512
 
 
 @triton.jit
-def _column(bcx, token, i, channels, wanted):
-    """The column of a token of bcx [T, 3 * channels], rounded to its type; 0 where it is not `wanted`."""
+def _column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
+    """The column of a token of bcx [T, 3 * channels], rounded to its type, or of x [T, channels]; 0 where it is not
+    `wanted`."""
+    if not GATED:
+        return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
     b = tl.load(at, mask=wanted, other=0.0)
     x = tl.load(at + 2 * channels, mask=wanted, other=0.0)
@@ -45,30 +48,31 @@ _OF_A_STEP = ["rows", "positions", "slots", "contexts", "table"]
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_OF_A_STEP)
 def _store_kernel(
     bcx, ends, recent, rows, positions, slots, contexts, table, table_stride, channels,
-    BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, IN_PAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
+    IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The columns of T tokens to their pages, or those that are not kept there to their slots. Grid: T, blocks."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
-    is_end, inside = at % PIECE >= PIECE - BEFORE, i < channels
+    is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
     if IN_PAGES:
         to = _end(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
         wanted = inside & is_end
     else:
         to = recent + (tl.load(slots + row) * KEPT + at % KEPT) * channels + i
         wanted = inside & (is_end == 0) & (at >= tl.load(contexts + row) - KEPT)
-    tl.store(to, _column(bcx, token, i, channels, wanted), mask=wanted)
+    tl.store(to, _column(bcx, token, i, channels, wanted, GATED), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_OF_A_STEP[:3], "table"])
 def _conv_kernel(
     out, bcx, weight, bias, ends, recent, rows, positions, slots, table, table_stride, channels,
-    WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. A column is the step's own where the tokens before this one are of its sequence: rows may be
-    one behind the other, as drafts in a CUDA graph are. Grid: T, blocks of channels."""
+    """out [T, channels]. PIECES: of a page; 0: pages have no columns. A column is the step's own where the tokens
+    before this one are of its sequence: rows may be one behind the other, as drafts in a CUDA graph are. Grid: T,
+    blocks of channels."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels
     row, position = tl.load(rows + token), tl.load(positions + token)
@@ -81,35 +85,39 @@ def _conv_kernel(
         there = before >= 0
         other = tl.load(slots + tl.load(rows + before, mask=there, other=0))
         fresh = there & (other == slot) & (tl.load(positions + before, mask=there, other=-1) == at)
-        known, is_end = (at >= 0) & (fresh == 0), at % PIECE >= PIECE - (WIDTH - 1)
-        seen = _column(bcx, before, i, channels, inside & fresh).to(tl.float32)
-        kept = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
-        seen += tl.load(kept, mask=inside & known & is_end, other=0.0).to(tl.float32)
+        known, is_end = (at >= 0) & (fresh == 0), (at % PIECE >= PIECE - (WIDTH - 1)) & (PIECES > 0)
+        seen = _column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
+        if PIECES:
+            kept = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
+            seen += tl.load(kept, mask=inside & known & is_end, other=0.0).to(tl.float32)
         kept = recent + (slot * KEPT + tl.maximum(at, 0) % KEPT) * channels + i
         seen += tl.load(kept, mask=inside & known & (is_end == 0), other=0.0).to(tl.float32)
         total += tl.load(weight + tap * channels + i, mask=inside, other=0.0) * seen
-    c = tl.load(bcx + token * 3 * channels + channels + i, mask=inside, other=0.0)
-    tl.store(out + token * channels + i, (c.to(tl.float32) * total).to(c.dtype), mask=inside)
+    factor = 1.0 / (1.0 + tl.exp(-total))
+    if GATED:
+        factor = tl.load(bcx + token * 3 * channels + channels + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * channels + i, (factor * total).to(out.dtype.element_ty), mask=inside)
 
 
 def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
     bcx, slots = bcx.contiguous(), metadata.state_slots
     assert slots is not None
-    if columns.ends is None or not conv.gated:
-        raise ValueError("convolutions without gates run on CPUs alone so far")
-    tokens, channels = len(bcx), bcx.shape[1] // 3
+    tokens, channels = len(bcx), bcx.shape[1] // conv.inputs
     out = bcx.new_empty((tokens, channels))
     if not tokens:
         return out
-    every = torch.arange(tokens, dtype=torch.int32, device=bcx.device)
-    rows = torch.searchsorted(metadata.query_start, every, right=True) - 1
+    rows = torch.arange(tokens, device=bcx.device)
+    if tokens > len(slots):
+        rows = torch.searchsorted(metadata.query_start, rows.int(), right=True) - 1
     block = min(power_of_2(channels), _BLOCK)
     grid, table = (tokens, cdiv(channels, block)), metadata.block_table
-    kept = (columns.ends, columns.recent)
+    paged = columns.ends is not None
+    kept = (columns.recent if columns.ends is None else columns.ends, columns.recent)
     where = (rows, metadata.positions, slots)
-    sizes = (columns.kept, columns.piece, columns.ends.shape[1])
+    sizes = (columns.kept, columns.piece, 0 if columns.ends is None else columns.ends.shape[1], conv.gated)
     store = (bcx, *kept, *where, metadata.context_lens, table, table.stride(0), channels, conv.width - 1, *sizes)
-    _store_kernel[grid](*store, True, block)
+    if paged:
+        _store_kernel[grid](*store, True, block)
     bias = conv.weight if conv.bias is None else conv.bias
     biased = conv.bias is not None
     _conv_kernel[grid](

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Linear, LinearContext
+from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferenceBlocks:
@@ -23,3 +24,25 @@ class ReferenceBlocks:
             inputs, passed = block.split((block.shape[1] - self._passed, self._passed), dim=-1)
             found += [linear(inputs.contiguous(), context), passed]
         return torch.cat(found, dim=-1)
+
+
+@runtime_checkable
+class ExpandableBlocks(Protocol):
+    """Linears of single heads that tell their weights, by which keys and values of all heads are made of latents."""
+
+    weight: Tensor
+    """[B, out, in]"""
+
+    def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether that is to be done with the latents of these tokens, which are all their keys."""
+
+
+def expandable(blocks: Linear, cache: Tensor, metadata: AttentionMetadata) -> bool:
+    """The same of any that `Backend.pack_blocks` made."""
+    return isinstance(blocks, ExpandableBlocks) and blocks.expands(cache, metadata)
+
+
+def stacked(blocks: Linear) -> Tensor:
+    """The weights of those that are expandable."""
+    assert isinstance(blocks, ExpandableBlocks)
+    return blocks.weight

@@ -41,9 +41,9 @@ class Latent:
 
 
 def rotated_queries(q: Tensor, latent: Latent, positions: Tensor) -> Tensor:
-    """[T, H, L + R], of which the last R numbers are rotated."""
-    absorbed, turned = q.split(latent.sizes, dim=-1)
-    return torch.cat((absorbed, _rotated(turned, latent, positions)), dim=-1)
+    """[T, H, any + R], of which the last R numbers are rotated."""
+    before, turned = q.split((q.shape[-1] - latent.sizes[1], latent.sizes[1]), dim=-1)
+    return torch.cat((before, _rotated(turned, latent, positions)), dim=-1)
 
 
 def latent_key(kv: Tensor, latent: Latent, positions: Tensor) -> Tensor:

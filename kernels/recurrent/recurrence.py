@@ -37,6 +37,16 @@ class Guesses:
 
 
 @dataclass(frozen=True, slots=True)
+class Sequences:
+    """A step's sequences where attention has a row for each token: a slot's rows, which stand side by side, are one of
+    them, in the place of the first; in the others' places are empty ones."""
+
+    query_start: Tensor
+    context_lens: Tensor
+    guesses: Guesses
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixRows:
     """A step's sequences, as AttentionMetadata has them."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
 
 SLOTS = 5
+CPU = torch.device("cpu")
 
 
 class Row(NamedTuple):
@@ -54,11 +55,13 @@ class Kept:
     shape: Shape
     dtype: torch.dtype
     drafts: int = 0
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         rule, wide = self.shape.rule, torch.float64 if self.dtype == torch.float64 else torch.float32
-        matrices = torch.full((SLOTS, *self.shape[1:]), torch.nan, dtype=wide)
-        self.states = Matrices(matrices, torch.full((SLOTS, self.drafts, rule.kept), torch.nan, dtype=self.dtype))
+        matrices = torch.full((SLOTS, *self.shape[1:]), torch.nan, dtype=wide, device=self.device)
+        kept = torch.full((SLOTS, self.drafts, rule.kept), torch.nan, dtype=self.dtype, device=self.device)
+        self.states = Matrices(matrices, kept)
 
     def step(self, rows: list[Row]) -> list[Tensor]:
         counts = [len(row.numbers) - row.first for row in rows]
@@ -66,26 +69,40 @@ class Kept:
         lens = torch.tensor([[len(row.numbers), row.seen, row.known] for row in rows], dtype=torch.int32).T.contiguous()
         slots = torch.tensor([row.slot for row in rows])
         unused = torch.zeros((len(rows), 1), dtype=torch.int32)
-        where = (starts, lens[0], starts, unused, slots, slots, max(counts), int(lens[0].max()))
+        starts, *lens, unused, slots = (each.to(self.device) for each in (starts, *lens, unused, slots))
+        where = (starts, lens[0], starts, unused, slots, slots, max(counts), max(len(row.numbers) for row in rows))
         metadata = AttentionMetadata(*where, state_slots=slots, guesses=Guesses(lens[1], lens[2]))
-        numbers = torch.cat([row.numbers[row.first :] for row in rows])
+        if all(row.seen == row.first and row.known == len(row.numbers) for row in rows):
+            metadata = replace(metadata, guesses=None)
+        numbers = torch.cat([row.numbers[row.first :] for row in rows]).to(self.device)
         found = self.backend.recur(*parts(self.shape, numbers), self.shape.rule, self.states, metadata)
-        return list(found.split(counts))
+        return list(found.cpu().split(counts))
 
 
-def whole(backend: Backend, shape: Shape, numbers: Tensor) -> Tensor:
+def on(shape: Shape, device: torch.device) -> Shape:
+    """The rule's weights there."""
+    rule: Any = shape.rule
+    there = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    moved = {name: value.to(device) for name, value in there.items() if isinstance(value, Tensor)}
+    return shape._replace(rule=replace(rule, **moved))
+
+
+def whole(backend: Backend, shape: Shape, numbers: Tensor, device: torch.device = CPU) -> Tensor:
     """What a sequence gives that is computed at once."""
-    return Kept(backend, shape, numbers.dtype).step([Row(numbers, 0, 0, len(numbers), 0)])[0]
+    kept = Kept(backend, shape, numbers.dtype, device=device)
+    return kept.step([Row(numbers, 0, 0, len(numbers), 0)])[0]
 
 
-def cut_at_random(backend: Backend, shape: Shape, dtype: torch.dtype, seed: int) -> None:
+def cut_at_random(
+    backend: Backend, shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU, most: int = 80
+) -> None:
     """Sequences in chunks beside each other, with guesses of which some are right: their results are as all others',
     and the next step begins behind them."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     drafts = rng.randrange(6)
-    kept = Kept(backend, shape, dtype, drafts)
-    numbers = [given(shape, rng.randrange(20, 80), generator, dtype) for _ in range(3)]
-    alone = [whole(backend, shape, each) for each in numbers]
+    kept = Kept(backend, shape, dtype, drafts, device)
+    numbers = [given(shape, rng.randrange(20, most), generator, dtype) for _ in range(3)]
+    alone = [whole(backend, shape, each, device) for each in numbers]
     done, seen, found = [0] * 3, [0] * 3, [each[:0] for each in alone]
     while any(have < len(each) for have, each in zip(done, numbers, strict=True)):
         rows, ends = [], {}

@@ -10,6 +10,7 @@ import torch
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.worker.inputs import ForwardInputs, Slots
 from quire.kernels.backend import LinearContext
+from quire.kernels.recurrent.recurrence import Guesses
 
 _QUERIES = (1, 2, 16, 40, 128, 512)
 """Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, up to 64, more; of attention the
@@ -38,7 +39,11 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
     hidden = None
     for shape in shapes(slots, step_tokens):
         inputs = slots.scratch_step(*shape)
-        for given in (inputs, *([_adapted(inputs)] if model.adapters is not None else [])):
+        for given in (
+            inputs,
+            *_variants(inputs, shape, slots),
+            *([_adapted(inputs)] if model.adapters is not None else []),
+        ):
             hidden = model.forward(given.token_ids, given.metadata, kv_cache, given.sampled)
     assert hidden is not None
     if not model.has_head:
@@ -49,6 +54,17 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
         if model.adapters is not None:
             model.logits(several, _context(several))
     _launch_sampler(logits, slots)
+
+
+def _variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: Slots) -> list[ForwardInputs]:
+    """The same as whole prompts, whose latents are expanded, and with guesses, which matrices keep."""
+    (_, queries, context), metadata, found = shape, inputs.metadata, list[ForwardInputs]()
+    if 1 < queries == context:
+        found.append(replace(inputs, metadata=replace(metadata, whole=True)))
+    if slots.keeps_guesses and queries == 2:
+        guesses = Guesses(metadata.context_lens - 2, metadata.context_lens - 1)
+        found.append(replace(inputs, metadata=replace(metadata, guesses=guesses)))
+    return found
 
 
 def _context(rows: torch.Tensor) -> LinearContext:

@@ -14,6 +14,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
@@ -50,8 +51,10 @@ class FlashPages(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
 
-    def cannot_sink(self) -> str | None:
-        return "has no sinks of attention"
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+        if sinks:
+            return "has no sinks of attention"
+        return "has no attention over latents" if latents else None
 
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
@@ -91,6 +94,11 @@ class FlashPages(Reference):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         return self._for(bcx).short_conv(bcx, conv, columns, metadata)
+
+    def recur(
+        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self._for(given).recur(given, z, beside, rule, states, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         return self._for(weight).pack_linear(weight, bias, wide=wide)

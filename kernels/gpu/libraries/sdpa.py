@@ -36,8 +36,10 @@ class Sdpa(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type" if kv_dtype in KV_CODES else None
 
-    def cannot_sink(self) -> str | None:
-        return "has no sinks of attention"
+    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+        if sinks:
+            return "has no sinks of attention"
+        return "has no attention over latents" if latents else None
 
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False  # its sums follow the longest context of the batch

@@ -45,10 +45,11 @@ def test_the_text_beside_images_and_what_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-moe", "qwen3-next"])
-def test_a_gpu_is_refused(family: str, tmp_path: Path) -> None:
+def test_apples_gpus_are_refused(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
-    with pytest.raises(ConfigError, match=r"gated delta nets .* CPUs alone"):
-        check_attention(torch.device("cuda"), config, decoder_spec(config))
+    check_attention(torch.device("cuda"), config, decoder_spec(config))
+    with pytest.raises(ConfigError, match=r"delta nets, Mamba.* GPUs of CUDA's alone so far"):
+        check_attention(torch.device("mps"), config, decoder_spec(config))
 
 
 @pytest.mark.parametrize(

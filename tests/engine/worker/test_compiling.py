@@ -80,7 +80,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **option
         ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
         *nightly(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
         *nightly(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
-        *nightly(("lfm2", {}), ("llama", {"enable_lora": True})),
+        *nightly(("lfm2", {}), ("llama", {"enable_lora": True}), ("qwen3_5", {}), ("falcon_h1", {}), ("jamba", {})),
+        *nightly(("deepseek_v2-lite", {}), ("deepseek_v2-lite", {"deterministic": True})),
     ],
 )
 def test_steps_launch_nothing_else(

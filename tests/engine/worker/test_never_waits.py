@@ -19,6 +19,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.core.steps import Steps
+from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.loop import Engine
@@ -41,6 +42,7 @@ from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
+from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
@@ -265,6 +267,37 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert VOCAB > 300
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "backend", "kernels"),
+    [
+        ("qwen3_5", "triton", {"advance_delta", "finish", "_conv_kernel"}),
+        ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend"}),
+        *nightly(
+            ("qwen3_5", "torch_varlen", {"advance_delta"}),
+            ("falcon_h1", "triton", {"advance_space"}),
+            ("jamba", "triton", {"advance_scan"}),
+        ),
+    ],
+)
+def test_states_and_latents(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
+) -> None:
+    """In graphs, in prompts, and with guesses."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    path = save_tiny_model(tmp_path, family)
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path), state_memory=0.1)
+    with gpu.allows_waits():
+        engine.runner.warm_prompts()
+    kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    engine.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert engine.stats.draft_tokens > 0
+    expected = kernels | ({"keep_guesses"} if any(name.startswith("advance") for name in kernels) else set())
+    assert set(gpu.launched) >= expected
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
 from quire.kernels.softmax import Softmax
+from tests.kernels.triton.compile_layers import latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -359,6 +360,8 @@ def main() -> None:
     elementwise()
     mixtures()
     convolutions(3)
+    recurrences()
+    latents()
     sampling(3)
     linear(3)
     products()
@@ -372,6 +375,8 @@ def main() -> None:
         attention([160 * seqs] * seqs, 80, 128)
     for rows in (1, 16, 33):
         convolutions(rows)
+        recurrences(rows)
+        latents(rows)
         sampling(rows)
         linear(rows)
         few_bits(rows, parts)

@@ -184,8 +184,8 @@ def test_any_mix(
 
 
 def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
-    assert triton_paged.even_splits(1, 8000, one_token=True) == 1
-    assert triton_paged.even_splits(1, 60000, one_token=True) == 8
-    assert triton_paged.even_splits(1, 60000, one_token=False) == 1
-    assert triton_paged.even_splits(33, 300, one_token=True) == 2
-    assert triton_paged.even_splits(33, 60000, one_token=True) == 32
+    assert triton_sizes.even_splits(1, 8000, one_token=True) == 1
+    assert triton_sizes.even_splits(1, 60000, one_token=True) == 8
+    assert triton_sizes.even_splits(1, 60000, one_token=False) == 1
+    assert triton_sizes.even_splits(33, 300, one_token=True) == 2
+    assert triton_sizes.even_splits(33, 60000, one_token=True) == 32

@@ -28,6 +28,8 @@ KINDS = [
     ("family", "options"),
     [
         *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3", "lfm2", "gpt_oss", "qwen3-moe")),
+        *((family, {}) for family in ("qwen3_5", "falcon_h1", "nemotron_h", "jamba", "deepseek_v2-lite", "youtu")),
+        ("deepseek_v3", {"kv_cache_dtype": "int8"}),
         ("qwen2", {"quantization": "int4", "quantize_embedding": False, "dtype": "float32"}),
     ],
     ids=str,
@@ -48,7 +50,8 @@ def test_tokens_are_those_of_the_reference(
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
         engine = Engine(config)
-        assert ("held in" in engine.info.quantization) == (bool(options) and backend == "reference")
+        held = "quantization" in options and backend == "reference"
+        assert ("held in" in engine.info.quantization) == held
         found = run(engine, requests)
         return [found[str(i)].ids for i in range(len(prompts))]
 

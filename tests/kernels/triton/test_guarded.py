@@ -14,17 +14,22 @@ from quire.engine.layers.quantize import int4, int8
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.mixture import GroupedMixture
 from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.latents.latent import Latent
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import page, random_part
+from tests.kernels.recurrences import Kept, Row, given
 from tests.kernels.test_experts import HIDDEN, experts, weights
+from tests.kernels.test_short_conv import Kept as KeptColumns
+from tests.kernels.test_short_conv import made as convolution
 from tests.kernels.triton.conftest import INTERPRETED
 
 if not INTERPRETED:
     pytest.skip("guards are the interpreter's", allow_module_level=True)
 
 from tests.kernels.triton.guarded import guarded
+from tests.kernels.triton.test_recurrent import KINDS
 
 MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 5), (60, 33)]}
 
@@ -72,6 +77,66 @@ def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.
     linear = Triton().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
     x = torch.randn((rows, 160), generator=generator).bfloat16()
     held(lambda: linear(x, NO_ADAPTERS))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("size", [16, 128])
+def test_latents(size: int, fixed: bool, generator: torch.Generator) -> None:
+    backend = Triton(deterministic=fixed)
+    backend.block_size = size
+    for mix in MIXES.values():
+        parts = [random_part(context, count, 5, 1, 40, torch.bfloat16, generator) for context, count in mix]
+        cache, _, metadata = page(backend, parts, spare=1)
+        q = torch.cat([part.q for part in parts])
+        softmax = Softmax(0.1, values=32)
+        held(lambda: backend.paged_attention(q, cache, cache, metadata, softmax))  # noqa: B023
+        kv, rule = (
+            torch.randn((len(q), 40), generator=generator).bfloat16(),
+            Latent(torch.ones(32), 1e-6, angles(8), True),
+        )
+        held(lambda: backend.latent_store(q.clone(), kv, rule, cache, metadata))  # noqa: B023
+    blocks = backend.pack_blocks(list(torch.randn((3, 20, 12), generator=generator).bfloat16()), 6)
+    x = torch.randn((70, 3 * 18), generator=generator).bfloat16()
+    held(lambda: blocks(x, NO_ADAPTERS))
+
+
+def angles(size: int) -> Tensor:
+    return torch.ones((300, size))
+
+
+@pytest.mark.parametrize("kind", ["delta", "space", "scan with norms"])
+def test_matrices(kind: str) -> None:
+    """Whose states are as they were before each order."""
+    generator = torch.Generator().manual_seed(4)
+    shape = KINDS[kind][0](generator)
+    kept = Kept(Triton(), shape, torch.bfloat16, 3)
+    numbers = [given(shape, length, generator, torch.bfloat16) for length in (9, 6)]
+    kept.step([Row(each[:4], 0, 0, 4 - at, at) for at, each in enumerate(numbers)])
+    before = [each.clone() for each in (kept.states.matrices, kept.states.guesses)]
+
+    def computed() -> Tensor:
+        for each, was in zip((kept.states.matrices, kept.states.guesses), before, strict=True):
+            each.copy_(was)
+        rows = [Row(each, 4, 4 - at, len(each) - 2, at) for at, each in enumerate(numbers)]
+        found = torch.cat(kept.step(rows)).flatten()
+        states = [each[:2].flatten().float() for each in (kept.states.matrices, kept.states.guesses)]
+        return torch.cat([found.float(), *states]).nan_to_num(77.0)  # one place for a guess is never written
+
+    held(computed)
+
+
+def test_convolutions_without_gates(generator: torch.Generator) -> None:
+    conv = convolution(40, 4, bias=True, generator=generator, gated=False)
+    kept = KeptColumns(Triton(), conv, torch.bfloat16, paged=False, drafts=2)
+    prompt = torch.randn((20, 40), generator=generator).bfloat16()
+    kept.step([(prompt[:11], 0, [0], 1)])
+    before = kept.columns.recent.clone()
+
+    def computed() -> Tensor:
+        kept.columns.recent.copy_(before)
+        return kept.step([(prompt, 11, [0], 1)])[0]
+
+    held(computed)
 
 
 def test_experts(generator: torch.Generator) -> None:

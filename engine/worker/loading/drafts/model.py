@@ -13,8 +13,9 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
+from quire.engine.models.asked import has_latents, has_sinks, head_size, widest
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import check_attention, has_sinks, widest
+from quire.engine.worker.device import check_attention
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
@@ -69,11 +70,12 @@ def load_draft_model(
             raise ConfigError(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
-        wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
+        wanted = (like.dtype, head_size(spec, like.device), backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(
             like.device,
             *wanted,
             sinks=has_sinks(spec),
+            latents=has_latents(spec),
             kv_dtype=like.kv_dtype,
             activation_bits=config.activation_bits,
         )

@@ -1,0 +1,209 @@
+"""Triton kernels of attention over pages of latents; kernels/gpu/latents/attention.py launches them.
+
+As triton_attention.py's, but a page has one key for all heads, of L numbers, which are the value too, and R rotated
+ones: a tile of keys is read once and serves both products. A tile's rows are queries and heads as they lie in q, so a
+head count needs not divide it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.gpu.triton_attention import merge
+from quire.kernels.gpu.triton_codes import numbers
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence whose tile this is, and which of its tiles: sequence s begins at tile query_start[s] * HEADS //
+    BLOCK_M + s, room enough for its rows, known without the host."""
+    low, high = num_seqs * 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) * HEADS // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - (tl.load(query_start + low) * HEADS // BLOCK_M + low)
+
+
+@triton.jit
+def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[BLOCK_N, SIZE_PAD]. What is outside is 0: where nobody wrote, a page may hold anything."""
+    if MASKED and SIZE != SIZE_PAD:
+        return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif SIZE != SIZE_PAD:
+        return tl.load(at, mask=d[None, :] < SIZE, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _tile(
+    peak, total, acc, q_low, q_turned, position, begin, end, pages, rules,
+    L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
+    cache, scales, table, stride = pages
+    to_base2, value_scale = rules
+    d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
+    inside = key < end
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table + begin // PAGE).to(tl.int64)
+    elif MASKED:
+        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE).to(tl.int64)
+    own = cache + (page * stride + (key % PAGE) * (L + R))[:, None]
+    low = numbers(_numbers_at(own + d[None, :], inside, d, L, L_PAD, MASKED), HELD, q_low)
+    turned = numbers(_numbers_at(own + L + r[None, :], inside, r, R, R_PAD, MASKED), HELD, q_low)
+    scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
+    scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee")
+    factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
+    if HELD == 1:
+        at = scales + page * (stride // 2) + PAGE * (L + R) // 2 + key % PAGE
+        if MASKED:
+            factors = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            factors = tl.load(at).to(tl.float32)
+        scores *= factors[None, :]
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(peak - anchor)
+    weights = tl.exp2(tl.fma(scores, to_base2, -anchor[:, None]))
+    total = tl.fma(total, keep, tl.sum(weights, 1))
+    if HELD and low.dtype == tl.float16:  # whose range small weights would leave
+        low = (low.to(tl.float32) * factors[:, None]).to(low.dtype)
+    elif HELD:
+        weights *= factors[None, :]
+    acc = tl.dot(weights.to(low.dtype), low, acc * keep[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _span(
+    q_low, q_turned, position, begin, full, end, pages, rules,
+    L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys begin, a multiple of BLOCK_N, to end; all rows see those before `full`."""
+    peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_low.shape[0]], tl.float32)
+    acc = tl.zeros([q_low.shape[0], L_PAD], tl.float32)
+    masked = tl.maximum(begin, tl.minimum(full, end) // BLOCK_N * BLOCK_N)
+    for at in range(begin, masked, BLOCK_N):
+        peak, total, acc = _tile(
+            peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, MASKED=False,
+        )  # fmt: skip
+    for at in range(masked, end, BLOCK_N):
+        peak, total, acc = _tile(
+            peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, MASKED=True,
+        )  # fmt: skip
+    return peak, total, acc
+
+
+@triton.jit
+def _query_tile(
+    q, query_start, context_lens, num_seqs,
+    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """This program's sequence, its rows of q in two parts, their positions, the index of each in [T * HEADS], which of
+    them are real, and the keys it needs: up to `full` for all rows, and `end`."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys: they start first
+    if ONE_TOKEN:
+        TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+        seq, tile = tile // TILES, tile % TILES
+    else:
+        seq, tile = _locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
+    start = tl.load(query_start + seq)
+    queries = tl.load(query_start + seq + 1) - start
+    before = tl.load(context_lens + seq) - queries
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real, row = packed < queries * HEADS, start.to(tl.int64) * HEADS + packed
+    d, r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
+    at = q + row[:, None] * (L + R)
+    q_low = tl.load(at + d[None, :], mask=real[:, None] & (d[None, :] < L), other=0.0)
+    q_turned = tl.load(at + L + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
+    full = before + tile * BLOCK_M // HEADS + 1
+    last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries * HEADS) - 1
+    end = tl.where(tile * BLOCK_M < queries * HEADS, before + last // HEADS + 1, 0)
+    return seq, q_low, q_turned, before + packed // HEADS, row, real, full, end
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
+)
+def attend_latents(
+    out, q, cache, scales, query_start, context_lens, block_table, table_stride, stride, num_seqs, scale, value_scale,
+    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """out [T, HEADS, L] of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of the softmax; 0: it has one."""
+    seq, q_low, q_turned, position, row, real, full, end = _query_tile(
+        q, query_start, context_lens, num_seqs, HEADS, L, L_PAD, R, R_PAD, BLOCK_M, ONE_TOKEN
+    )  # fmt: skip
+    pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
+    rules, d = (scale * _LOG2E, value_scale), tl.arange(0, L_PAD)
+    if SPLIT == 0:
+        peak, total, acc = _span(
+            q_low, q_turned, position, 0, full, end, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD
+        )  # fmt: skip
+    else:
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, L_PAD], tl.float32)
+        for origin in range(0, end, SPLIT):
+            peak2, total2, acc2 = _span(
+                q_low, q_turned, position, origin, full, tl.minimum(end, origin + SPLIT), pages, rules,
+                L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD,
+            )  # fmt: skip
+            peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
+    found = tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * L + d[None, :], found, mask=real[:, None] & (d[None, :] < L))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "splits"],
+    do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
+)
+def attend_latent_splits(
+    weighted, peaks, totals, q, cache, scales, query_start, context_lens, block_table, table_stride, stride, num_seqs,
+    splits, scale, value_scale,
+    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Parts of the softmax, for triton_attention.py's reduce_even or reduce_fixed, as its attend_splits stores them.
+    Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a tile's keys
+    are split evenly, one split per program; an even split may be empty."""
+    seq, q_low, q_turned, position, row, real, full, end = _query_tile(
+        q, query_start, context_lens, num_seqs, HEADS, L, L_PAD, R, R_PAD, BLOCK_M, ONE_TOKEN
+    )  # fmt: skip
+    pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
+    rules, d = (scale * _LOG2E, value_scale), tl.arange(0, L_PAD)
+    if SPLIT:
+        length, count = SPLIT, tl.cdiv(end, SPLIT)
+    else:
+        length, count = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N, splits
+    for split in range(tl.program_id(1), count, tl.num_programs(1)):
+        low = split * length
+        peak, total, acc = _span(
+            q_low, q_turned, position, low, full, tl.minimum(end, low + length), pages, rules,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD,
+        )  # fmt: skip
+        at = row * splits + split
+        tl.store(peaks + at, peak, mask=real)
+        tl.store(totals + at, total, mask=real)
+        tl.store(weighted + at[:, None] * L + d[None, :], acc, mask=real[:, None] & (d[None, :] < L))

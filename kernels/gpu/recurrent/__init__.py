@@ -1,0 +1,1 @@
+"""States of sequences that are matrices, on a GPU: the rules of kernels/recurrent, token by token."""

@@ -1,0 +1,64 @@
+"""The gated delta rule in Triton: kernels/recurrent/delta_rule.py says what it is, and is the judge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.gpu.recurrent.triton_rows import COUNTS, softplus, token_at, tokens_of
+
+
+@triton.jit
+def _taken(
+    numbers, others, wanted, head, k_at, v_at,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """A token's q and k [KEY_PAD], v [BLOCK], b and a of a head; 0 where the token is not `wanted`."""
+    of_key = numbers + (head // (HEADS // KEY_HEADS)) * KEY + k_at
+    q = tl.load(of_key, mask=wanted & (k_at < KEY), other=0.0)
+    k = tl.load(of_key + KEY_HEADS * KEY, mask=wanted & (k_at < KEY), other=0.0)
+    v = tl.load(numbers + 2 * KEY_HEADS * KEY + head * VALUE + v_at, mask=wanted & (v_at < VALUE), other=0.0)
+    b, a = tl.load(others + head, mask=wanted, other=0.0), tl.load(others + HEADS + head, mask=wanted, other=0.0)
+    return q, k, v, b, a
+
+
+@triton.jit(do_not_specialize=["guessed"], do_not_specialize_on_alignment=COUNTS)
+def advance_delta(
+    read, matrices, given, beside, guesses, rate, shift, query_start, contexts, seen, known, slots, guessed,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """read [T, HEADS, VALUE], and the matrices of the step's sequences. What the next token gives is loaded while this
+    one is computed; and what a token reads is q S of the matrix before its own outer product, and (q k) times what
+    that adds: then both sums over the matrix are made at once. Grid: sequences, HEADS, blocks of VALUE."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    slot = tl.load(slots + row)
+    own = matrices + (slot * HEADS + head) * (KEY * VALUE) + k_at[:, None] * VALUE + v_at[None, :]
+    inside = (k_at < KEY)[:, None] & (v_at < VALUE)[None, :]
+    state = tl.load(own, mask=inside & (first != 0), other=0.0)
+    head_rate, head_shift = tl.load(rate + head), tl.load(shift + head)
+    INPUTS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+    numbers, others = token_at(given, beside, guesses, slot, begin, first, start, INPUTS, 2 * HEADS, MOST)
+    q_raw, k_raw, v_raw, b, a = _taken(
+        numbers, others, begin < context, head, k_at, v_at, KEY_HEADS, HEADS, KEY, VALUE
+    )  # fmt: skip
+    for position in range(begin, context):
+        q, k, v = q_raw.to(tl.float32), k_raw.to(tl.float32), v_raw.to(tl.float32)
+        beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+        decay = tl.exp(head_rate * softplus(a.to(tl.float32) + head_shift))
+        numbers, others = token_at(given, beside, guesses, slot, position + 1, first, start, INPUTS, 2 * HEADS, MOST)
+        q_raw, k_raw, v_raw, b, a = _taken(
+            numbers, others, position + 1 < context, head, k_at, v_at, KEY_HEADS, HEADS, KEY, VALUE
+        )  # fmt: skip
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        state = state * decay
+        delta = beta * (v - tl.sum(state * k[:, None], 0))
+        found = tl.fma(delta, tl.sum(q * k, 0), tl.sum(state * q[:, None], 0))
+        state = tl.fma(k[:, None], delta[None, :], state)
+        to = read + ((start + position - first).to(tl.int64) * HEADS + head) * VALUE + v_at
+        tl.store(to, found, mask=(v_at < VALUE) & (position >= first))
+        if position + 1 == stop:
+            tl.store(own, state, mask=inside)

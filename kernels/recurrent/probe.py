@@ -1,0 +1,139 @@
+"""Tries a rule with matrices on the device, as kernels/probe.py tries attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.gpu.faults import fault
+from quire.kernels.probe import Capture, replayed, same
+from quire.kernels.recurrent.recurrence import Guesses, Matrices
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.reference import Reference
+
+_COUNTS = (9, 2)
+"""Tokens of two sequences, whose slots are 2 and 0; then come two guesses of the first and one token of the second, and
+then, with one of the guesses right, a token of each."""
+_GUESSES = 2
+_WIDTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RuleProbe:
+    """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rule: Any
+    """A Recurrence."""
+    value: int
+    """Numbers of a head's value."""
+    capture: Capture | None = None
+    """How decode steps will become graphs, if they will."""
+
+    @torch.inference_mode()
+    def __call__(self, backend: Backend) -> str | None:
+        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
+        try:
+            return self._try(backend)
+        except Exception as error:  # whatever a library raises, it is a reason not to choose it
+            return fault(error)
+
+    def _try(self, backend: Backend) -> str | None:
+        numbers = self._numbers()
+        mine = _Kept(backend, self.rule, self.value, self.device, self.dtype)
+        judge = _Kept(Reference(), _on_cpu(self.rule), self.value, torch.device("cpu"), torch.float32)
+        steps = (
+            ("a prompt", _step([0, 0], _COUNTS, [0, 0], _COUNTS)),
+            ("guesses", _step([9, 2], (12, 3), [9, 2], (10, 3))),
+            ("a step behind guesses", _step([11, 3], (12, 4), [10, 3], (12, 4))),
+        )
+        for what, metadata in steps:
+            if not same(mine.computed(numbers, metadata), judge.computed(numbers, metadata)):
+                return f"computes something else than the reference for {what} of a {type(self.rule).__name__}"
+        last = _step([12, 4], (13, 5), None, None)
+        decode = mine.decode(numbers, last)
+        if self.capture is None:
+            return None
+        before = [each.clone() for each in mine.tensors]
+        expected = judge.computed(numbers, last)
+
+        def from_before() -> Tensor:
+            for each, was in zip(mine.tensors, before, strict=True):
+                each.copy_(was)
+            return decode()
+
+        return replayed(self.capture, from_before, expected)
+
+    def _numbers(self) -> Tensor:
+        """What tokens give side by side, as the model's type has it."""
+        width = self.rule.inputs + self.value * self.rule.heads + self.rule.beside
+        generator = torch.Generator().manual_seed(3)
+        return (torch.randn((2, 16, width), generator=generator) / 2).to(self.dtype).float()
+
+
+def _step(
+    firsts: list[int], ends: tuple[int, ...], seen: list[int] | None, known: tuple[int, ...] | None
+) -> AttentionMetadata:
+    """Of the tokens from `firsts` to `ends` of two sequences."""
+    counts = [end - first for first, end in zip(firsts, ends, strict=True)]
+    at = [position for first, end in zip(firsts, ends, strict=True) for position in range(first, end)]
+    lens = torch.tensor(ends, dtype=torch.int32)
+    starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+    guesses = None
+    if seen is not None and known is not None:
+        guesses = Guesses(torch.tensor(seen, dtype=torch.int32), torch.tensor(known, dtype=torch.int32))
+    where = (starts, lens, starts, torch.zeros((2, 1), dtype=torch.int32), torch.tensor(at), torch.tensor(at))
+    return AttentionMetadata(*where, max(counts), max(ends), state_slots=torch.tensor([2, 0]), guesses=guesses)
+
+
+class _Kept:
+    """What a layer keeps of three slots, and its two operations."""
+
+    def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._backend, self._rule, self._device, self._dtype = backend, rule, device, dtype
+        recent = torch.zeros((3, _WIDTH - 1 + _GUESSES, rule.inputs), dtype=dtype, device=device)
+        matrices = torch.zeros((3, rule.heads, rule.key, value), device=device)
+        guesses = torch.zeros((3, _GUESSES, rule.kept), dtype=dtype, device=device)
+        self.tensors = (recent, matrices, guesses)
+        weight = torch.linspace(-1.0, 1.0, _WIDTH * rule.inputs, device=device).view(_WIDTH, -1)
+        self._conv = ShortConv(weight, None, gated=False)
+
+    def computed(self, numbers: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.decode(numbers, metadata)().cpu().float()
+
+    def decode(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+        """A function that computes the step, and reads nothing on the host."""
+        there, counts = _on(metadata, self._device), metadata.query_start.diff().tolist()
+        firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
+        rows = [
+            numbers[at, first : first + count] for at, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
+        given = torch.cat(rows).to(self._device, self._dtype)
+        sizes = [self._rule.inputs, given.shape[1] - self._rule.inputs - self._rule.beside, self._rule.beside]
+        inputs, z, beside = (each.contiguous() for each in given.split(sizes, dim=1))
+        recent, matrices, guesses = self.tensors
+
+        def compute() -> Tensor:
+            convolved = self._backend.short_conv(inputs, self._conv, Columns(None, 1, recent), there)
+            return self._backend.recur(convolved, z, beside, self._rule, Matrices(matrices, guesses), there)
+
+        return compute
+
+
+def _on(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
+    moved = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+    there: dict[str, Any] = {name: each.to(device) for name, each in moved.items() if isinstance(each, Tensor)}
+    guesses = metadata.guesses
+    kept = None if guesses is None else Guesses(guesses.seen.to(device), guesses.known.to(device))
+    return replace(metadata, **there, guesses=kept)
+
+
+def _on_cpu(rule: Any) -> Any:
+    moved = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    return replace(rule, **{name: value.cpu() for name, value in moved.items() if isinstance(value, Tensor)})

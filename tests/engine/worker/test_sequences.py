@@ -1,0 +1,46 @@
+"""Guesses in a decode graph, where each token is a row: what a slot's rows are to matrices."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.core.batch import Row
+from quire.engine.worker.inputs import Slots
+
+CPU = torch.device("cpu")
+
+
+def slots() -> Slots:
+    states = [tuple(torch.zeros((6, size, 8)) for size in (6, 2, 3))]
+    return Slots(4, 64, 16, CPU, scratch_page=9, states=states, drafts=3)
+
+
+def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> None:
+    made = slots()
+    scratch = made.scratch_slot
+    assert made._seen_there is not None
+    made._seen_there[:] = torch.tensor([0, 5, 0, 2, 0])
+    rows = torch.tensor([[1, 1, 1, 3, scratch, scratch], [7, 8, 9, 2, 0, 0]])
+    _, metadata = made.decode_inputs(rows, 1)
+    found = metadata.sequences
+    assert found is not None
+    assert found.query_start.tolist() == [0, 3, 3, 3, 4, 5, 6]
+    counts = found.query_start.diff()
+    assert found.context_lens[counts > 0].tolist() == [10, 3, 1, 1]
+    assert found.guesses.known[counts > 0].tolist() == [8, 3, 1, 1]
+    assert found.guesses.seen[counts > 0].tolist()[:2] == [5, 2]
+    empty = counts == 0
+    assert torch.equal(found.guesses.seen[empty], found.context_lens[empty]), "nothing is left to compute"
+    assert made._seen_there.tolist()[:4] == [0, 8, 0, 3]
+    _, metadata = made.decode_inputs(torch.tensor([[1, 1], [9, 10]]), 1)
+    assert metadata.sequences is not None
+    assert metadata.sequences.guesses.seen.tolist()[0] == 8, "one guess was right"
+
+
+def test_a_new_owners_first_step_is_no_graphs() -> None:
+    made = slots()
+    made._seen[:] = [-1, 4, 7, 7]
+    row = Row("one", 0, 4, 1, [], sample=True)
+    assert not made.see([row])
+    assert made.see([Row("two", 1, 4, 3, [], sample=True, draft_ids=[5, 6])])
+    assert made._seen.tolist() == [-1, 5, 7, 7]

@@ -1,0 +1,115 @@
+"""Launches for compile_for_gpu.py of what stands in attention's place: latents; rules with matrices, and their
+convolutions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
+from quire.kernels.gpu import triton_short_conv
+from quire.kernels.gpu.recurrent.recur import recur
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.kv_codes import KV_CODES, scale_elements
+from quire.kernels.latents.expanded import expanded_attention
+from quire.kernels.latents.latent import Latent
+from quire.kernels.recurrent.delta_rule import DeltaRule
+from quire.kernels.recurrent.recurrence import Guesses, Matrices
+from quire.kernels.recurrent.selective_scan import SelectiveScan
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.state_space import StateSpace
+from quire.kernels.softmax import Softmax
+
+QWEN = DeltaRule(torch.ones(32), torch.ones(32), torch.ones(128), 1e-6, 16, 128)
+GRANITE = StateSpace(*torch.ones((3, 48)), torch.ones(48 * 64), 1e-6, 1, 128, 64)
+NEMOTRON = StateSpace(*torch.ones((3, 64)), torch.ones(64 * 64), 1e-6, 8, 128, 64, norm_first=True)
+FALCON_H1 = StateSpace(*torch.ones((3, 24)), None, 1e-6, 1, 256, 64)
+JAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), *torch.ones((2, 16)), 1e-6)
+FALCON_MAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), None, None, 1e-6)
+RULES = {QWEN: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_MAMBA: 64}
+"""And the numbers of a head's value."""
+
+
+def step(rows: int, *, guesses: bool = False) -> AttentionMetadata:
+    lens, where = torch.ones(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    numbers = (lens, lens[1:], lens, torch.zeros((rows, rows), dtype=torch.int32), where, where, 1, 1)
+    known = Guesses(lens[1:], lens[1:]) if guesses else None
+    return AttentionMetadata(*numbers, state_slots=where, guesses=known)
+
+
+def recurrences(rows: int = 3) -> None:
+    """Without guesses and with some, at any alignment of what sequences have."""
+    for rule, value in RULES.items():
+        heads = rule.heads
+        given, z, beside = (
+            torch.empty((rows, size), dtype=torch.bfloat16) for size in (rule.inputs, heads * value, rule.beside)
+        )
+        for most in (0, 8):
+            states = Matrices(torch.empty((2, heads, rule.key, value)), torch.empty((2, most, rule.kept)).bfloat16())
+            for guesses in (False, True):
+                recur(given, z, beside, rule, states, step(rows, guesses=guesses))
+    wide(rows)
+
+
+def wide(rows: int) -> None:
+    """Convolutions without gates, of Qwen3.5's channels."""
+    x: Tensor = torch.empty((rows, 8192), dtype=torch.bfloat16)
+    conv = ShortConv(torch.empty((4, 8192)), None, gated=False)
+    columns = Columns(None, 1, torch.empty((3, 11, 8192)).bfloat16())
+    triton_short_conv.short_conv(x, conv, columns, step(rows))
+
+
+def latents(rows: int = 3) -> None:
+    """DeepSeek-V2-Lite's heads, and those of V3: decodes, chunks, prompts; of so many sequences."""
+    for heads in (16, 128):
+        for fixed in (False, True):
+            for contexts, queries in (([2000], 1), ([600] * (40 + rows), 1), ([600], 3), ([600] * 2, 300)):
+                latent(heads, contexts, queries, torch.bfloat16, fixed=fixed)
+    for held in KV_CODES:
+        for contexts, queries in (([2000], 1), ([600] * 2, 300)):
+            latent(16, contexts, queries, torch.bfloat16, held=held)
+    latent(16, [2000], 1, torch.float32)
+    latent(16, [2000], 1, torch.bfloat16, page=256)
+    expanded()
+
+
+def latent(
+    heads: int,
+    contexts: list[int],
+    queries: int,
+    dtype: torch.dtype,
+    *,
+    fixed: bool = False,
+    held: torch.dtype | None = None,
+    page: int = 16,
+) -> None:
+    backend, seqs = Triton(deterministic=fixed), len(contexts)
+    tokens, held = seqs * queries, held or dtype
+    metadata = AttentionMetadata(
+        query_start=torch.arange(seqs + 1, dtype=torch.int32) * queries,
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        key_start=torch.zeros(seqs + 1, dtype=torch.int32),
+        block_table=torch.zeros((seqs, -(-max(contexts) // page)), dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slots=torch.zeros(tokens, dtype=torch.int64),
+        max_query_len=queries,
+        max_context_len=max(contexts),
+    )
+    cache = torch.empty((4, page, 1, 576 + scale_elements(held)), dtype=held)
+    of_token = Latent(torch.ones(512), 1e-6, torch.ones((9, 64)), neighbours=True)
+    absorb = backend.pack_blocks([torch.empty((512, 128), dtype=dtype)] * heads, 64)
+    expand = backend.pack_blocks([torch.empty((128, 512), dtype=dtype)] * heads, 0)
+    q = absorb(torch.empty((tokens, heads * 192), dtype=dtype), NO_ADAPTERS)
+    q = backend.latent_store(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
+    rule = Softmax(0.1, values=512)
+    expand(backend.paged_attention(q, cache, cache, metadata, rule).flatten(1), NO_ADAPTERS)
+
+
+def expanded() -> None:
+    where = torch.arange(600)
+    lens = torch.tensor([600], dtype=torch.int32)
+    starts = torch.tensor([0, 600], dtype=torch.int32)
+    step = AttentionMetadata(starts, lens, starts, lens[None], where, where, 600, 600, whole=True)
+    q, cache = torch.empty((600, 16, 192)).bfloat16(), torch.empty((40, 16, 1, 576)).bfloat16()
+    halves = torch.empty((16, 512, 128)).bfloat16(), torch.empty((16, 128, 512)).bfloat16()
+    expanded_attention(Triton(), q, halves, cache, step, Softmax(0.1, values=512))

@@ -1,0 +1,195 @@
+"""Latent attention in Triton: against sums in float64 and the reference; with fixed tiles the same bits in any batch
+and any chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
+from quire.kernels.gpu import triton_sizes
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.latents.blocks import expandable, stacked
+from quire.kernels.latents.expanded import expanded_attention
+from quire.kernels.latents.latent import Latent
+from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
+from tests.kernels.ragged import Part, empty_cache, error, page, random_part, to_device
+from tests.kernels.test_latent import MIX, TOLERANCE, expected
+
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = [(32, 16, 5, 16), (30, 6, 3, 64), (512, 64, 2, 256)]
+"""L, R, heads, and tokens of a page."""
+
+
+def attended(
+    backend: Backend, parts: list[Part], values: int, device: torch.device, *, seed: int = 0, **held: object
+) -> list[Tensor]:
+    judge = Reference()
+    judge.block_size = backend.block_size
+    scales = held.get("scales", UNSCALED)
+    cache, _, metadata = page(judge, parts, seed=seed, **held)  # type: ignore[arg-type]
+    q = torch.cat([part.q for part in parts]).to(device)
+    softmax, cache = Softmax(0.1, values=values, kv_scales=scales), cache.to(device)  # type: ignore[arg-type]
+    out = backend.paged_attention(q, cache, cache, to_device(metadata, device), softmax)
+    return list(out.cpu().split([len(part.q) for part in parts]))
+
+
+def made(size: int, *, fixed: bool = False) -> Triton:
+    backend = Triton(deterministic=fixed)
+    backend.block_size = size
+    return backend
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("latent", "rotated", "heads", "size"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decodes_and_chunks(
+    device: torch.device,
+    dtype: torch.dtype,
+    latent: int,
+    rotated: int,
+    heads: int,
+    size: int,
+    fixed: bool,
+    generator: torch.Generator,
+) -> None:
+    mix = [(530, 3), (1, 1), (16, 16), (40, 1)] if latent == 512 else MIX
+    parts = [random_part(context, count, heads, 1, latent + rotated, dtype, generator) for context, count in mix]
+    ones = [part.rows(len(part.q) - 1, len(part.q)) for part in parts]
+    for given in (parts, ones, sorted(parts, key=lambda part: len(part.q))):
+        for part, out in zip(given, attended(made(size, fixed=fixed), given, latent, device), strict=True):
+            assert out.shape == (*part.q.shape[:2], latent)
+            assert error(out, expected(part, latent, 0.1)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_of_codes(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    parts = [random_part(context, count, 5, 1, 48, dtype, generator) for context, count in MIX]
+    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
+    given = {"kv_dtype": kv_dtype, "scales": scales}
+    found = attended(made(16), parts, 32, device, **given)
+    judge = attended(Reference(), [part.to(torch.float64) for part in parts], 32, torch.device("cpu"), **given)
+    for out, wanted in zip(found, judge, strict=True):
+        assert error(out, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoded alone, in chunks of any kind, or as one prompt; stored in parts, or merged."""
+    backend = made(16, fixed=True)
+    part = random_part(520, 18, heads, 1, 40, dtype, generator)
+    (whole,) = attended(backend, [part], 32, device)
+    other = random_part(20, 1, heads, 1, 40, dtype, generator)
+    for begin, end, beside in ((0, 1, 0), (0, 11, 0), (11, 13, 2), (17, 18, 9)):
+        parts = [*[other] * beside, part.rows(begin, end)]
+        chunk = attended(backend, parts, 32, device, seed=end)[-1]
+        assert torch.equal(chunk, whole[begin:end]), (begin, end, beside)
+    monkeypatch.setattr(triton_sizes, "processors", lambda device: 0)
+    assert torch.equal(attended(backend, [other, part], 32, device)[1], whole)
+
+
+def of_tokens(size: int, rotated: int, neighbours: bool, generator: torch.Generator, device: torch.device) -> Latent:
+    angles = torch.rand((40, rotated // 2), generator=generator)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    return Latent(torch.rand(size, generator=generator).to(device), 1e-6, table, neighbours)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize(("size", "rotated"), [(512, 64), (30, 6)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_stored_is_the_references(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    rotated: int,
+    neighbours: bool,
+    kv_dtype: torch.dtype | None,
+    generator: torch.Generator,
+) -> None:
+    latent = of_tokens(size, rotated, neighbours, generator, torch.device("cpu"))
+    latent = replace(latent, kv_scales=KVScales(0.5) if kv_dtype == torch.float8_e4m3fn else UNSCALED)
+    there = replace(latent, norm=latent.norm.to(device), cos_sin=latent.cos_sin.to(device))
+    q, kv = torch.randn((5, 3 * (size + rotated)), generator=generator), torch.randn(5, size + rotated)
+    slots, positions = torch.tensor([3, 17, 63, 40, 18]), torch.tensor([5, 0, 1, 30, 7])
+    nothing = torch.zeros((1, 2), dtype=torch.int32)
+    step = AttentionMetadata(nothing[0], nothing[0], nothing[0], nothing, positions, slots, 0, 0)
+    found, caches = [], []
+    for backend, where, own in ((Reference(), torch.device("cpu"), latent), (Triton(), device, there)):
+        held = kv_dtype or dtype
+        cache = empty_cache(backend.kv_cache_shape(4, 1, size + rotated, held), held).to(where)
+        given = (each.to(where, dtype) for each in (q, kv))
+        found.append(backend.latent_store(*given, own, cache, to_device(step, where)).cpu())
+        caches.append(cache.cpu())
+    assert found[1].shape == (5, 3, size + rotated)
+    assert error(found[1], found[0]) < TOLERANCE[dtype]
+    mine, judge = (each.view(torch.uint8).float() if kv_dtype else each.float().nan_to_num(7.0) for each in caches)
+    if kv_dtype is None:
+        assert error(judge, mine) < TOLERANCE[dtype]
+    else:  # a number at the middle of two codes may become either
+        assert ((mine != judge).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("blocks", "inner", "outs", "passed"), [(3, 24, 30, 6), (2, 128, 200, 64), (2, 70, 16, 0)])
+def test_blocks(
+    device: torch.device,
+    dtype: torch.dtype,
+    blocks: int,
+    inner: int,
+    outs: int,
+    passed: int,
+    generator: torch.Generator,
+) -> None:
+    weights = (torch.randn((blocks, outs, inner), generator=generator) / inner**0.5).to(dtype)
+    x = torch.randn((70, blocks, inner + passed), generator=generator).to(dtype)
+    wanted = torch.einsum("tbi,boi->tbo", x[..., :inner].double(), weights.double())
+    for fixed in (False, True):
+        linear = Triton(deterministic=fixed).pack_blocks(list(weights.to(device)), passed)
+        whole = linear(x.flatten(1).to(device), NO_ADAPTERS).cpu()
+        for rows in (slice(0, 70), slice(3, 8)):
+            found = linear(x[rows].flatten(1).to(device), NO_ADAPTERS).cpu()
+            given = found.view(len(found), blocks, -1)
+            assert error(given[..., :outs], wanted[rows]) < TOLERANCE[dtype]
+            assert torch.equal(given[..., outs:], x[rows][..., inner:])
+            assert not fixed or torch.equal(found, whole[rows])
+
+
+def test_expanding_gives_what_absorbing_gives(device: torch.device, generator: torch.Generator) -> None:
+    heads, plain, size, rotated, value = 3, 24, 40, 8, 20
+    backend, lengths = Triton(), (37, 5)
+    latent = of_tokens(size, rotated, True, generator, device)
+    absorb = torch.randn((heads, size, plain), generator=generator) * plain**-0.5
+    expand = torch.randn((heads, value, size), generator=generator) * size**-0.5
+    q = torch.randn((sum(lengths), heads * (plain + rotated)), generator=generator).to(device)
+    kv = torch.randn((sum(lengths), size + rotated), generator=generator).to(device)
+    parts = [random_part(length, length, 1, 1, 8, torch.float32, generator) for length in lengths]
+    metadata = to_device(page(Reference(), parts)[2], device)
+    cache = empty_cache(backend.kv_cache_shape(9, 1, size + rotated, torch.float32), torch.float32).to(device)
+    softmax = Softmax(0.3, values=size)
+    assert metadata.whole
+    halves = [backend.pack_blocks(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))]
+    assert expandable(halves[0], cache, metadata)
+    assert not expandable(Triton(deterministic=True).pack_blocks(list(absorb), rotated), cache, metadata)
+    turned = backend.latent_store(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
+    attended = backend.paged_attention(turned, cache, cache, metadata, softmax)
+    wanted = halves[1](attended.flatten(1), NO_ADAPTERS)
+    heads_of_q = backend.latent_store(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
+    pair = (stacked(halves[0]), stacked(halves[1]))
+    found = expanded_attention(backend, heads_of_q, pair, cache, metadata, softmax)
+    assert error(found.cpu(), wanted.cpu()) < 1e-5

@@ -1,0 +1,58 @@
+"""Layers with states and with latents on Triton, deterministic: the same tokens with everything on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.loop import Engine
+from quire.engine.worker.loading import room
+from quire.kernels import select
+from quire.kernels.gpu import triton_paged
+from tests.engine.harness import request, run
+from tests.engine.test_speculation import CHEAP, Garbage
+from tests.kernels.triton.conftest import INTERPRETED
+from tests.tiny_models import VOCAB, save_tiny_model
+
+
+def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """In a graph's place."""
+    result = function()
+    return lambda: result.copy_(function()), result  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "falcon_mamba", "deepseek_v2-dense"])
+def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
+    family: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic, against each request alone with nothing cached. graphs: decodes and guesses are rows, each of a
+    token, as in CUDA graphs."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setitem(select._MADE_BY, "triton", lambda deterministic: triton_paged.Triton(deterministic=True))
+    options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
+    generator = torch.Generator().manual_seed(7)
+    shared = torch.randint(3, VOCAB, (37,), generator=generator).tolist()
+    prompts = [[*shared[:33], 9, 10], [5, 6, 7], shared]
+    asked = [request(str(i), prompt, seed=i, max_tokens=7, temperature=0.0) for i, prompt in enumerate(prompts)]
+    alone = Engine(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
+    wanted = [run(alone, [each])[each.id].ids for each in asked]
+    if graphs:
+        monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
+    made = Engine(
+        EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options)
+    )
+    made.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
+    for _ in range(2):
+        found = run(made, asked)
+        assert [found[each.id].ids for each in asked] == wanted
+    assert made.stats.prefix_hits > 0
+    assert made.stats.draft_tokens > 0
