@@ -57,6 +57,16 @@ ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 4, "expand": 2}
+ZAMBA2 = {
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 12,
+    "num_key_value_heads": 4,
+    "adapter_rank": 8,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "tie_word_embeddings": True,
+}
 NEMOTRON_H = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
@@ -402,6 +412,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "nemotron_h",
         **NEMOTRON_H,
         "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+    },
+    "zamba2": {"model_type": "zamba2", **ZAMBA2},
+    "zamba2-blocks": {
+        "model_type": "zamba2",
+        **ZAMBA2,
+        "num_hidden_layers": 6,
+        "layers_block_type": ["hybrid", *["linear_attention", "hybrid"] * 2, "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "add_bias_linear": True,
+        "tie_word_embeddings": False,
     },
     "mamba": {"model_type": "mamba", "state_size": 12, "intermediate_size": 256},
     "mamba-tied": {

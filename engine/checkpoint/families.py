@@ -88,6 +88,7 @@ FAMILIES = {
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
     "youtu": "latent.youtu",
+    "zamba2": "recurrent.zamba2",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
@@ -121,15 +122,16 @@ WITHOUT_GATES = (
 """Those whose MLPs have two matrices, not three."""
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta nets in most layers,"""
-STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 """with selective state spaces,"""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
 """and with selective scans."""
 STATES = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
 STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
+STATES |= {"zamba2": ("linear_attention", "hybrid")}
 """What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""
-ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose layers are one part each,"""
+ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2")
+"""Families whose layers are one part each, but for blocks that layers share,"""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """and what layer_types calls those that are an MLP, or experts."""
 GATED = DELTA_NETS

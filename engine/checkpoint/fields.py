@@ -135,6 +135,9 @@ class SharedFields(UnequalFields, total=False):
     mamba_rms_norm: bool | None
     mamba_norm_before_gate: bool | None
     mamba_dt_rank: _Width | _Text | None
+    num_mem_blocks: _Layers | None
+    adapter_rank: _Width | None
+    use_shared_attention_adapter: bool | None
     attn_layer_period: _Layers | None
     attn_layer_offset: _LayerCount | None
     expert_layer_period: _Layers | None
@@ -204,6 +207,7 @@ class ServedFields(SharedFields, total=False):
     layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
     time_step_min: _Epsilon | None
+    use_mem_rope: bool | None
     mamba_hidden_act: _Text | None
     mixer_rms_eps: _Epsilon | None
     projectors_bias: bool | None

@@ -26,7 +26,7 @@ from quire.engine.checkpoint.families import (
     why_not_served,
 )
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.parts import unequal
+from quire.engine.checkpoint.parts import shared_blocks, unequal
 from quire.engine.checkpoint.parts.parameters import (
     LEARNED,
     TIED,
@@ -100,6 +100,8 @@ class ModelSizes:
     """Parameters of the tower and connector for images, which are not in `parameters` and not quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
+    again: int = 0
+    """Parameters that a step reads beyond the first time, where layers share some."""
 
     def within_windows(self) -> ModelSizes:
         """The same for contexts that end where the narrowest sliding window does."""
@@ -148,7 +150,8 @@ class ModelSizes:
     def touched(self, tokens: int) -> int:
         """Parameters that a step of so many tokens reads, if every expert is chosen equally often."""
         lookups = self.embeddings - self.head_parameters
-        return round(self.parameters - lookups - self.expert_parameters + self._expert_parameters_read(tokens))
+        layers = self.parameters - lookups + self.again
+        return round(layers - self.expert_parameters + self._expert_parameters_read(tokens))
 
     def share_read(self, tokens: int) -> float:
         """The part of the weights' bytes that such a step reads."""
@@ -224,6 +227,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
     others = attention if states is None else kept_by(states, text, hidden)
     body = attending * attention + keeping * others + layers * norm_numbers(text, hidden)
     body += end_numbers(text, hidden, vocab, tied=bool(tied))
+    blocks = shared_blocks.block_numbers(text, hidden) if kind in shared_blocks.KINDS else shared_blocks.NO_BLOCKS
     mlps = sum(each.mlp for each in parts) if kind in ALONE else layers - sparse
     mlps = mlps * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
@@ -236,7 +240,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         dtype=stored_dtype(text),
         quantization=method,
         bits=bits,
-        parameters=embeddings + body + mlps,
+        parameters=embeddings + body + mlps + blocks.stored,
         embeddings=embeddings,
         experts=experts if sparse else 0,
         experts_per_token=per_token,
@@ -252,6 +256,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         notes=tuple(notes),
         tower=tower,
         state_formula=state_formula(states, keeping),
+        again=blocks.again,
     )
 
 

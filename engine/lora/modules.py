@@ -21,7 +21,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, stored_module
-from quire.engine.checkpoint.parts import unequal
+from quire.engine.checkpoint.parts import shared_blocks, unequal
 from quire.engine.checkpoint.parts.states import MatrixState, state_of
 from quire.engine.errors import ConfigError
 
@@ -46,6 +46,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     if model.model_type in unequal.KINDS:
         return unequal.unequal_modules(model.raw, model.hidden_size) | _ends(model.hidden_size, model.vocab_size)
+    if model.model_type in shared_blocks.KINDS:
+        return _sharing(model.raw, model.hidden_size) | _ends(model.hidden_size, model.vocab_size)
     attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
     layers = layer_parts(model.raw, model.num_layers)
@@ -64,6 +66,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     if raw.get("model_type") in unequal.KINDS:
         return unequal.unequal_modules(raw, hidden) | _ends(hidden, vocab)
+    if raw.get("model_type") in shared_blocks.KINDS:
+        return _sharing(raw, hidden) | _ends(hidden, vocab)
     dim = int(raw.get("head_dim") or hidden // heads)
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
     with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
@@ -136,6 +140,18 @@ def _modules(
         if kind not in WITHOUT_GATES or not name.endswith(("mlp.gate_proj", "shared_experts.gate_proj"))
     }
     return found | _ends(hidden, vocab)
+
+
+def _sharing(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+    """Of a model some of whose layers share blocks: each use of these may have adapters of its own."""
+    uses = {use.layer for use in shared_blocks.uses_of(raw)}
+    spaces, own = _with_state(raw, hidden), shared_blocks.use_modules(raw, hidden)
+    behind = own | {f"mamba_decoder.{name}": shape for name, shape in spaces.items()}
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(len(raw.get("layer_types") or ()))
+        for name, shape in (behind if layer in uses else spaces).items()
+    }
 
 
 def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -175,6 +176,11 @@ class Decoder:
         ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The same of tensors that a checkpoint may hold, but that are not its own."""
+        return (*self.elsewhere, *chain.from_iterable(part.repeats for layer in self._layers for part in layer))
+
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
         them."""
@@ -243,6 +249,8 @@ class Decoder:
             images = None if features is None else features.rows
             beside = self._layer_inputs.of(token_ids, x, images, metadata.linear)
             metadata = replace(metadata, beside=beside)
+        elif self.spec.reads_embeddings:
+            metadata = replace(metadata, beside=x.clone())  # the stream begins as x, and may be overwritten
         kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
         assert self.is_last
