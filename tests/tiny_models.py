@@ -59,8 +59,9 @@ SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_g
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 4, "expand": 2}
 ZAMBA2 = {
     "n_mamba_heads": 8,
-    "mamba_ngroups": 2,
+    "mamba_ngroups": 4,
     "mamba_d_state": 12,
+    "chunk_size": 32,
     "num_key_value_heads": 4,
     "adapter_rank": 8,
     "num_hidden_layers": 4,
@@ -423,7 +424,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_shared_attention_adapter": True,
         "use_mem_rope": True,
         "add_bias_linear": True,
-        "tie_word_embeddings": False,
     },
     "mamba": {"model_type": "mamba", "state_size": 12, "intermediate_size": 256},
     "mamba-tied": {
@@ -525,7 +525,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         if parameter.ndim == 2 and "_norm" not in name:
             bias = name.endswith("bias")  # of all experts of a layer
             inputs = parameter.shape[1]
-            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else 1.5 * inputs**-0.5)
+            spread = 0.7 if family.startswith("zamba2") else 1.5  # whose linears stand five in a row
+            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else spread * inputs**-0.5)
         elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
             inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)

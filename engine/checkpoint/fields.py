@@ -122,6 +122,8 @@ class SharedFields(UnequalFields, total=False):
     linear_num_key_heads: _Width | None
     linear_num_value_heads: _Width | None
     hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=MAX_LAYERS)] | None
+    mtp_hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=64)] | None
+    mtp_layers_block_type: Annotated[list[_Text], Meta(min_length=1, max_length=64)] | None
     attn_layer_indices: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
     mamba_n_heads: _Width | None
     mamba_d_head: _Width | _Text | None

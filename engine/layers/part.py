@@ -136,11 +136,6 @@ class Part(ABC):
         are left out."""
         return ()
 
-    @property
-    def repeats(self) -> tuple[str, ...]:
-        """What the names begin with of another part's tensors, which a checkpoint may hold again as this one's."""
-        return ()
-
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         """What keeps its state, for so many pages; (): it keeps none."""
         return ()

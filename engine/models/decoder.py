@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -175,11 +174,6 @@ class Decoder:
             *([] if self.is_last else [_NORM, HEAD]),
         ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The same of tensors that a checkpoint may hold, but that are not its own."""
-        return (*self.elsewhere, *chain.from_iterable(part.repeats for layer in self._layers for part in layer))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share

@@ -97,6 +97,8 @@ def complete(found: dict[str, Any]) -> None:
         found["layer_types"] = [_LETTERS.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]
     if kind == "nemotron_h" and not found.get("layer_types"):
         found["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
+    if kind == "nemotron_h":
+        _complete_mtp(found)
     types = found.get("layer_types")
     if kind == "nemotron_h" and isinstance(types, list) and 1 <= len(types) <= MAX_LAYERS:
         found["num_hidden_layers"] = layers = len(types)  # whatever config.json says
@@ -105,6 +107,16 @@ def complete(found: dict[str, Any]) -> None:
     elif isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         found["layer_types"] = _layer_types(kind, found, layers)
     _complete_sizes(kind, found)
+
+
+def _complete_mtp(found: dict[str, Any]) -> None:
+    """What the layers that guess tokens are, by the names of others."""
+    kinds, pattern = found.get("mtp_layers_block_type"), found.get("mtp_hybrid_override_pattern")
+    if not kinds and isinstance(pattern, str):
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]
+    kinds = kinds or ["full_attention", "moe"]
+    if isinstance(kinds, list):
+        found["mtp_layers_block_type"] = [_OLDER.get(each, each) if isinstance(each, str) else each for each in kinds]
 
 
 def _layer_types(kind: str, found: Mapping[str, Any], layers: int) -> list[str]:

@@ -97,10 +97,6 @@ class SharedBlock(Part):
             table |= each.parameters()
         return table
 
-    @property
-    def repeats(self) -> tuple[str, ...]:
-        return () if self._home == self._own else (f"{self._own}.",)
-
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         return self._attention.pages(num_blocks)
 

@@ -5,7 +5,8 @@ that follows,
     s = norm(layer(W [norm(embedding of t); norm(h)]))
 
 is what the model's own head makes the token after next of. For tokens further ahead s takes the place of h, so one
-layer guesses any number of them. It attends to all places before, with keys and values of its own.
+layer guesses any number of them. It attends to all places before, with keys and values of its own. Nemotron 3's are
+two layers, attention and experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN, LAYER
+from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
@@ -29,15 +30,16 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 
 class Mtp(DraftHead):
-    def __init__(self, spec: LayerSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        """`spec`: of its layer. It takes embedding and head of the decoder, and norms like the decoder's last one."""
+    def __init__(self, specs: Sequence[LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+        """`specs`: of its layers. It takes embedding and head of the decoder, and norms like the decoder's last one."""
         size = decoder.spec.hidden_size
         self.device, self._decoder, self._backend = decoder.device, decoder, backend
         self._norms = NormWeights(
             dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, END), size), decoder.dtype, decoder.spec.norm
         )
         self._join = JoinedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
-        self._layers = HeadLayers({LAYER: spec}, scheme, decoder, backend)
+        named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
+        self._layers = HeadLayers(named, scheme, decoder, backend)
         self.page_formula = self._layers.page_formula
 
     def parameters(self) -> ParameterTable:

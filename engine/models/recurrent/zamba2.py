@@ -20,6 +20,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
     limits = (raw.get("time_step_min") or 0.001, float("inf"))
     space = state_space(config, limits=limits, result_eps=1e-5, conv_bias=True)
     uses = uses_of(raw)
+    if not config.tie_embeddings:
+        raise ModelError("model: config.json: tie_word_embeddings: where it is false, transformers shares no blocks")
     if len(uses) > MOST_USES:
         raise ModelError(f"model: config.json: {len(uses)} layers share blocks, more than {MOST_USES}")
     blocks = {use.layer: _block(config, use, number) for number, use in enumerate(uses)}

@@ -114,7 +114,7 @@ def load_model(
     model.on_disk = None if on_disk is None else on_disk.experts
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
-    checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.unused)
+    checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
     with completed(model, config):
         read = fill(checkpoint, config, device, model.converted(weights.stream), files)
     return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)

@@ -1,0 +1,381 @@
+"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets, Mamba
+2's state spaces, Mamba's selective scans), or without attention: the same tokens with everything on, and only what is
+new computed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.types import Request
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.machine import Machine
+from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import MISSING, one_thread
+from tests.engine.test_speculation import CHEAP, Garbage, always
+from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
+from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
+from tests.variants import examples, nightly
+
+__all__ = ["one_thread", "thread_ranks"]
+SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
+FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
+FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
+FAMILIES = ["zamba2", "zamba2-blocks"]
+SHAPES: list[dict[str, Any]] = [
+    {"snapshot_tokens": 64},
+    {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
+    {
+        "num_kv_blocks": 11,
+        "max_model_len": 176,
+        "max_num_batched_tokens": 48,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+    },
+    {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
+    {
+        "num_kv_blocks": 14,
+        "max_model_len": 176,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+        "kv_offload_memory": 0.02,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    return save_tiny_model(folder / family, family)
+
+
+@cache
+def engine(folder: Path, family: str, dtype: str, shape: int | None) -> Engine:
+    """None: alone, with no cached prefixes."""
+    chosen = {"enable_prefix_caching": False} if shape is None else SHAPES[shape]
+    return Engine(EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen)))
+
+
+def known(answers: dict[str, Answer]) -> dict[str, object]:
+    return {name: (each.ids, each.logprobs, each.prompt_logprobs) for name, each in answers.items()}
+
+
+PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(1, 40), st.integers(0, 2**20))
+"""A common beginning, how much of it, and tokens of its own: how many, and which."""
+PARAMS = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 24), "temperature": st.sampled_from([0.0, 0.9])},
+    optional={"prompt_logprobs": st.integers(0, 1), "repetition_penalty": st.just(1.3)},
+)
+
+
+def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> list[Request]:
+    made = []
+    for at, ((which, shared, own, seed), params) in enumerate(traffic):
+        common, rng = random.Random(which), random.Random(seed)
+        prompt = [common.randrange(3, VOCAB) for _ in range(shared)] + [rng.randrange(3, VOCAB) for _ in range(own)]
+        made.append(request(str(at), prompt, seed=at, logprobs=0, **params))
+    return made
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
+    shape=st.integers(0, len(SHAPES) - 1),
+    family=st.sampled_from(FAMILIES),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    guesses=st.one_of(st.none(), st.integers(0, 99)),
+)
+def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
+    folder: Path,
+    traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]],
+    shape: int,
+    family: str,
+    dtype: str,
+    guesses: int | None,
+) -> None:
+    requests, alone = asked(traffic), engine(folder, family, dtype, None)
+    wanted: dict[str, object] = {}
+    for each in requests:
+        wanted |= known(run(alone, [each]))
+    made = engine(folder, family, dtype, shape)
+    plain, before = made.scheduler._drafter, made.stats
+    if guesses is not None:
+        made.scheduler._drafter = Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    for _ in range(2):
+        assert known(run(made, requests)) == wanted
+    made.scheduler._drafter = plain
+    event(f"drafts {made.stats.draft_tokens > before.draft_tokens}, hits {made.stats.prefix_hits > before.prefix_hits}")
+    event(f"preempted {made.stats.preemptions > before.preemptions}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48), ("zamba2", 48))]
+)
+def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
+    """With guesses from the text; against a server that computes every turn afresh."""
+    path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
+    made = Engine(EngineConfig(model=path, speculative_config="ngram", **options))
+    fresh = Engine(EngineConfig(model=path, enable_prefix_caching=False, **options))
+    made.scheduler._drafter = Adaptive(made.scheduler._drafter._drafter, 8, CHEAP)
+    rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
+    for turn in range(6):
+        said = [rng.randrange(3, VOCAB) for _ in range(11)]
+        before, known_before = made.stats.prompt_tokens, len(history) if turn else 0
+        each = request(str(turn), history + said, max_tokens=24, logprobs=1, frequency_penalty=0.2)
+        (answer,) = run(made, [each]).values()
+        assert (answer.ids, answer.logprobs) == (lambda one: (one.ids, one.logprobs))(run(fresh, [each])[each.id])
+        computed, new = made.stats.prompt_tokens - before, len(each.prompt_ids) - known_before
+        assert computed <= new + distance, "what is behind the last full page, or snapshot, is computed again"
+        history = each.prompt_ids + answer.ids
+    assert made.stats.draft_tokens > 20
+    assert fresh.stats.prompt_tokens > (3 if family == "lfm2" else 2) * made.stats.prompt_tokens
+
+
+def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
+    """Also where no regular snapshot is near; and nothing is found after a reset."""
+    made = Engine(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
+    prompt = [random.Random(9).randrange(3, VOCAB) for _ in range(150)]
+    each = request("0", prompt, max_tokens=5, logprobs=0)
+    wanted = known(run(made, [each]))
+    for _ in range(2):
+        before = made.stats.prompt_tokens
+        assert known(run(made, [each])) == wanted
+        assert made.stats.prompt_tokens - before == 150 - 144
+    made.reset_prefix_cache()
+    assert known(run(made, [each])) == wanted
+    assert made.stats.prompt_tokens - before == 6 + 150
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
+    slot = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
+    config = EngineConfig(
+        model=str(model(folder, "qwen3_5")),
+        dtype="float32",
+        kv_cache_memory=2 / 1024,
+        state_memory=20 * slot / GIB,
+        max_model_len=128,
+        max_num_seqs=12,
+        enable_prefix_caching=cached,
+        speculative_config={"method": "none"},
+    )
+    made = Engine(config)
+    assert made.info.state_bytes == (20 if cached else 13) * slot
+    assert made.info.state_bytes == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    assert ("states of 9 sequences and 10 snapshots" in made.info.arithmetic) == cached
+    assert any("9 sequences run at a time" in note for note in made.info.notes) == cached
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"state_memory": 1e-6},
+        {"speculative_config": {"method": "draft_model", "model": "", "num_speculative_tokens": 3}},
+    ],
+)
+def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, Any], folder: Path) -> None:
+    path = str(model(folder, "qwen3_5"))
+    if "speculative_config" in asked:
+        asked["speculative_config"]["model"] = path
+    with pytest.raises(ConfigError, match=f"^{next(iter(asked))}"):
+        Engine(EngineConfig(model=path, **SMALL, **asked))
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        ("lfm2", "auto"),
+        ("lfm2", "int8"),
+        ("qwen3_5", "auto"),
+        ("falcon_h1", "int8"),
+        ("mamba2", "auto"),
+        *nightly(("jamba", "int8")),
+    ],
+)
+def test_states_come_back_from_tiers_with_their_pages(
+    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    path = save_tiny_model(tmp_path / "model", family)
+    options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
+    options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
+    plain = Engine(EngineConfig(**options))
+    wanted = converse(plain)
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    assert converse(made) == wanted
+    assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
+    assert made.stats.tiers[0].fetched_pages > 0
+    made.close()
+    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    assert converse(again) == wanted
+    assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+    again.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
+    """By threads, and sequences are preempted meanwhile."""
+    options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
+    wanted = converse(Engine(EngineConfig(**options, num_kv_blocks=90)))
+    made = Engine(EngineConfig(**options, num_kv_blocks=14, **HOST))
+    for _ in range(2):
+        assert converse(made) == wanted
+    made.close()
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk a snapshot is a file larger than a page's."""
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    path = save_tiny_model(tmp_path / "model", "qwen3_5")
+    options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
+    each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
+    first = Engine(EngineConfig(**options))
+    wanted = known(run(first, [each]))
+    first.close()
+
+    def again() -> int:
+        made = Engine(EngineConfig(**options))
+        assert known(run(made, [each])) == wanted
+        made.close()
+        return made.stats.prompt_tokens
+
+    assert again() == 170 - 144
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and "model" not in file.parts]
+    sizes = Counter(file.stat().st_size for file in files)
+    pages = sizes.most_common(1)[0][0]
+    snapshots = [file for file in files if file.stat().st_size > pages]
+    assert len(snapshots) == 3  # of 48, 96 and 144 tokens
+    for file in snapshots:
+        if what == "gone":
+            file.unlink()
+        else:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+    assert again() == 170
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> None:
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    config = EngineConfig(
+        model=str(model(folder, "lfm2")),
+        dtype=dtype,
+        kv_cache_memory=300 * 2**10 / GIB,
+        max_model_len=128,
+        max_num_seqs=12,
+        speculative_config=speculative,
+    )
+    made = Engine(config)
+    width, columns = {"float32": 4, "bfloat16": 2}[dtype], 2 + (4 if method == "ngram" else 0)
+    slots = 13 * 2 * columns * 64 * width
+    assert made.info.state_bytes == slots == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    page = (2 * 16 * 2 * 16 + 2 * 2 * 64) * width
+    assert made.info.kv_bytes == made.info.num_blocks * page
+    assert made.info.num_blocks == min((300 * 2**10 - slots) // page, 12 * 8)
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+    assert "states of 12 sequences: " in made.info.arithmetic
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba", "zamba2"])
+def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
+    config = EngineConfig(
+        model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
+    )
+    info = Engine(config).info
+    assert info.state_bytes > 0
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("gemma4-small", {}),
+        ("gemma4", {"kv_cache_dtype": "int8"}),
+        ("gemma4-small", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
+        ("mtp", {"tensor_parallel_size": 2, "speculative_config": "mtp"}),
+    ],
+)
+def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, Any], tmp_path: Path) -> None:
+    """That read others' pages, have heads of two sizes, or guess tokens, which is a whole layer on every rank."""
+    path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
+    options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
+    config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
+    info = Engine(config).info
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: dict[str, int], folder: Path) -> None:
+    """Which are unlike: convolution, attention, convolution."""
+    options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
+    whole, divided = (
+        Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **own)).info
+        for own in ({}, parts)
+    )
+    assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)
+    assert divided.arithmetic == whole.arithmetic
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("family", ["qwen3_5", *nightly("mamba2", "jamba", "qwen3-next", "lfm2")])
+def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
+    options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
+    made = Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
+    asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
+    wanted = known(run(made, asked))
+    assert made.stats.prefix_hits == 0
+    assert known(run(made, asked)) == wanted
+    assert made.stats.prefix_hits >= 2 * 32
+
+
+@pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
+@pytest.mark.parametrize("served", ["lfm2", "llama"])
+def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
+    """For itself it guesses right, in whatever pieces it has caught up; for another model it changes nothing."""
+    path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
+    plain = Engine(EngineConfig(model=path, **options))
+    draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
+    made = Engine(EngineConfig(model=path, speculative_config=draft, **options))
+    always(made)
+    prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
+    asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
+    wanted = known(run(plain, asked))
+    for _ in range(2):
+        assert known(run(made, asked)) == wanted
+    right, drafts = sum(made.stats.accepted_drafts), made.stats.draft_tokens
+    assert drafts > 50
+    if served == "lfm2":
+        assert right > 0.98 * drafts
+    assert (made.stats.preemptions > 0) == ("num_kv_blocks" in shape)
