@@ -409,6 +409,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_norm_before_gate": False,
     },
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON_H},
+    "nemotron_h-latent": {"model_type": "nemotron_h", **NEMOTRON_H, "moe_latent_size": 32},
     "nemotron_h-experts": {
         "model_type": "nemotron_h",
         **NEMOTRON_H,
