@@ -111,9 +111,7 @@ class JoinedLinear:
 class SharedLinear:
     """A further use of a JoinedLinear's weights, in another layer. It has adapters of its own."""
 
-    def __init__(
-        self, adapters: Adapters | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, Cut]
-    ) -> None:
+    def __init__(self, adapters: Adapters | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, Cut]) -> None:
         """`sizes`: as JoinedLinear's parts and in_features."""
         self._adapters, self._sizes, self._cuts = adapters, sizes, cuts
         self._packed: Linear | None = None

@@ -133,7 +133,8 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48), ("zamba2", 48))]
+    ("family", "distance"),
+    [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48), ("zamba2", 48))],
 )
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
@@ -391,7 +392,8 @@ def written(tensors: list[torch.Tensor]) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts"), [("lfm2", 4), ("qwen3_5", 0), ("mamba2", 4), ("jamba", 4), *nightly(("falcon_h1", 4), ("zamba2", 4))]
+    ("family", "drafts"),
+    [("lfm2", 4), ("qwen3_5", 0), ("mamba2", 4), ("jamba", 4), *nightly(("falcon_h1", 4), ("zamba2", 4))],
 )
 def test_sequences_take_the_memory_that_the_plan_says(
     family: str, drafts: int, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -78,9 +78,7 @@ class SharedBlock(Part):
         mlp, made = f"{self._home}.feed_forward", partial(self._shared, making.scheme, adapters=making.adapters)
         gate, up, down = (f"{mlp}.{name}_proj" for name in ("gate", "up", "down"))
         outs = shard.outs(inner)
-        self._gate, self._up = (
-            made(hidden, {name: inner}, bias=spec.bias, cuts={name: outs}) for name in (gate, up)
-        )
+        self._gate, self._up = (made(hidden, {name: inner}, bias=spec.bias, cuts={name: outs}) for name in (gate, up))
         self._down = made(inner, {down: hidden}, bias=spec.bias, cuts={down: shard.ins(inner)})
         low = f"{mlp}.gate_up_proj_adapter_list.{spec.use}"
         self._low = small(hidden, {f"{low}.0": spec.rank})

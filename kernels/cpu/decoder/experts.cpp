@@ -132,8 +132,7 @@ void run_expert(const Experts& experts, int place, const T* x, const long* order
 template <class T>
 void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows, Workspace<T>& work,
          Workspace<T>& ahead, int threads) {
-  const int hidden = experts.held > 0 ? experts.gate_up[0].in : experts.router->in;
-  const int count = experts.count, chosen = experts.routing.chosen;
+  const int hidden = experts.router->in, count = experts.count, chosen = experts.routing.chosen;
   fit(work.scores, rows * count);
   fit(work.shares, rows * chosen);
   fit(work.chosen, rows * chosen);

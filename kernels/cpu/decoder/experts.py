@@ -15,10 +15,11 @@ from quire.kernels.routing import WEIGHTS, Experts, Mixture, Routing
 
 
 def compiled_mixture(library: native.Native, experts: Experts) -> Mixture | None:
-    """None where a linear is not one of ours."""
+    """None where a linear is not one of ours, and where experts read other numbers than the router (Nemotron 3 Super):
+    `mix` of experts.cpp takes rows of one width."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
-    if len(ours) < len(linears):
+    if len(ours) < len(linears) or any(each.inner != ours[0].inner for each in ours[1 : 1 + len(experts.gate_up)]):
         return None
     made = CompiledMixture(library, experts, *ours)
     if isinstance(library.weights, MappedArena):
@@ -45,8 +46,7 @@ class CompiledMixture:
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._keeps = experts  # alive: what the pointers below point to
-        self._dtype, held = linears[0].dtype, len(experts.down)
-        self._widths = linears[0].inner, router.inner
+        self._hidden, self._dtype, held = router.inner, linears[0].dtype, len(experts.down)
         self._gate_up, self._down = (
             (native.PackedLinear * held)(*(each.native for each in some)) for some in (linears[:held], linears[held:])
         )
@@ -65,10 +65,10 @@ class CompiledMixture:
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
         routed = x if routed is None else routed
-        for each, width in zip((x, routed), self._widths, strict=True):
-            if each.dtype != self._dtype or each.shape != (len(x), width):
+        for each in (x, routed):
+            if each.dtype != self._dtype or each.shape != (len(x), self._hidden):
                 shape = f"{list(each.shape)} of {each.dtype}"
-                raise TypeError(f"experts of {self._dtype} from {width} cannot take {shape}")
+                raise TypeError(f"experts of {self._dtype} from {self._hidden} cannot take {shape}")
         x, routed = x.contiguous(), routed.contiguous()
         out = torch.empty_like(x)
         pointers = (each.data_ptr() for each in (x, routed, out))
