@@ -419,8 +419,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zamba2-blocks": {
         "model_type": "zamba2",
         **ZAMBA2,
-        "num_hidden_layers": 6,
-        "layers_block_type": ["hybrid", *["linear_attention", "hybrid"] * 2, "hybrid"],
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
         "num_mem_blocks": 2,
         "use_shared_attention_adapter": True,
         "use_mem_rope": True,

@@ -44,7 +44,7 @@ def save_tiny_mtp(path: Path, family: str, **overrides: Any) -> Path:
     save_tiny_model(path, family, **overrides)
     save_tiny_model(alone(path), family, **(overrides | known | kinds))
     config = json.loads((path / "config.json").read_text())
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    layers, hidden = config.get("num_hidden_layers"), config["hidden_size"]
     below, own = family in BELOW, load_file(path / "model.safetensors")
     if family in NEMOTRON:
         own |= _nemotron_tensors(path, hidden)

@@ -44,7 +44,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("llama", {"kv_offload_memory": 0.01}),
     ("llama", {"max_num_batched_tokens": 64}),
     ("qwen3_5", {"state_memory": 2.5e-4, "snapshot_tokens": 16}),
-    ("mamba2", {"state_memory": 2.5e-4, "snapshot_tokens": 16, "kv_offload_memory": 0.02}),
+    ("mamba2", {"state_memory": 1e-3, "snapshot_tokens": 16, "kv_offload_memory": 0.02}),
 ]
 
 
