@@ -525,8 +525,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         if parameter.ndim == 2 and "_norm" not in name:
             bias = name.endswith("bias")  # of all experts of a layer
             inputs = parameter.shape[1]
-            spread = 0.5 if family.startswith("zamba2") else 1.5  # whose linears stand five in a row
-            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else spread * inputs**-0.5)
+            spread, embedded = (0.5, 0.25) if family.startswith("zamba2") else (1.5, 0.5)  # five linears in a row
+            torch.nn.init.normal_(parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5)
         elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
             inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)

@@ -75,8 +75,8 @@ class ExpertsSpec(PartSpec):
     factors: str | None = None
     """The name, below the experts', of factors of their weights; None: there are none."""
     latent: int | None = None
-    """They read and give so many numbers, which two linears beside them make of the stream's and turn back (Nemotron 3);
-    None: the stream's."""
+    """They read and give so many numbers, which two linears beside them make of the stream's and turn back
+    (Nemotron 3); None: the stream's."""
     latent_bias: bool = False
     """Of these two."""
     whole: bool = False
@@ -203,8 +203,8 @@ class Moe(Part):
 
 
 class _Latents:
-    """What experts read instead of the stream's numbers, and what becomes of theirs. Each rank has both linears, and turns
-    back what its own part of the experts gives, for sums are of the stream's numbers."""
+    """What experts read instead of the stream's numbers, and what becomes of theirs. Each rank has both linears, and
+    turns back what its own part of the experts gives, for sums are of the stream's numbers."""
 
     def __init__(self, size: int, making: Making, name: str, *, bias: bool) -> None:
         into, back = f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj"
