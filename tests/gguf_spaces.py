@@ -182,8 +182,6 @@ def write_layers(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_group_count(config["n_group"])
-        if latent := config.get("moe_latent_size"):
-            writer.add_moe_latent_size(latent)
 
 
 def _kinds(arch: str, config: Mapping[str, Any]) -> list[str]:

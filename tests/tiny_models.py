@@ -409,7 +409,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_norm_before_gate": False,
     },
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON_H},
-    "nemotron_h-latent": {"model_type": "nemotron_h", **NEMOTRON_H, "moe_latent_size": 32},
     "nemotron_h-experts": {
         "model_type": "nemotron_h",
         **NEMOTRON_H,
@@ -526,7 +525,9 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             bias = name.endswith("bias")  # of all experts of a layer
             inputs = parameter.shape[1]
             spread, embedded = (0.5, 0.25) if family.startswith("zamba2") else (1.5, 0.5)  # five linears in a row
-            torch.nn.init.normal_(parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5)
+            torch.nn.init.normal_(
+                parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5
+            )
         elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
             inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)

@@ -126,7 +126,9 @@ STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"
 """with selective state spaces,"""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
 """and with selective scans."""
-STATES: dict[str, tuple[str, ...]] = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
+STATES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",)
+)
 STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
 STATES |= {"zamba2": ("linear_attention", "hybrid")}
 """What layer_types calls layers that keep a state in attention's place, or, hybrid ones, beside it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -15,7 +15,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.layers.shard import WHOLE, Cut, Shard
+from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Operations
 from quire.kernels.routing import Experts, Mixture, Routing
@@ -74,11 +74,6 @@ class ExpertsSpec(PartSpec):
     of its own without weights; None: the router reads what the experts do."""
     factors: str | None = None
     """The name, below the experts', of factors of their weights; None: there are none."""
-    latent: int | None = None
-    """They read and give so many numbers, which two linears beside them make of the stream's and turn back
-    (Nemotron 3); None: the stream's."""
-    latent_bias: bool = False
-    """Of these two."""
     whole: bool = False
     """Each is whole on one of the ranks that divide a layer, instead of divided among all of them."""
     name: str = "mlp"
@@ -118,13 +113,11 @@ class Moe(Part):
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
         names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
         shard, own = WHOLE if spec.whole else making.shard, replace(making, scheme=scheme)
-        own = own if spec.latent is None else replace(own, hidden_size=spec.latent)
         linears = [_mlp(own, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
         self._here = making.shard.span(spec.count) if spec.whole else range(spec.count)
         self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
         here = [linears[place] for place in self._here]
         self._gate_up, self._down = [up for up, _ in here], [down for _, down in here]
-        self._into = None if spec.latent is None else _Latents(spec.latent, making, self._prefix, bias=spec.latent_bias)
         self._correction: Tensor | None = None
         self._factors: Tensor | None = None
         self._router_norm: Tensor | None = None
@@ -137,7 +130,6 @@ class Moe(Part):
 
     def parameters(self) -> ParameterTable:
         table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
-        table |= {} if self._into is None else self._into.parameters()
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
         for linear in chain.from_iterable(self._elsewhere):
@@ -175,10 +167,7 @@ class Moe(Part):
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         routed = x if self._router_norm is None else run.rms_norm(residual, self._router_norm, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
-        if self._into is None:
-            x = run.mix(self._mixture, x, routed)
-        else:
-            x = self._into.back(run, run.mix(self._mixture, self._into.of(run, x, step), routed), step)
+        x = run.mix(self._mixture, x, routed)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
         x = self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group))
         return run.add(x, before) if self._spec.parallel else x, residual
@@ -200,26 +189,6 @@ class Moe(Part):
             first=self._here.start,
         )
         return self._backend.mixture(experts)
-
-
-class _Latents:
-    """What experts read instead of the stream's numbers, and what becomes of theirs. Each rank has both linears, and
-    turns back what its own part of the experts gives, for sums are of the stream's numbers."""
-
-    def __init__(self, size: int, making: Making, name: str, *, bias: bool) -> None:
-        into, back = f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj"
-        linear, hidden = partial(JoinedLinear, making.scheme, bias=bias, adapters=making.adapters), making.hidden_size
-        self._into = linear(hidden, {into: size})
-        self._back = linear(size, {back: hidden}, cuts={back: Cut(biased=making.shard.rank == 0)})
-
-    def parameters(self) -> ParameterTable:
-        return self._into.parameters() | self._back.parameters()
-
-    def of(self, run: Operations, x: Tensor, step: Step) -> Tensor:
-        return run.apply(self._into.packed, x, step.context)
-
-    def back(self, run: Operations, mixed: Tensor, step: Step) -> Tensor:
-        return run.apply(self._back.packed, mixed, step.context)
 
 
 class _Shared:

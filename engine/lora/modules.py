@@ -76,13 +76,9 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """Of the MLP beside a layer's experts, by its name in a layer, and of what these read."""
+    """Of the MLP beside a layer's experts, by its name in a layer."""
     name, width = shared_experts(raw)
-    found = _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
-    if latent := raw.get("moe_latent_size"):
-        both = {"fc1": (hidden, int(latent)), "fc2": (int(latent), hidden)}
-        found |= {f"mixer.{each}_latent_proj": shape for each, shape in both.items()}
-    return found
+    return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
 
 
 def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:

@@ -153,8 +153,9 @@ def _complete_zamba2(found: dict[str, Any]) -> None:
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         found["head_dim"] = 2 * hidden // heads
         found["intermediate_size"] = found.get("intermediate_size") or 4 * hidden
-    if isinstance(hidden, int) and isinstance(spaces, int) and spaces > 0:
-        found["mamba_d_head"] = int((found.get("mamba_expand") or 2) * hidden) // spaces
+    times = found.get("mamba_expand")
+    if isinstance(hidden, int) and isinstance(times, int) and isinstance(spaces, int) and spaces > 0:
+        found["mamba_d_head"] = times * hidden // spaces
     if found.get("use_long_context"):
         found["max_position_embeddings"] = 16_384
 

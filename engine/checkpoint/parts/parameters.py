@@ -129,9 +129,6 @@ def mlp_numbers(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int,
     shared += 2 * shared_width + hidden if biased and shared_width else 0
     biases = 2 * width + hidden if kind == "gpt_oss" else 0
     router = hidden + (kind == "gpt_oss" or kind in _CORRECTED)
-    if latent := text.get("moe_latent_size"):
-        shared += 2 * hidden * latent + biased * (hidden + latent)
-        hidden = latent
     return dense, matrices * hidden * width + biases, router, shared, sum(sparse_layers(text, layers))
 
 

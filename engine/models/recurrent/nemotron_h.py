@@ -3,6 +3,7 @@ an MLP, or experts; all without gates. Of limits of steps it has time_step_min a
 
 from quire.engine.checkpoint.families import shared_experts
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec, SharedSpec
@@ -31,6 +32,8 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
         case "mlp":
             width = config.intermediate_size
             return MlpSpec(width, norm, bias=bias, gated=False, activation="relu2", shares_norm=True)
+    if config.raw.get("moe_latent_size"):
+        raise ModelError("model: config.json: moe_latent_size: experts between smaller vectors are not served yet")
     name, width = shared_experts(config.raw)
     return ExpertsSpec(
         *routed(config, **group_rules(config)),
@@ -41,6 +44,4 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
         gated=False,
         correction="gate.e_score_correction_bias",
         name="mixer",
-        latent=config.raw.get("moe_latent_size"),
-        latent_bias=bias,
     )

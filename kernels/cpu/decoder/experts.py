@@ -15,11 +15,10 @@ from quire.kernels.routing import WEIGHTS, Experts, Mixture, Routing
 
 
 def compiled_mixture(library: native.Native, experts: Experts) -> Mixture | None:
-    """None where a linear is not one of ours, and where experts read other numbers than the router (Nemotron 3 Super):
-    `mix` of experts.cpp takes rows of one width."""
+    """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
-    if len(ours) < len(linears) or any(each.inner != ours[0].inner for each in ours[1 : 1 + len(experts.gate_up)]):
+    if len(ours) < len(linears):
         return None
     made = CompiledMixture(library, experts, *ours)
     if isinstance(library.weights, MappedArena):

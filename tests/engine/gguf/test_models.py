@@ -162,7 +162,6 @@ SPACES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"projectors_bias": False},
     "falcon_h1-normed-behind": {},
     "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"]},
-    "nemotron_h-latent": {"layer_types": ["linear_attention", "moe", "full_attention"]},
     "nemotron_h-dense": _NEMOTRON_DENSE,
 }
 """As FAMILIES."""
