@@ -12,7 +12,11 @@ from quire.engine.layers.stream.shared_block import SharedBlockSpec
 from quire.engine.models.activations import activation_of
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
-from quire.kernels.activation import Activation
+from quire.kernels.activation import GELU, Activation
+
+_GATES: dict[str, Activation] = {
+    each.kind: each for each in (GELU, Activation("gelu_tanh"), Activation("relu"), Activation("relu2"))
+}
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
@@ -32,8 +36,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _block(config: ModelConfig, use: Use, number: int) -> SharedBlockSpec:
-    raw, norm, kind = config.raw, NormSpec(config.norm_eps), activation_of(config) or "gelu"
-    if kind not in ("gelu", "gelu_tanh", "relu", "relu2"):
+    raw, norm = config.raw, NormSpec(config.norm_eps)
+    if (gates := _GATES.get(activation_of(config) or "gelu")) is None:
         raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")
     attention = AttentionSpec(
         *(config.num_heads, config.num_kv_heads, config.head_dim),
@@ -48,7 +52,7 @@ def _block(config: ModelConfig, use: Use, number: int) -> SharedBlockSpec:
         attention,
         inner=config.intermediate_size,
         bias=bool(raw.get("mamba_proj_bias")),
-        activation=Activation(kind),
+        activation=gates,
         norm=norm,
         home=use.home,
         use=number,
