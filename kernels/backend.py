@@ -282,8 +282,8 @@ class Operations(ABC):
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""The operations of a layer, and of some consecutive ones. x [T, hidden] is what the layer before gives, not yet added to
-the stream `residual` (None: x is the embeddings); so is what it returns. It may overwrite both."""
+"""The operations of a layer, and of some consecutive ones. x [T, hidden] is what the layer before gives, not yet added
+to the stream `residual` (None: x is the embeddings); so is what it returns. It may overwrite both."""
 
 
 class Backend(Operations):

@@ -55,7 +55,8 @@ def scale_of(fields: dict[str, Any]) -> float:
 
 
 def merge(model: Any, path: Path) -> Any:
-    """Add what an adapter adds to the weights themselves, in float64. A tied head stays as it was, as in PEFT."""
+    """Add what an adapter adds to the weights themselves, in float64. A tied head stays as it was, as in PEFT, and so
+    do the other uses of weights that several modules share."""
     from safetensors.torch import load_file
 
     fields = json.loads((path / "adapter_config.json").read_text())
@@ -69,6 +70,7 @@ def merge(model: Any, path: Path) -> Any:
             if f".{first}" in name:
                 module = modules[name.removeprefix("base_model.model.").partition(f".{first}")[0]]
                 product: Tensor = tensors[name.replace(first, second)].double() @ down.double() * scale_of(fields)
+                module.weight = torch.nn.Parameter(module.weight.detach().clone())
                 with torch.no_grad():
                     module.weight += product.t() if "embedding" in first or is_transposed(module) else product
     return model

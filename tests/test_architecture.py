@@ -49,6 +49,7 @@ SHARED = {
     "quire.engine.checkpoint.layouts",
     "quire.engine.checkpoint.page_groups",
     "quire.engine.checkpoint.parts.states",
+    "quire.engine.checkpoint.parts.shared_blocks",
     "quire.engine.checkpoint.parts.unequal",
     "quire.engine.checkpoint.pooling",
     "quire.engine.checkpoint.quantization",

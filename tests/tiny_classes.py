@@ -101,6 +101,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_SPACE, **_DELTA},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2},
     "nemotron_h": _NEMOTRON_H,
+    "zamba2": {"n_mamba_heads": 8, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
     "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
     "zaya": {"num_experts_per_tok": 1},

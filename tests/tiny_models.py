@@ -57,6 +57,17 @@ ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 4, "expand": 2}
+ZAMBA2 = {
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 4,
+    "mamba_d_state": 12,
+    "chunk_size": 32,
+    "num_key_value_heads": 4,
+    "adapter_rank": 8,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "tie_word_embeddings": True,
+}
 NEMOTRON_H = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
@@ -403,6 +414,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **NEMOTRON_H,
         "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
     },
+    "zamba2": {"model_type": "zamba2", **ZAMBA2},
+    "zamba2-blocks": {
+        "model_type": "zamba2",
+        **ZAMBA2,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "add_bias_linear": True,
+    },
     "mamba": {"model_type": "mamba", "state_size": 12, "intermediate_size": 256},
     "mamba-tied": {
         "model_type": "mamba",
@@ -503,7 +524,10 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         if parameter.ndim == 2 and "_norm" not in name:
             bias = name.endswith("bias")  # of all experts of a layer
             inputs = parameter.shape[1]
-            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else 1.5 * inputs**-0.5)
+            spread, embedded = (0.5, 0.25) if family.startswith("zamba2") else (1.5, 0.5)  # five linears in a row
+            torch.nn.init.normal_(
+                parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5
+            )
         elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
             inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)

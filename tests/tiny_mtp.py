@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import save_tiny_model
 
+NEMOTRON = ("nemotron_h",)
+"""Families with two layers below it, which are one part each."""
 BELOW = ("llama", "qwen3_5", "qwen3_5-moe", "qwen3-next")
 """Families whose layer is below `mtp.`, as Qwen's; those of the others are behind the model's, as DeepSeek's."""
 _ALONE = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
@@ -36,12 +38,19 @@ def save_tiny_mtp(path: Path, family: str, **overrides: Any) -> Path:
     """A random model of the family at `path`, and beside it `alone`."""
     kinds = {"layer_types": ["full_attention"]} if "qwen3_5" in family or family == "qwen3-next" else {}
     known = {name: value for name, value in _ALONE.items() if name == "num_hidden_layers" or family != "llama"}
+    if family in NEMOTRON:
+        known = {"layer_types": ["full_attention", "moe"]}
     known |= {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {}
     save_tiny_model(path, family, **overrides)
     save_tiny_model(alone(path), family, **(overrides | known | kinds))
     config = json.loads((path / "config.json").read_text())
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    layers, hidden = config.get("num_hidden_layers"), config["hidden_size"]
     below, own = family in BELOW, load_file(path / "model.safetensors")
+    if family in NEMOTRON:
+        own |= _nemotron_tensors(path, hidden)
+        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+        save_file(own, path / "model.safetensors", {"format": "pt"})
+        return path
     for name, tensor in mtp_tensors(path, hidden, below=below).items():
         stored = name
         if below:
@@ -65,7 +74,19 @@ def mtp_tensors(path: Path, hidden: int, *, below: bool) -> dict[str, Tensor]:
     tensors = {name.removeprefix(prefix): each for name, each in donor.items() if name.startswith(prefix)}
     norms = {f"{name}.weight": centre + 0.2 * torch.randn(hidden, generator=generator) for name in ("enorm", "hnorm")}
     join = 1.5 * (2 * hidden) ** -0.5 * torch.randn(hidden, 2 * hidden, generator=generator)
-    return tensors | norms | {"eh_proj.weight": join, "shared_head.norm.weight": donor["model.norm.weight"]}
+    end = next(each for name, each in donor.items() if name.endswith((".norm_f.weight", "model.norm.weight")))
+    return tensors | norms | {"eh_proj.weight": join, "shared_head.norm.weight": end}
+
+
+def _nemotron_tensors(path: Path, hidden: int) -> dict[str, Tensor]:
+    """As vLLM's nemotron_h_mtp.py reads them."""
+    found, ends = mtp_tensors(path, hidden, below=True), {"shared_head.norm.weight": "1.final_layernorm.weight"}
+    joins = {f"{name}.weight": f"0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+    donor = load_file(alone(path) / "model.safetensors")
+    layers = {name.partition("layers.")[2]: each for name, each in donor.items() if ".layers." in name}
+    return {f"mtp.layers.{name}": each for name, each in layers.items()} | {
+        f"mtp.layers.{own}": found[name] for name, own in (joins | ends).items()
+    }
 
 
 def is_offset(path: Path) -> bool:
@@ -83,7 +104,8 @@ class MtpReference:
         self.tensors = {
             name: each.double() for name, each in mtp_tensors(path, config.hidden_size, below=False).items()
         }
-        self.eps, self.offset = config.rms_norm_eps, float(is_offset(path))
+        self.eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.offset = float(is_offset(path))
 
     @torch.no_grad()
     def guesses(self, tokens: list[int], count: int) -> tuple[Tensor, list[int]]:

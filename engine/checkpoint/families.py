@@ -88,6 +88,7 @@ FAMILIES = {
     "stablelm": "classic",
     "starcoder2": "classic",
     "youtu": "latent",
+    "zamba2": "recurrent.zamba2",
 }
 """config.json's model_type to the module of engine/models that reads such a file: by a row of its TABLE, or by its
 function `spec`."""
@@ -122,15 +123,18 @@ WITHOUT_GATES = (
 """Families whose MLPs have two matrices, not three."""
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta nets in most layers."""
-STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 """Families with selective state spaces."""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
 """Families with selective scans."""
-STATES = dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",))
+STATES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",)
+)
 STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
+STATES |= {"zamba2": ("linear_attention", "hybrid")}
 """By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
-ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Families whose layers are one part each."""
+ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2")
+"""Families whose layers are one part each, but for blocks that layers share."""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS

@@ -122,6 +122,8 @@ class SharedFields(UnequalFields, total=False):
     linear_num_key_heads: _Width | None
     linear_num_value_heads: _Width | None
     hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=MAX_LAYERS)] | None
+    mtp_hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=64)] | None
+    mtp_layers_block_type: Annotated[list[_Text], Meta(min_length=1, max_length=64)] | None
     attn_layer_indices: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
     mamba_n_heads: _Width | None
     mamba_d_head: _Width | _Text | None
@@ -135,6 +137,9 @@ class SharedFields(UnequalFields, total=False):
     mamba_rms_norm: bool | None
     mamba_norm_before_gate: bool | None
     mamba_dt_rank: _Width | _Text | None
+    num_mem_blocks: _Layers | None
+    adapter_rank: _Width | None
+    use_shared_attention_adapter: bool | None
     attn_layer_period: _Layers | None
     attn_layer_offset: _LayerCount | None
     expert_layer_period: _Layers | None
@@ -208,6 +213,7 @@ class ServedFields(SharedFields, total=False):
     layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
     time_step_min: _Epsilon | None
+    use_mem_rope: bool | None
     mamba_hidden_act: _Text | None
     mixer_rms_eps: _Epsilon | None
     projectors_bias: bool | None

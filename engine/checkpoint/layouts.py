@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.checkpoint.parts.shared_blocks import MOST_USES
 from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
@@ -131,6 +132,19 @@ _NEMOTRON_H: _Inside = {
     **{f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")},
 }
 
+_BLOCK = "shared_transformer"
+_HALVES = (f"{_BLOCK}.feed_forward.gate_proj", f"{_BLOCK}.feed_forward.up_proj")
+_ZAMBA2: _Inside = {
+    "mamba.in_proj": _SPACE,
+    "mamba_decoder.mamba.in_proj": tuple(f"mamba_decoder.{name}" for name in _SPACE),
+    f"{_BLOCK}.pre_ff_layernorm": f"{_BLOCK}.post_attention_layernorm",
+    f"{_BLOCK}.feed_forward.gate_up_proj": _HALVES,
+    **{
+        f"{own}.1": (f"{own}.1.gate", f"{own}.1.up")
+        for own in (f"{_BLOCK}.feed_forward.gate_up_proj_adapter_list.{use}" for use in range(MOST_USES))
+    },
+}
+
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
         inside={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
@@ -234,6 +248,7 @@ LAYOUTS: Mapping[str, Layout] = {
         inside={**_GATED_QUERY, "linear_attn.in_proj_qkvz": _delta("qkvz"), "linear_attn.in_proj_ba": _delta("ba")},
         by_groups=True,
     ),
+    "zamba2": Layout(outside=_BAMBA.outside, inside=_ZAMBA2),
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""

@@ -28,7 +28,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
-from quire.engine.checkpoint.parts import unequal
+from quire.engine.checkpoint.parts import shared_blocks, unequal
 from quire.engine.checkpoint.parts.parameters import (
     LEARNED,
     TIED,
@@ -106,6 +106,8 @@ class ModelSizes:
     """The part of them in its layers' linears: those alone are quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
+    again: int = 0
+    """Parameters that a step reads beyond the first time, where layers share some."""
 
     def tower_bytes(self, width: int, quantization: str | None) -> int:
         """The tower's, at so many bytes for a number and as its linears are quantized at load."""
@@ -159,7 +161,8 @@ class ModelSizes:
     def touched(self, tokens: int) -> int:
         """Parameters that a step of so many tokens reads, if every expert is chosen equally often."""
         lookups = self.embeddings - self.head_parameters
-        return round(self.parameters - lookups - self.expert_parameters + self._expert_parameters_read(tokens))
+        layers = self.parameters - lookups + self.again
+        return round(layers - self.expert_parameters + self._expert_parameters_read(tokens))
 
     def share_read(self, tokens: int) -> float:
         """The part of the weights' bytes that such a step reads."""
@@ -235,6 +238,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
     others = attention if states is None else kept_by(states, text, hidden)
     body = attending * attention + keeping * others + layers * norm_numbers(text, hidden)
     body += end_numbers(text, hidden, vocab, tied=bool(tied))
+    blocks = shared_blocks.block_numbers(text, hidden) if kind in shared_blocks.KINDS else shared_blocks.NO_BLOCKS
     mlps = sum(each.mlp for each in parts) if kind in ALONE else layers - sparse
     mlps = mlps * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
@@ -248,7 +252,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         wide_activations=wide_activations(text),
         quantization=method,
         bits=bits,
-        parameters=embeddings + body + mlps,
+        parameters=embeddings + body + mlps + blocks.stored,
         embeddings=embeddings,
         experts=experts if sparse else 0,
         experts_per_token=per_token,
@@ -265,6 +269,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
         tower=tower[0],
         tower_linears=tower[1],
         state_formula=state_formula(states, keeping),
+        again=blocks.again,
     )
 
 

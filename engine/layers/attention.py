@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times
@@ -96,12 +96,12 @@ class Attention(Part):
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
         q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
         cuts = {q: shard.heads(heads, dim), k: shard.heads(kv_heads, dim), v: shard.heads(kv_heads, dim)}
-        linear = partial(JoinedLinear, making.scheme, adapters=making.adapters)
+        linear = partial(making.linears, making.scheme, adapters=making.adapters)
         self._given: Literal["all", "keys", "queries"] = "keys" if spec.keys_are_values else "all"
         sizes = {q: q_size, k: kv_size} if spec.keys_are_values else {q: q_size, k: kv_size, v: kv_size}
         if spec.source is not None:
             self._given, sizes = "queries", {q: q_size}
-        self._qkv = linear(
+        self._qkv: Projection = linear(
             spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts={name: cuts[name] for name in sizes}
         )
         gate = f"{prefix}.gate_proj"
@@ -135,7 +135,8 @@ class Attention(Part):
     def normed(self) -> tuple[Normed, ...]:
         if not self._spec.input_norm or self._spec.input_size is not None:
             return ()
-        linears = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
+        found = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
+        linears = tuple(each for each in found if isinstance(each, JoinedLinear))
         return (Normed(self._input_norm, self._spec.norm.offset, linears),)
 
     def _put_sinks(self, sinks: Tensor) -> None:
@@ -165,11 +166,11 @@ class Attention(Part):
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         assert residual is not None
         metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
-        gate = None if self._gate is None else run.apply(self._gate.packed, x, context)
+        gate = None if self._gate is None else self._gate.apply(run, x, context)
         rope, turned = self.rope, metadata
         if metadata.axes is not None and self._spec.axes is not None:
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
-        qkv = run.cast(run.apply(self._qkv.packed, x, context), self._making.attended_in)
+        qkv = run.cast(self._qkv.apply(run, x, context), self._making.attended_in)
         q = run.rope_store(qkv, rope, k_cache, v_cache, turned)
         attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
         if (seen := metadata.together) is not None and self._spec.together:
@@ -181,7 +182,7 @@ class Attention(Part):
             gate = None if gate is None else gate[step.rows]
         if gate is not None:
             attended = run.sigmoid_mul(attended, gate)
-        x = run.sum(run.apply(self._out.packed, attended, context), self._making.shard.group)
+        x = run.sum(self._out.apply(run, attended, context), self._making.shard.group)
         return self._norms.norm(run, self._output_norm, times(run, x, self._spec.factor)), residual
 
     @cached_property

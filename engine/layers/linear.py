@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,7 +12,16 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
-from quire.kernels.backend import Linear, LinearContext
+from quire.kernels.backend import Linear, LinearContext, Operations
+
+
+class Projection(Protocol):
+    """What a part multiplies its input with."""
+
+    def parameters(self) -> ParameterTable: ...
+
+    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+        """[T, in_features] to [T, out_features]. x stays."""
 
 
 class JoinedLinear:
@@ -39,6 +49,7 @@ class JoinedLinear:
         self._stored = {name: scheme.tensors(name, in_features, out, bias=bias) for name, out in parts.items()}
         self._arrived: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
         self._packed: Linear | None = None
+        self._uses: list[SharedLinear] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +60,18 @@ class JoinedLinear:
     def packed(self) -> Linear:
         assert self._packed is not None, "weights are not loaded"
         return self._packed
+
+    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+        return run.apply(self.packed, x, context)
+
+    def used_as(self, names: tuple[str, ...]) -> SharedLinear:
+        """Another use of the same weights, where its parts are called so."""
+        parts, inner = self._sizes
+        own = dict(zip(parts, names, strict=True))
+        sizes = {own[part]: size for part, size in parts.items()}, inner
+        use = SharedLinear(self._adapters, sizes, {own[part]: self._cuts[part] for part in parts})
+        self._uses.append(use)
+        return use
 
     def watch(self, note: Callable[[Tensor], None]) -> None:
         """Let `note` have what it reads, [rows, in_features], from now on. No backend records a watched one."""
@@ -75,12 +98,37 @@ class JoinedLinear:
             self._arrived[part][name] = tensor
             if all(len(self._arrived[each]) == len(self._stored[each]) for each in self._stored):
                 packed = self._scheme.pack(self._arrived, self._cuts, wide=self._wide)
+                for use in self._uses:
+                    use.take(packed)
                 if self._adapters is not None:
                     packed = self._adapters.adapted(packed, *self._sizes, self._cuts, wide=self._wide)
                 self._packed = packed
                 self._arrived = {each: {} for each in self._stored}
 
         return put
+
+
+class SharedLinear:
+    """A further use of a JoinedLinear's weights, in another layer. It has adapters of its own."""
+
+    def __init__(self, adapters: Adapters | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, Cut]) -> None:
+        """`sizes`: as JoinedLinear's parts and in_features."""
+        self._adapters, self._sizes, self._cuts = adapters, sizes, cuts
+        self._packed: Linear | None = None
+
+    def take(self, packed: Linear) -> None:
+        """The weights, once they are there."""
+        self._packed = packed
+        if self._adapters is not None:
+            self._packed = self._adapters.adapted(packed, *self._sizes, self._cuts, wide=False)
+
+    def parameters(self) -> ParameterTable:
+        """None but those of the use that has the weights."""
+        return {}
+
+    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+        assert self._packed is not None, "weights are not loaded"
+        return run.apply(self._packed, x, context)
 
 
 class DenseLinear:

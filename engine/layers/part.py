@@ -4,7 +4,7 @@ its steps, in the kernels' own operations. A layer is a tuple of specs, each of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import State
 from quire.engine.layers.adapters import Adapters
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
 from quire.engine.layers.schemes import Scheme
@@ -57,8 +57,12 @@ class Making:
     """Whose part of each layer it is."""
     experts: tuple[Backend, Scheme] | None = None
     """What packs routed experts, where it is not what packs all else."""
+    linears: Callable[..., Projection] = JoinedLinear
+    """What makes attention's linears, of JoinedLinear's arguments."""
     tables: dict[str, Tensor] = field(default_factory=dict)
     """Those of positions, which layers share."""
+    shared: dict[str, JoinedLinear] = field(default_factory=dict)
+    """Linears whose weights several layers have, by the name of the first one's part."""
 
     @property
     def attended_in(self) -> torch.dtype:

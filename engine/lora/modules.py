@@ -20,7 +20,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, stored_module
-from quire.engine.checkpoint.parts import unequal
+from quire.engine.checkpoint.parts import shared_blocks, unequal
 from quire.engine.checkpoint.parts.states import MatrixState, state_of
 from quire.engine.errors import ConfigError
 
@@ -67,6 +67,8 @@ def _linears(
     layers, hidden, inner, heads, vocab = sizes
     if kind in unequal.KINDS:
         return unequal.unequal_modules(raw, hidden) | _ends(hidden, vocab)
+    if kind in shared_blocks.KINDS:
+        return _sharing(raw, hidden) | _ends(hidden, vocab)
     attention = _attention(raw, hidden, heads, kv_heads, dim)
     with_state, shared, mlp = _with_state(raw, hidden), _shared(raw, hidden), _gated_mlp("mlp", hidden, inner)
     found = {
@@ -123,6 +125,18 @@ def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
         outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
     found = {f"{part}.in_proj_{name}": (hidden, size) for name, size in outs.items()}
     return found | {f"{part}.out_proj": (values, hidden)}
+
+
+def _sharing(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+    """Of a model some of whose layers share blocks: each use of these may have adapters of its own."""
+    uses = {use.layer for use in shared_blocks.uses_of(raw)}
+    spaces, own = _with_state(raw, hidden), shared_blocks.use_modules(raw, hidden)
+    behind = own | {f"mamba_decoder.{name}": shape for name, shape in spaces.items()}
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(len(raw.get("layer_types") or ()))
+        for name, shape in (behind if layer in uses else spaces).items()
+    }
 
 
 def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.layers.stream.shared_block import SharedBlockSpec
 from quire.engine.models.activations import activation_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def _by_family(config: ModelConfig) -> DecoderSpec:
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
     spec = _spec_as(config.model_type, config)
     experts = {"silu" if each.gated else "relu2" for each in spec.parts(ExpertsSpec)}
-    activations = {each.activation for each in spec.parts(MlpSpec)} or experts or {"silu"}
+    gates = {each.activation.kind for each in spec.parts(SharedBlockSpec)}
+    activations = {each.activation for each in spec.parts(MlpSpec)} or experts or gates or {"silu"}
     named = activation_of(config)
     # Old Gemma files say gelu but mean its tanh form.
     if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):

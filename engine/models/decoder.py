@@ -260,6 +260,8 @@ class Decoder:
             images = None if features is None else features.rows
             beside = self._layer_inputs.of(token_ids, x, images, metadata.linear)
             metadata = replace(metadata, beside=beside)
+        elif self.spec.reads_embeddings:
+            metadata = replace(metadata, beside=x.clone())  # the stream begins as x, and may be overwritten
         begin, tapped = 0, list[Tensor]()
         for stop in sorted({*taps, *range(1, len(deep) + 1)}):
             x, residual = self._run(x, residual, metadata, kv_cache, range(begin, stop), None)

@@ -38,6 +38,8 @@ class DecoderSpec:
     """What a 1 in the residual stream stands for."""
     layer_inputs: LayerInputsSpec | None = None
     """What tokens have for each layer beside their embedding; None: nothing."""
+    reads_embeddings: bool = False
+    """Layers read tokens' embeddings beside the stream."""
     head_bias: bool = False
     logit_scale: float = 1.0
     """Factor of the logits,"""
@@ -71,6 +73,8 @@ class DecoderSpec:
         """Why its layers cannot be divided among processes; None: they can."""
         if self.layer_inputs is not None:
             return "the model's layers read embeddings of their own, which the first process alone would have"
+        if self.reads_embeddings:
+            return "the model's layers read the tokens' embeddings, which the first process alone would have"
         if any(isinstance(each, SharedState) for each in self.states):
             return "some of the model's layers read keys and values of others, which must be in the same process"
         return None

@@ -35,7 +35,7 @@ from tests.quantized_models import compressed_config, float8, int8, quantize_che
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
 
-FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe", "qwen3_5"]
+FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe", "qwen3_5", "nemotron_h"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
@@ -201,12 +201,12 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next", "nemotron_h"])
 def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights, its part of every page, and its spare pages."""
     path = model(folder, family)
     given: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": 0.002, "max_num_seqs": 4, "max_model_len": 128}
-    given |= {"state_memory": 0.001} if family.startswith("qwen") else {}
+    given |= {"state_memory": 0.001} if family.startswith(("qwen", "nemotron")) else {}
     configs = [
         EngineConfig(model=str(path), speculative_config=each, **given)
         for each in ({"method": "none"}, {"method": "mtp", "num_speculative_tokens": 4})

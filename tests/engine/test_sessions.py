@@ -14,7 +14,10 @@ from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from tests.engine.harness import request, run
+from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.test_engine import disk
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import nightly
 
 TALKS, TURNS = 6, 4
 SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
@@ -41,6 +44,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("llama", {"kv_offload_memory": 0.01}),
     ("llama", {"max_num_batched_tokens": 64}),
     ("qwen3_5", {"state_memory": 2.5e-4, "snapshot_tokens": 16}),
+    ("mamba2", {"state_memory": 1e-3, "snapshot_tokens": 16, "kv_offload_memory": 0.02}),
 ]
 
 
@@ -97,3 +101,42 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
     assert (before.kept_blocks > 0) == kept
     made.reset_prefix_cache()
     assert made.stats.kept_blocks == 0
+
+
+@pytest.mark.parametrize("family", ["mamba2", *nightly("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
+def test_a_kept_conversation_with_states_comes_back_from_tiers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the host's memory, after more was kept than there is room for; then from the disk, in another process."""
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    chance = random.Random(6)
+    options = {"model": str(save_tiny_model(tmp_path / "model", family)), "dtype": "float32", "threads": 1}
+    options |= {"max_model_len": 400, "max_num_seqs": 2, "snapshot_tokens": 64, "num_kv_blocks": 30}
+    options |= {"state_memory": 4e-4, "speculative_config": {"method": "none"}}
+    alone = Engine(EngineConfig(**options, enable_prefix_caching=False))
+
+    def new(count: int) -> list[int]:
+        return [chance.randrange(3, VOCAB) for _ in range(count)]
+
+    def turn(made: Engine, prompt: list[int], session: str) -> list[int]:
+        """The whole text; with the tokens of an engine that computes it alone."""
+        asked = msgspec.structs.replace(request(session, prompt, max_tokens=10, logprobs=0), session=session)
+        found, wanted = (run(each, [asked])[session] for each in (made, alone))
+        assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
+        return prompt + found.ids
+
+    made = Engine(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)))
+    first = turn(made, new(170), "first")
+    for other in range(5):
+        turn(made, new(170), f"other {other}")
+    before = made.stats
+    second = turn(made, first + new(20), "first")
+    assert made.stats.prompt_tokens - before.prompt_tokens <= 20 + 10 + 64, "what is behind the last snapshot"
+    assert made.stats.tiers[0].fetched_pages > before.tiers[0].fetched_pages
+    made.close()
+    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    turn(again, second + new(20), "first")
+    assert again.stats.prompt_tokens <= 20 + 10 + 64
+    assert again.stats.tiers[0].fetched_pages > 0
+    again.close()

@@ -4,6 +4,7 @@ new computed."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from functools import cache
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import Request
+from quire.server.cli import main as cli
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import Answer, request, run
@@ -36,7 +40,7 @@ __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
 FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
-FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba"]
+FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba", "zamba2", "zamba2-blocks"]
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
@@ -129,7 +133,8 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "distance"), [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48))]
+    ("family", "distance"),
+    [("lfm2", 16), ("qwen3_5", 48), ("mamba2", 48), ("falcon_h1", 48), *nightly(("jamba", 48), ("zamba2", 48))],
 )
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
@@ -301,7 +306,7 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba"])
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "nemotron_h", "granite-hybrid", "mamba", "jamba", "zamba2"])
 def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> None:
     config = EngineConfig(
         model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
@@ -379,3 +384,42 @@ def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: 
     if served == "lfm2":
         assert right > 0.98 * drafts
     assert (made.stats.preemptions > 0) == ("num_kv_blocks" in shape)
+
+
+def written(tensors: list[torch.Tensor]) -> set[int]:
+    """Places along the first axis that hold something."""
+    return {at for each in tensors for at in range(len(each)) if each[at].float().abs().sum() > 0}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    [("lfm2", 4), ("qwen3_5", 0), ("mamba2", 4), ("jamba", 4), *nightly(("falcon_h1", 4), ("zamba2", 4))],
+)
+def test_sequences_take_the_memory_that_the_plan_says(
+    family: str, drafts: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pages, slots and snapshots: those of the plan are as large as what is allocated, and a sequence writes to as many
+    of them as it is counted with."""
+    path = str(model(folder, family))
+    guesses = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else {"method": "none"}
+    asked: dict[str, Any] = {"kv_cache_memory": 0.004, "max_model_len": 192, "max_num_seqs": 3, "dtype": "bfloat16"}
+    flags = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--speculative-config", json.dumps(guesses)]
+    assert cli.main(["plan", path, "--memory", "4", "--json", *flags]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    made = Engine(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **asked))
+    states = [each for layer in made.runner._slots.states for each in layer]
+    assert planned["state_bytes"] == sum(each.nbytes for each in states) == made.info.state_bytes
+    pages = made.runner._pages
+    held = sum(each.nbytes for each in pages)
+    token = planned["kv"]["page_bytes"] // planned["kv"]["block_size"]
+    tokens = made.info.num_blocks * made.info.block_size
+    assert held == (0 if family == "mamba2" else token * tokens), "a page of Mamba 2 holds nothing"
+    for each in (*states, *pages):
+        each.zero_()
+    prompts = [[3 + (7 * at + each) % 300 for each in range(100)] for at in range(2)]
+    run(made, [request(str(at), prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
+    large = any(isinstance(each, MatrixState) for each in made.runner._model.spec.states)
+    snapshots = 2 * 3 if large else 0  # at 32, 64 and 96 tokens
+    assert len(written(states)) == 2 + snapshots
+    assert len(written([each.transpose(0, 1) for each in pages])) == (0 if family == "mamba2" else 2 * 7)

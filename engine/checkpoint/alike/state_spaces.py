@@ -38,6 +38,12 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "n_routed_experts": "num_local_experts",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
     },
+    "zamba2": {
+        "layers_block_type": "layer_types",
+        "n_mamba_heads": "mamba_n_heads",
+        "mamba_ngroups": "mamba_n_groups",
+        "add_bias_linear": "mamba_proj_bias",
+    },
 }
 """By model_type, as OTHER_NAMES of fields.py has it."""
 _SPACE = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
@@ -63,6 +69,19 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 7688,
         "norm_topk_prob": True,
     },
+    "zamba2": {
+        **_SPACE,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "vocab_size": 32_000,
+        "hidden_size": 2560,
+        "num_hidden_layers": 54,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
 }
 """The same of LEFT_OUT."""
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -78,6 +97,8 @@ def complete(found: dict[str, Any]) -> None:
         found["layer_types"] = [_LETTERS.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]
     if kind == "nemotron_h" and not found.get("layer_types"):
         found["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
+    if kind == "nemotron_h":
+        _complete_mtp(found)
     types = found.get("layer_types")
     if kind == "nemotron_h" and isinstance(types, list) and 1 <= len(types) <= MAX_LAYERS:
         found["num_hidden_layers"] = layers = len(types)  # whatever config.json says
@@ -88,9 +109,22 @@ def complete(found: dict[str, Any]) -> None:
     _complete_sizes(kind, found)
 
 
+def _complete_mtp(found: dict[str, Any]) -> None:
+    """What the layers that guess tokens are, by the names of others."""
+    kinds, pattern = found.get("mtp_layers_block_type"), found.get("mtp_hybrid_override_pattern")
+    if not kinds and isinstance(pattern, str):
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]
+    kinds = kinds or ["full_attention", "moe"]
+    if isinstance(kinds, list):
+        found["mtp_layers_block_type"] = [_OLDER.get(each, each) if isinstance(each, str) else each for each in kinds]
+
+
 def _layer_types(kind: str, found: Mapping[str, Any], layers: int) -> list[str]:
     if kind == "falcon_h1":
         return ["hybrid"] * layers
+    if kind == "zamba2":
+        hybrid = [*range(6, 48, 6), 47, 51]
+        return ["hybrid" if layer in hybrid else "linear_attention" for layer in range(layers)]
     attending = found.get("attn_layer_indices") if kind == "bamba" else ()
     attending = attending if isinstance(attending, list) else ()
     return ["full_attention" if layer in attending else "linear_attention" for layer in range(layers)]
@@ -104,11 +138,26 @@ def _complete_sizes(kind: str, found: dict[str, Any]) -> None:
             found["mamba_d_head"] = own // heads
         elif isinstance(hidden, int) and isinstance(times, int):
             found["mamba_d_head"] = times * hidden // heads
+    if kind == "zamba2":
+        _complete_zamba2(found)
     if isinstance(limits := found.get("time_step_limit"), list):
         found["time_step_limit"] = [_number(each) for each in limits]
     if kind == "mamba2":  # which has neither attention nor an MLP
         found |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": hidden}
         found["head_dim"] = found.get("mamba_d_head")
+
+
+def _complete_zamba2(found: dict[str, Any]) -> None:
+    """What follows from the size of hidden states, whatever config.json says; attention reads twice as much."""
+    heads, hidden, spaces = (found.get(name) for name in ("num_attention_heads", "hidden_size", "mamba_n_heads"))
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        found["head_dim"] = 2 * hidden // heads
+        found["intermediate_size"] = found.get("intermediate_size") or 4 * hidden
+    times = found.get("mamba_expand")
+    if isinstance(hidden, int) and isinstance(times, int) and isinstance(spaces, int) and spaces > 0:
+        found["mamba_d_head"] = times * hidden // spaces
+    if found.get("use_long_context"):
+        found["max_position_embeddings"] = 16_384
 
 
 def _number(given: Any) -> Any:

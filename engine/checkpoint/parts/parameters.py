@@ -18,6 +18,7 @@ from quire.engine.checkpoint.families import (
     sparse_layers,
 )
 from quire.engine.checkpoint.fields import ALIASES
+from quire.engine.checkpoint.parts import shared_blocks
 from quire.engine.checkpoint.parts.states import PIECE, ColumnState, MatrixState
 from quire.engine.errors import ModelError
 
@@ -81,6 +82,8 @@ def attention_numbers(text: Mapping[str, Any], hidden: int, *, latents: bool) ->
     if size < 1:
         raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
     kind = text.get("model_type")
+    if kind in shared_blocks.KINDS:  # whose parameters are no layer's: block_numbers
+        return 0, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
     parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
     asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
     if asked or kind in _BIASED or kind in ("qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text"):

@@ -64,6 +64,10 @@ class StateSpaceSpec(PartSpec):
     factors: Factors = _ONES
     parallel: bool = False
     """It reads the residual stream as attention has read it, by the same norm, before what attention gives is added."""
+    aside: bool = False
+    """What the part before it gives is added to what it reads alone, not to the stream."""
+    within: str = ""
+    """In a checkpoint, behind the layer's name and before the part's."""
 
     @property
     def channels(self) -> int:
@@ -93,6 +97,7 @@ class StateSpaceSpec(PartSpec):
 class StateSpacePart(Part):
     def __init__(self, spec: StateSpaceSpec, making: Making, layer: str) -> None:
         shard, hidden = making.shard, making.hidden_size
+        layer = f"{layer}.{spec.within}" if spec.within else layer
         self._spec, self._making, self._prefix = spec, making, f"{layer}.mamba"
         self._groups, self._heads = shard.span(spec.groups), shard.span(spec.heads)
         values, keys = spec.heads * spec.value, spec.groups * spec.key
@@ -159,6 +164,9 @@ class StateSpacePart(Part):
         if self._spec.parallel:
             assert residual is not None
             x = self._norms.norm(run, self._norm, residual)
+        elif self._spec.aside:
+            assert residual is not None
+            x = self._norms.norm(run, self._norm, run.add(residual, x))
         else:
             x, residual = self._norms.add(run, self._norm, x, residual)
         recent, matrices, guesses = step.pages

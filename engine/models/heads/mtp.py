@@ -5,7 +5,8 @@ that follows,
     s = norm(layer(W [norm(embedding of t); norm(h)]))
 
 is what the model's own head makes the token after next of. For tokens further ahead s takes the place of h, so one
-layer guesses any number of them. It attends to all places before, with keys and values of its own.
+layer guesses any number of them. It attends to all places before, with keys and values of its own. Nemotron 3's are
+two layers, attention and experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN, LAYER
+from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
@@ -27,9 +28,10 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 
 class Mtp(LayersHead):
-    def __init__(self, spec: LayerSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        """`spec`: of its layer. It takes embedding and head of the decoder, and norms like the decoder's last one."""
-        super().__init__({LAYER: spec}, scheme, decoder, backend)
+    def __init__(self, specs: Sequence[LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+        """`specs`: of its layers. It takes embedding and head of the decoder, and norms like the decoder's last one."""
+        named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
+        super().__init__(named, scheme, decoder, backend)
         size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, END)
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
         self._join = JoinedLinear(scheme, 2 * size, {JOIN: size}, bias=False)

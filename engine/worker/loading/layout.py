@@ -125,11 +125,11 @@ class Arrangement:
             return [_Piece(self._turned(every), len(every))]
         if own[0].startswith("linear_attn."):
             return self._of_delta_net(own)
-        if own[0].startswith("mamba."):
+        if ".mamba." in f".{own[0]}":
             spec = decoder_spec(self._config)
             spaces: list[StateSpaceSpec | SelectiveScanSpec] = [*spec.parts(StateSpaceSpec)]
             outputs = [*spaces, *spec.parts(SelectiveScanSpec)][0].outputs
-            sizes = [outputs[name.removeprefix("mamba.")] for name in own]
+            sizes = [outputs[name.rpartition(".")[2]] for name in own]
             return [_Piece(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
         if own[-1] == "self_attn.gate_proj":
             every = torch.arange(2 * config.num_heads * config.head_dim)

@@ -162,7 +162,8 @@ class _Recorder(Operations):
         return self._call("gelu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
 
     def mul_columns(self, x: Any, beside: Any, first: int) -> Any:
-        return self._call("mul_columns", x, x, beside, _TOKENS, x.width, _WIDTH, first, _THREADS)
+        width = beside.width if isinstance(beside, _Buffer) else _WIDTH
+        return self._call("mul_columns", x, x, beside, _TOKENS, x.width, width, first, _THREADS)
 
     def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
         k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
@@ -224,8 +225,9 @@ class _Recorder(Operations):
         return self._call(native_rule.kernel, out, given, z, beside, *kept, *where, *sizes, _THREADS)
 
     def join(self, x: Any, y: Any) -> Any:
-        out = self._buffer(x.width + y.width)
-        return self._call("join", out, x, y, out, _TOKENS, x.width, y.width, _THREADS)
+        second = y.width if isinstance(y, _Buffer) else self._hidden  # what lies beside the stream, as wide as it
+        out = self._buffer(x.width + second)
+        return self._call("join", out, x, y, out, _TOKENS, x.width, second, _THREADS)
 
     def cast(self, x: Any, dtype: torch.dtype) -> Any:
         if x.dtype == dtype:

@@ -71,6 +71,7 @@ READERS = (
     "falcon_mamba",
     "jamba",
     "nemotron_h",
+    "zamba2",
     "deepseek_v3",
     "minicpm3",
     "hunyuan_v1_dense",

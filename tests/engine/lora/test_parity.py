@@ -100,6 +100,7 @@ JOINED = {
     "jamba-dense": ("q_proj", "in_proj", "x_proj", "out_proj", "gate_proj", "down_proj"),
     "nemotron_h": ("q_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
     "falcon_h1": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
+    "zamba2": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj", "linear"),
     "granite-hybrid-dense": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
     "youtu": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
     "deepseek_v2-dense": ("q_proj", "o_proj"),

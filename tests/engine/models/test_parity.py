@@ -34,6 +34,7 @@ def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
+    within = 3e-4 if family.startswith("zamba2") else 1e-4  # transformers' own float32 is as far from its float64
     wanted = [expected(path, prompt) for prompt in prompts()]
     for backend in BACKENDS:
         engine = Engine(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
@@ -53,11 +54,11 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
             for position, logprob in enumerate(found):
                 assert logprob is not None
                 row = logprobs[position]
-                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=1e-4)
+                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=within)
                 ahead = row - row[logprob.token_id]
-                assert (ahead > 1e-4).sum() <= logprob.rank - 1 <= (ahead > -1e-4).sum() - 1
+                assert (ahead > within).sum() <= logprob.rank - 1 <= (ahead > -within).sum() - 1
                 best = row.topk(len(logprob.top)).values
-                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=1e-4)
+                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=within)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])

@@ -39,10 +39,10 @@ def load_head(config: EngineConfig, served: ModelConfig, backend: Backend, decod
 def _load_mtp(config: EngineConfig, served: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
     path, dummy = stored_at(config), config.load_format == "dummy"
     fields = cast(ServedFields, mtp_fields(served.raw, served.num_layers))
-    alone = replace(served, num_layers=1, raw=fields, context=decoder.max_model_len)
+    alone = replace(served, num_layers=fields["num_hidden_layers"] or 1, raw=fields, context=decoder.max_model_len)
     names = None if dummy else find_mtp(path, served.num_layers)
     weights = open_weights(config, path, alone, backend, decoder.dtype, mtp=names)
-    head = Mtp(decoder_spec(alone).layers[0], weights.scheme, decoder, backend)
+    head = Mtp(decoder_spec(alone).layers, weights.scheme, decoder, backend)
     table = head.parameters()
     stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
     with torch.inference_mode():

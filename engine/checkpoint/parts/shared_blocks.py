@@ -1,0 +1,68 @@
+"""Blocks of attention and MLP whose weights several layers share (Zamba 2): which layer has which, and how many
+parameters they are. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+KINDS = ("zamba2",)
+MOST_USES = 64
+"""Whose own linears a checkpoint's layout knows by name (engine/checkpoint/layouts.py)."""
+Shapes = dict[str, tuple[int, int]]
+
+
+class Use(NamedTuple):
+    layer: int
+    home: int
+    """The layer that has the block's weights: the first one that uses it."""
+
+
+def uses_of(text: Mapping[str, Any]) -> list[Use]:
+    """In the layers' order; blocks take turns."""
+    layers = [layer for layer, kind in enumerate(text.get("layer_types") or ()) if kind == "hybrid"]
+    blocks = max(int(text.get("num_mem_blocks") or 1), 1)
+    return [Use(layer, layers[number % blocks]) for number, layer in enumerate(layers)]
+
+
+def use_modules(text: Mapping[str, Any], hidden: int) -> Shapes:
+    """The linears of one use that may have adapters, (in, out) by their names in a layer."""
+    inner, both = int(text.get("intermediate_size") or 0), 2 * hidden
+    queries, keys = (int(text.get(name) or 0) * _head(text, hidden) for name in _HEADS)
+    keys = keys or queries
+    attention = {"q": (both, queries), "k": (both, keys), "v": (both, keys), "o": (queries, hidden)}
+    found = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
+    found |= {f"feed_forward.{name}_proj": (hidden, inner) for name in ("gate", "up")}
+    found |= {"feed_forward.down_proj": (inner, hidden)}
+    return {f"shared_transformer.{name}": shape for name, shape in found.items()} | {"linear": (hidden, hidden)}
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def _head(text: Mapping[str, Any], hidden: int) -> int:
+    return int(text.get("head_dim") or 2 * hidden // max(int(text.get("num_attention_heads") or 1), 1))
+
+
+class BlockNumbers(NamedTuple):
+    """Parameters."""
+
+    stored: int
+    """Of all blocks, and what is each use's own."""
+    again: int
+    """What a step reads of blocks beyond the first time."""
+
+
+NO_BLOCKS = BlockNumbers(0, 0)
+
+
+def block_numbers(text: Mapping[str, Any], hidden: int) -> BlockNumbers:
+    uses, shapes = uses_of(text), use_modules(text, hidden)
+    inner, rank = int(text.get("intermediate_size") or 0), int(text.get("adapter_rank") or 128)
+    biased = bool(text.get("mamba_proj_bias")) * (2 * inner + hidden)
+    block = sum(a * b for name, (a, b) in shapes.items() if name != "linear") + biased + 3 * hidden
+    small = rank * (hidden + 2 * inner)
+    if text.get("use_shared_attention_adapter"):
+        small += sum(rank * sum(shapes[f"shared_transformer.self_attn.{name}_proj"]) for name in "qkv")
+    homes = len({use.home for use in uses})
+    return BlockNumbers(homes * block + len(uses) * (small + hidden * hidden), (len(uses) - homes) * block)
