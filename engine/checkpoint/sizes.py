@@ -209,14 +209,20 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     )
 
 
-def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
-    """The same of a model all of whose layers that attend do so with as many heads of one size."""
+def _text_to_plan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the text. Raises ModelError where it says too little, or of no decoder."""
     family = family_not_served(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")
     text = text_config(raw)
     if family is not None and not optional_size(text, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
+    return text
+
+
+def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
+    """The same of a model all of whose layers that attend do so with as many heads of one size."""
+    text = _text_to_plan(raw)
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (given_size(text, name) for name in wanted)
     notes = _notes(raw, kind, (tower := tower_numbers(raw, hidden))[0])
