@@ -220,6 +220,7 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
             assert (len(answer.ids) == LONG) == (mode != "abort")
 
 
+@pytest.mark.slow
 async def test_requests_may_leave_while_they_wait(folders: tuple[Path, Path]) -> None:
     client = EngineClient(ProcessLink(config_of(folders[0])))
     async with running(client) as weights:
@@ -270,6 +271,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
     client = EngineClient(ProcessLink(config_of(first)))

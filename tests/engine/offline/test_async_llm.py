@@ -64,6 +64,7 @@ async def test_streams_say_in_their_kind_what_llm_says(
         assert parts[-1].cumulative_logprob == wanted.outputs[index].cumulative_logprob
 
 
+@pytest.mark.slow
 async def test_a_stream_outlives_its_engine(llm: AsyncLLM, wanted: RequestOutput) -> None:
     pid, found = llm._client.link.pid, []
     async for output in llm.generate(PROMPT, params(RequestOutputKind.CUMULATIVE), "killed"):
