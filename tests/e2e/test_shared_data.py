@@ -88,10 +88,11 @@ async def test_its_events_are_followed_through_another_process(http: httpx.Async
     path = f"/v1/responses/{found[1]}?stream=true&starting_after=4"
     others = await asyncio.gather(*[http.get(path) for _ in range(6)])
     numbers = {tuple(map(int, re.findall(r'"sequence_number":(\d+)', each.text))) for each in others}
-    assert len(numbers) == 1, "each got the same"
-    (same,) = numbers
+    late = {each for each in numbers if len(each) == 1}  # asked behind its end, which gives the last event alone
+    (same,) = numbers - late
     assert same == tuple(range(5, 5 + len(same)))
-    assert all('"response.' in each.text and "text.delta" in each.text for each in others)
+    assert late <= {same[-1:]}
+    assert all('"response.' in each.text for each in others)
 
 
 async def test_it_is_cancelled_and_deleted_through_another_process(http: httpx.AsyncClient) -> None:
