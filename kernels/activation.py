@@ -1,7 +1,8 @@
-"""What an MLP without a gate does to each number between its two matrices; and a factor."""
+"""What is done to each number between matrices: by gates, by MLPs without a gate; and a factor."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,20 +29,49 @@ class Activation:
 
 GELU = Activation("gelu")
 
-_VECTOR = 64
-"""PyTorch computes the numbers beyond the last whole vector by other instructions. Rows that end where a vector does
-are computed alike, whatever rows are beside them."""
+
+def sigmoid(x: Tensor) -> Tensor:
+    """This and the functions below give a number the same bits wherever it stands in x. PyTorch's own do not on CPUs:
+    what is left over behind the last whole vector, of x or of a thread's part of it, they compute by other
+    instructions, so that a row's bits would depend on the rows beside it. Its exp, erf and tanh do (2.13)."""
+    if x.device.type != "cpu":
+        return torch.sigmoid(x)
+    return torch.exp(-_wide(x)).add_(1).reciprocal_().to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return F.silu(x)
+    wide = _wide(x)
+    return (wide / torch.exp(-wide).add_(1)).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return F.gelu(x)
+    wide = _wide(x)
+    return torch.erf(wide * math.sqrt(0.5)).add_(1).mul_(0.5).mul_(wide).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return F.gelu(x, approximate="tanh")
+    wide = _wide(x)
+    inner = (wide * wide).mul_(0.044715).add_(1).mul_(wide).mul_(math.sqrt(2 / math.pi))
+    return inner.tanh_().add_(1).mul_(0.5).mul_(wide).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Of each number in x ([..., width])."""
-    if lacking := -x.shape[-1] % _VECTOR:
-        return activate(F.pad(x, (0, lacking)), activation)[..., : x.shape[-1]].contiguous()
     match activation.kind:
         case "gelu":
-            return F.gelu(x)
+            return gelu(x)
         case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
+            return gelu_tanh(x)
         case "relu":
             return F.relu(x)
         case "relu2":
@@ -49,7 +79,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         case "times":
             return x * activation.slope
         case "xielu":
-            wide = x if x.dtype == torch.float64 else x.float()
+            wide = _wide(x)
             above, below = wide.clamp(min=0), wide.clamp(max=0)
             curved = activation.positive * above.square() + activation.negative * (torch.expm1(below) - below)
             return (curved + activation.slope * wide).to(x.dtype)

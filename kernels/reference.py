@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import lora
-from quire.kernels.activation import Activation, Clamp, activate
+from quire.kernels.activation import Activation, Clamp, activate, gelu_tanh, sigmoid, silu
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
@@ -115,7 +115,7 @@ class Reference(Backend):
         return x + residual
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-        return x * gate.sigmoid() + residual
+        return x * sigmoid(gate) + residual
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return activate(x, activation)
@@ -129,11 +129,11 @@ class Reference(Backend):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu(gate) * up
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_tanh(gate) * up
 
     def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
         return x * beside[:, first : first + x.shape[1]]
@@ -141,7 +141,7 @@ class Reference(Backend):
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=clamp.limit)
-        return gate * torch.sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
+        return gate * sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
 
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
@@ -184,7 +184,7 @@ class Reference(Backend):
         return x.to(dtype)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate)
+        return x * sigmoid(gate)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         if self.deterministic:

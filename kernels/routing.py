@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation, Clamp
+from quire.kernels.activation import Activation, Clamp, sigmoid
 
 Multiply = Callable[[Tensor, Any], Tensor]
 """A `Linear` of kernels/backend.py."""
@@ -93,7 +93,7 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
         scores = (scores / routing.softcap).tanh() * routing.softcap
     if routing.weights == "mixer":
         return _mixed(scores, routing)
-    weights = scores.sigmoid() if routing.weights == "sigmoid" else scores.softmax(-1)
+    weights = sigmoid(scores) if routing.weights == "sigmoid" else scores.softmax(-1)
     # Scores have the order of the weights, and no equal ones where weights are too near to 0 or 1.
     wanted = scores if correction is None and routing.group_best == 1 else weights
     wanted = wanted if correction is None else wanted + correction

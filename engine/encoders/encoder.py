@@ -25,7 +25,7 @@ from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable, held
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
-from quire.kernels.activation import GELU
+from quire.kernels.activation import GELU, sigmoid
 from quire.kernels.activation import Activation as Elementwise
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.rotation import Rope
@@ -341,7 +341,7 @@ class Encoder:
             case ("gelu" | "gelu_tanh" | "relu") as kind, False:
                 wide = backend.activate(wide, Elementwise(kind))
             case "quick_gelu", False:
-                wide = wide.mul_(torch.sigmoid(1.702 * wide))
+                wide = wide.mul_(sigmoid(1.702 * wide))
             case unknown, _:
                 raise ModelError(f"model: hidden_act {unknown!r} is not supported here")
         return layer.down.packed(wide, NO_ADAPTERS)

@@ -45,7 +45,16 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 from tests.engine.harness import request, run
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_ranks import SHAPES, SMALL, asked, asked_with_adapters, assert_same, one_thread, prompts
+from tests.engine.test_ranks import (
+    SHAPES,
+    SMALL,
+    asked,
+    asked_with_adapters,
+    assert_same,
+    assert_same_alone,
+    one_thread,
+    prompts,
+)
 from tests.engine.test_speculation import CHEAP, always
 from tests.engine.worker.test_graphs import fake_flash, picked, traffic
 from tests.kernels.fake_capture import FakeCapture
@@ -80,11 +89,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     found = run(divided, asked())
     assert_same(found, expected)
     assert divided.stats.preemptions > 0
-    for each in asked():  # promise 2, at this number of ranks
-        divided.reset_prefix_cache()
-        (alone,) = run(divided, [each]).values()
-        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
-    assert run(divided, asked()[4:])["5"].cached_tokens > 0
+    assert_same_alone(divided, found)
 
 
 @pytest.mark.slow

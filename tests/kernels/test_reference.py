@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.reference import Reference
+from quire.kernels.routing import Routing, route
 from tests.kernels.ragged import Part, attend, error, random_part
 
 reference = Reference()
@@ -92,7 +98,48 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
     normed, total = reference.add_layer_norm(x, residual, weight, bias, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, reference.layer_norm(total, weight, bias, 1e-5))
-    assert torch.equal(reference.silu_mul(x), F.silu(x[:, :32]) * x[:, 32:])
+    gate, up = x.chunk(2, 1)
+    for found, expected in (
+        (reference.silu_mul(x), F.silu(gate) * up),
+        (reference.gelu_mul(x), F.gelu(gate, approximate="tanh") * up),
+        (reference.activate(x, Activation("gelu")), F.gelu(x)),
+        (reference.activate(x, Activation("gelu_tanh")), F.gelu(x, approximate="tanh")),
+        (reference.sigmoid_mul(x, residual), x * residual.sigmoid()),
+        (reference.add_gated(x, weight[:5, None], residual), x * weight[:5, None].sigmoid() + residual),
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-14)
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": reference.silu_mul,
+    "gated gelu": reference.gelu_mul,
+    "clamped": lambda x: reference.clamped_mul(x, Clamp(1.702, 7.0)),
+    "add_gated": lambda x: reference.add_gated(x, x[:, :1].contiguous(), x),
+    "sigmoid_mul": lambda x: reference.sigmoid_mul(x, x),
+    "layer_norm": lambda x: reference.layer_norm(x, x.new_ones(x.shape[1]), x.new_ones(x.shape[1]), 1e-5),
+    "rms_norm": lambda x: reference.rms_norm(x, x.new_ones(x.shape[1]), 1e-5),
+    "sigmoid router": lambda x: route(x.float(), Routing(8, "sigmoid"), None)[1],
+    "softmax router": lambda x: route(x.float(), Routing(3, groups=2, groups_kept=1, group_best=2), None)[1],
+    "mixer": lambda x: route(x.float(), Routing(2, "mixer", jitter=0.01), None)[1],
+    **{kind: partial(reference.activate, activation=Activation(kind)) for kind in ("gelu", "gelu_tanh", "relu2")},
+    "xielu": lambda x: reference.activate(x, Activation("xielu", 0.8, 0.7, 0.5)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int, generator: torch.Generator) -> None:
+    """Rows that end within a vector, and enough of them that threads' parts end within rows."""
+    before, function = torch.get_num_threads(), ELEMENTWISE[name]
+    torch.set_num_threads(threads)
+    try:
+        for dtype, shape in product((torch.float32, torch.bfloat16), ((200, 10), (80, 2502))):
+            x = (2 * torch.randn(shape, generator=generator)).to(dtype)
+            whole = function(x)
+            for first, end in (*pairwise(range(20)), (5, 22), (17, 80)):
+                assert torch.equal(function(x[first:end]), whole[first:end]), (dtype, shape, first)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
