@@ -42,6 +42,6 @@ def encode_ascii(value: object) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """The text as a line of a log may have it. An address may spell line breaks and codes that move a terminal's cursor:
+    """The text as a line of a log may have it: an address may spell line breaks and codes that move a cursor, and
     these are written as its percent signs had them."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)

@@ -137,6 +137,7 @@ async def test_results_of_tools_go_to_the_calls_in_turn() -> None:
         (CHAT, {"model": "nope", "messages": HELLO["messages"]}, 404, "does not exist"),
         (CHAT, {**HELLO, "options": {"temperature": -1}}, 400, "options.temperature"),
         (CHAT, {**HELLO, "options": {"num_predict": 0}}, 400, "options.num_predict"),
+        (CHAT, {**HELLO, "options": 5}, 400, "options: Input should be an object"),
         (CHAT, {**HELLO, "format": {"type": "strange"}}, 400, "format: "),
         (CHAT, {"model": NAME, "messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "images"),
         (GENERATE, {"model": NAME, "prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
