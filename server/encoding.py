@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from urllib.parse import quote
 
 import msgspec
 
@@ -38,3 +39,9 @@ def encode_list(encoded: Iterable[bytes]) -> bytes:
 def encode_ascii(value: object) -> bytes:
     """JSON in ASCII, for text that a client may have given half of a surrogate pair: UTF-8 cannot write that."""
     return json.dumps(value).encode()
+
+
+def one_line(text: str) -> str:
+    """The text as a line of a log may have it: an address may spell line breaks and codes that move a cursor, and
+    these are written as its percent signs had them."""
+    return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)

@@ -30,7 +30,7 @@ from quire.engine.errors import (
     RequestQuarantined,
     Timeout,
 )
-from quire.server.encoding import DATA, END, encode_ascii
+from quire.server.encoding import DATA, END, encode_ascii, one_line
 
 logger = logging.getLogger("quire.server")
 
@@ -222,6 +222,6 @@ class UnexpectedErrorMiddleware:
                 raise
             record = scope.get("request_record")
             extra = {"request_id": None if record is None else record.request_id}
-            logger.error("%s %s failed", scope.get("method"), scope.get("path"), exc_info=error, extra=extra)
+            logger.error("%s %s failed", scope["method"], one_line(scope["path"]), exc_info=error, extra=extra)
             told = Failure(500, UNEXPECTED, SERVER, None, "internal_error")
             await answer(scope["path"], told)(scope, receive, send)

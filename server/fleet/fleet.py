@@ -139,8 +139,14 @@ class Fleet:
         await self.unload(member)
 
     async def start(self) -> None:
-        """Load the first model. Raises what its start raises."""
-        await self._load(self.members[0])
+        """Load the first model. Raises what its start raises, with the model's name."""
+        first = self.members[0]
+        try:
+            await self._load(first)
+        except QuireError as error:
+            error.message = f"models: {first.entry.name}: {error.message}"
+            error.args = (error.message,)
+            raise
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -245,7 +251,7 @@ class Fleet:
 
     async def _load(self, member: Member) -> None:
         """Raises what the start of its engine raises."""
-        log.info("models: %s is loaded", member.entry.name)
+        log.info("models: loading %s", member.entry.name)
         member.loading, member.failure = True, None
         member.ending.clear()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -9,6 +9,7 @@ import time
 
 from quire.server.access.authentication import OPEN_PATHS
 from quire.server.config import ServerConfig
+from quire.server.encoding import one_line
 from quire.server.observe.request_log import RequestRecord
 
 access = logging.getLogger("quire.access")
@@ -62,5 +63,5 @@ def log_request(record: RequestRecord) -> None:
         "status": record.status,
         "milliseconds": round((record.ended - record.arrived) * 1000, 3),
     }
-    about = record.method, record.path, record.status, extra["milliseconds"]
+    about = record.method, one_line(record.path), record.status, extra["milliseconds"]
     access.info("%s %s %s in %.0f ms", *about, extra=extra)

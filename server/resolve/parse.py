@@ -23,6 +23,8 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_JSON_DEPTH = 100
 MAX_DETAILS = 10
 """Most complaints that one error lists."""
+_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+"""Complaints that pydantic words for Python: of dictionaries, and instances of our classes."""
 _QUOTED = re.compile(r"'([^']*)'")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
@@ -80,7 +82,8 @@ def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseMod
     for one in details:
         place = _where(one["loc"])
         if one["type"] == "too_many" or place not in by_place:
-            by_place[place] = one["msg"] + _meant(one, given, model)
+            said = "Input should be an object" if one["type"] in _OBJECT else one["msg"]
+            by_place[place] = said + _meant(one, given, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
 
 

@@ -85,7 +85,9 @@ def _chat(
     model: ServedModel,
     config: ServerConfig,
 ) -> Resolved:
-    with named_by_caller(NAMES) as places:
+    whole = isinstance(body, OllamaChatRequest)
+    names = NAMES if whole else {**NAMES, "messages": "prompt"}
+    with named_by_caller(names) as places:
         fields = {
             **sampling(body, model),
             "model": name,
@@ -93,9 +95,9 @@ def _chat(
             "tools": [tool.as_dict() for tool in tools],
             **thinking(body, model),
         }
-        writer = OllamaChatWriter if isinstance(body, OllamaChatRequest) else OllamaWriter
+        writer = OllamaChatWriter if whole else OllamaWriter
         call = chat_call(validated(fields, ChatRequest), model, config, writer=writer, ignored=body.ignored_params())
-    return in_own_words(call, NAMES)
+    return in_own_words(call, names)
 
 
 def plain_name(asked: str | None, model: ServedModel) -> str | None:

@@ -27,7 +27,7 @@ from quire.server.protocol.responses import (
     ResponsesRequest,
 )
 from quire.server.resolve.chat import chat_call
-from quire.server.resolve.checks import NeedsWorker, check_texts
+from quire.server.resolve.checks import NeedsWorker, check_text, check_texts
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.translated.as_chat import Places, in_own_words, named_by_caller, placed
@@ -98,6 +98,8 @@ def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
             raise InvalidRequest(f"{name}: {NO_STORE}", param=name)
+    check_text(body.previous_response_id or "", "previous_response_id")
+    check_text(body.conversation_id or "", "conversation")
     if body.previous_response_id is not None and body.conversation is not None:
         raise InvalidRequest("conversation and previous_response_id exclude each other", param="conversation")
     if body.background and body.store is False:

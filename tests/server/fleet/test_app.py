@@ -72,6 +72,12 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[Server, htt
             over.set()
 
 
+async def test_a_start_that_fails_names_the_model() -> None:
+    with pytest.raises(ModelError, match=f"models: {WRONG}: model: wrong has"):
+        async with opened(WRONG):
+            pass
+
+
 def body(model: str | None, **more: Any) -> dict[str, Any]:
     return {"prompt": "x", "max_tokens": 3, **more} | ({} if model is None else {"model": model})
 

@@ -51,6 +51,14 @@ async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.
     assert "secret" not in lines.getvalue()
 
 
+async def test_an_address_makes_no_line_of_its_own(lines: io.StringIO) -> None:
+    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+        await api.http.get("/v1/files/a%0Ab%1B%5B2J%C3%A4")
+    (line,) = (json.loads(line) for line in lines.getvalue().splitlines())
+    assert line["message"].startswith("GET /v1/files/a%0Ab%1B[2J\u00e4 404 in")
+    assert line["path"] == "/v1/files/a\nb\x1b[2J\u00e4"
+
+
 async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
     async with open_api(FakeEngine(hashed(b"abc")), disable_access_log=True) as api:
         await api.post("/v1/completions", BODY)

@@ -137,10 +137,11 @@ async def test_results_of_tools_go_to_the_calls_in_turn() -> None:
         (CHAT, {"model": "nope", "messages": HELLO["messages"]}, 404, "does not exist"),
         (CHAT, {**HELLO, "options": {"temperature": -1}}, 400, "options.temperature"),
         (CHAT, {**HELLO, "options": {"num_predict": 0}}, 400, "options.num_predict"),
+        (CHAT, {**HELLO, "options": 5}, 400, "options: Input should be an object"),
         (CHAT, {**HELLO, "format": {"type": "strange"}}, 400, "format: "),
         (CHAT, {"model": NAME, "messages": [{"role": "user", "content": "a", "images": ["x"]}]}, 400, "images"),
         (GENERATE, {"model": NAME, "prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
-        (GENERATE, {"model": NAME, "prompt": "a" * 3000}, 400, "context"),
+        (GENERATE, {"model": NAME, "prompt": "a" * 3000}, 400, "prompt came to"),
         (GENERATE, {"model": NAME, "prompt": 3}, 400, "prompt"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,6 +142,17 @@ async def test_what_excludes_each_other(tmp_path: Path) -> None:
         both = await api.post(PATH, body(previous_response_id="a", conversation="b"), 400)
         assert both["error"]["param"] == "conversation"
         assert (await api.post(PATH, body(background=True, store=False), 400))["error"]["param"] == "background"
+
+
+async def test_ids_that_no_store_could_hold_are_refused(tmp_path: Path) -> None:
+    async with storing(tmp_path) as api:
+        for fields in (
+            {"previous_response_id": "\ud800"},
+            {"conversation": "\ud800"},
+            {"conversation": {"id": "\ud800"}},
+        ):
+            answer = await api.http.post(PATH, content=json.dumps(body(**fields)))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
 
 
 async def test_a_conversation(tmp_path: Path) -> None:
