@@ -414,7 +414,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **NEMOTRON_H,
         "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
     },
-    "zamba2": {"model_type": "zamba2", **ZAMBA2},
+    "zamba2": {"model_type": "zamba2", **ZAMBA2, "num_key_value_heads": 2, "attention_head_dim": 24},
     "zamba2-blocks": {
         "model_type": "zamba2",
         **ZAMBA2,

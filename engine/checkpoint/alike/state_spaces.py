@@ -43,6 +43,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "n_mamba_heads": "mamba_n_heads",
         "mamba_ngroups": "mamba_n_groups",
         "add_bias_linear": "mamba_proj_bias",
+        "attention_head_dim": "head_dim",
     },
 }
 """By model_type, as OTHER_NAMES of fields.py has it."""
@@ -148,10 +149,11 @@ def _complete_sizes(kind: str, found: dict[str, Any]) -> None:
 
 
 def _complete_zamba2(found: dict[str, Any]) -> None:
-    """What follows from the size of hidden states, whatever config.json says; attention reads twice as much."""
+    """What follows from the size of hidden states, of which attention reads twice as much. config.json may have another
+    size of attention's heads, which transformers takes."""
     heads, hidden, spaces = (found.get(name) for name in ("num_attention_heads", "hidden_size", "mamba_n_heads"))
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        found["head_dim"] = 2 * hidden // heads
+        found["head_dim"] = found.get("head_dim") or 2 * hidden // heads
         found["intermediate_size"] = found.get("intermediate_size") or 4 * hidden
     times = found.get("mamba_expand")
     if isinstance(hidden, int) and isinstance(times, int) and isinstance(spaces, int) and spaces > 0:
