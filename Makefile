@@ -25,7 +25,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="tests/engine -k name"]    six minutes; without the tests marked slow or nightly'
+	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes; without the tests marked slow or nightly'
 	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
 	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
 	@echo 'make clients    make agents    make lint    make format'
