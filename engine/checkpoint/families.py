@@ -223,7 +223,7 @@ _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3
 
 def wide_activations(text: Mapping[str, Any]) -> bool:
     """Whether nearly all matrices have few bits, whose kernels take activations of any type: then a CPU computes in
-    float32 with keys and values of bfloat16, for the same time and memory. docs/quantization.md has what it gains."""
+    float32 with keys and values of bfloat16, in the same memory. docs/quantization.md has what it gains and costs."""
     return (text.get("quantization_config") or {}).get("activations") == "float32"
 
 
