@@ -45,8 +45,9 @@ class Tiers(NoTiers):
         self._state_bytes = 0 if states is None else states.page_bytes
         self._sizes = sizes or {}
         self._writer = Writer(tiers, mover)
-        self._unlucky: set[str] = set()
-        """Requests for which not all came that was to come: they compute the rest."""
+        self._loaded: set[str] = set()
+        """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
+        waits others may take the pages that came, again and again. So do those for which not all came."""
         self._fetched: list[Fetched] = []
         self._counts = {tier.name: (0, 0.0) for tier in tiers}
         """By tier: pages fetched, and the seconds they took."""
@@ -67,7 +68,7 @@ class Tiers(NoTiers):
         return self._writer.lost
 
     def keep(self, seq: Sequence) -> None:
-        self._unlucky.discard(seq.request.id)
+        self._loaded.discard(seq.request.id)
         slots = {digest: slot for slot, digest in self._prefixes.snapshots.full_slots(seq)}
         found = list[tuple[int, bytes]]()
         for page, digest in self._prefixes.full_pages(seq):  # a snapshot counts as used behind its page
@@ -76,7 +77,7 @@ class Tiers(NoTiers):
         self._writer.keep(found)
 
     def load(self, seq: Sequence, cached: list[int]) -> bool:
-        if seq.request.id in self._unlucky:
+        if seq.request.id in self._loaded:
             return False
         pieces, held = self._prefixes.piece_digests(seq), cached
         if self._prefixes.snapshots.needed:  # the device may have pages behind the last one with a snapshot
@@ -97,6 +98,7 @@ class Tiers(NoTiers):
         end = len(cached) + count
         new = max(end - len(held), 0)
         self._loads.begin(seq, held[:end], wanted[:new], found[:new], self._writer.generation, state)
+        self._loaded.add(seq.request.id)
         return True
 
     def _with_state(self, digests: SequenceOf[bytes]) -> tuple[State | None, int]:
@@ -120,7 +122,7 @@ class Tiers(NoTiers):
             if load.tiers:
                 self.costs.fetched(load.tiers[min(load.filled, len(load.tiers) - 1)], 1, now - load.began)
             self.load_seconds += len(seqs) * (now - load.began)
-            self._unlucky |= {seq.request.id for seq in seqs}
+            self._loaded |= {seq.request.id for seq in seqs}
             found += seqs
         for load in ended:
             self._learn(load)
@@ -132,7 +134,7 @@ class Tiers(NoTiers):
                 whole = load.has_state and load.generation == self._writer.generation
                 self._prefixes.snapshots.came(*load.state, whole=whole)
             if load.filled < len(load.pages) or (load.state is not None and not load.has_state):
-                self._unlucky |= {seq.request.id for seq in load.seqs}
+                self._loaded |= {seq.request.id for seq in load.seqs}
             found += load.seqs
             self._loads.release(load)
         return found
@@ -149,7 +151,7 @@ class Tiers(NoTiers):
         self.load_seconds += len(load.seqs) * (load.ended - load.began)
 
     def forget(self, seq: Sequence) -> None:
-        self._unlucky.discard(seq.request.id)
+        self._loaded.discard(seq.request.id)
         self._loads.forget(seq)
 
     def wait(self) -> None:

@@ -64,6 +64,37 @@ TestWithTiers = WithTiers.TestCase
 TestWithTiers.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
 
 
+def test_a_sequence_does_not_load_again_and_again_what_others_take() -> None:
+    """Hypothesis found it: one loaded, a running one took pages of those that came, was preempted for it, and began
+    anew while it loaded again."""
+    machine = WithTiers()
+    machine.start(kinds=["host", "small"], drafts="right")
+    word = [0, 1, 2, 2]
+    for prompt, most, least, priority, stop, salt, logprobs in [
+        ([2, 2], None, 2, 1, [15], "", None),
+        (word * 7, None, 3, 0, [12], "", None),
+        ([0, 2, 2], None, 1, 1, [15], "", 0),
+        (word, 4, 5, 0, [15], "", None),
+        ([2, 1, 0, 0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1], 9, 2, 0, [], "other", None),
+        (word * 6, 11, 1, 2, [], "", 0),
+        ([1], None, 4, 0, [], "other", None),
+        ([2, 0, 1, 0, 2, 1, 0, 0], 29, 3, 1, [12], "", 0),
+        (word * 3, 30, 5, 0, [3], "other", 0),
+        (word * 8, 1, 4, 0, [6], "other", None),
+        ([0, 2], 6, 5, 0, [], "", 0),
+        (word * 8, None, 1, 0, [0], "other", None),
+        (word * 3, 17, 2, 1, [7], "other", 0),
+        (word * 2, 17, 0, 0, [13], "other", 0),
+        (word * 6, None, 1, 1, [1], "", None),
+        ([1, 1, 0, 1, 1, 2, 0, 2], None, 1, 1, [], "other", 0),
+        (word * 5, 29, 5, 1, [4], "other", 0),
+        (word * 7, 26, 5, 1, [0], "", 0),
+        (word * 3, 2, 4, 0, [], "", 0),
+    ]:
+        machine.add(prompt, most, least, priority, salt, stop, logprobs)
+    machine.teardown()  # to the end, or it fails
+
+
 class LargePages(WithTiers):
     block = 12
     piece = 2
