@@ -1,4 +1,4 @@
-"""How answers become bytes: JSON, and the frame of a server-sent event; and how processes ask one another, in msgpack."""
+"""How answers become bytes: JSON, and the frame of a server-sent event. How processes ask one another: msgpack."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 class Form(NamedTuple):
-    """How a process calls a method of another one: the arguments pass as a tuple, each of the type that it has there."""
+    """How a process calls a method of another one: its arguments pass as a tuple, each of the type that it has."""
 
     signature: inspect.Signature
     """Without `self`."""
