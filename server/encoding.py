@@ -78,6 +78,7 @@ def answering(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Aw
 
     async def answer(body: bytes) -> bytes | None:
         found = method(owner, *(form_of(method).given.decode(body) if body else ()))
+        found = await found if isinstance(found, Awaitable) else found
         return None if found is None else pack(found)
 
     return answer

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from quire.engine.gguf.choice import by_tag
 from quire.server.cli.flags import command
-from quire.server.cli.models.sizes import size
 from quire.server.cli.unknown_flags import parse_known
 
 if TYPE_CHECKING:
@@ -93,3 +92,7 @@ def _of_revision(repo: str, revision: CachedRevisionInfo) -> Iterator[Downloaded
             yield Downloaded(name, repo, True, own, place / paths[0], ref)
     if left and (len(left) == len(files) or any(path.endswith(".safetensors") for path in left)):
         yield Downloaded(repo, repo, False, left, place, ref)
+
+
+def size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

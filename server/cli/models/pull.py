@@ -10,7 +10,7 @@ from quire.engine.checkpoint.files import must_come, pull_model
 from quire.engine.config import EngineConfig
 from quire.engine.gguf.files import SUFFIX, all_parts
 from quire.server.cli.flags import command
-from quire.server.cli.models.sizes import size
+from quire.server.cli.models.downloaded import size
 from quire.server.cli.unknown_flags import parse_known
 
 

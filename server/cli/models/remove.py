@@ -12,8 +12,7 @@ from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ModelError
 from quire.engine.gguf.files import PACKAGED
 from quire.server.cli.flags import command
-from quire.server.cli.models.downloaded import Downloaded, cached, models
-from quire.server.cli.models.sizes import size
+from quire.server.cli.models.downloaded import Downloaded, cached, models, size
 from quire.server.cli.unknown_flags import parse_known
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import OneOf, add, command
-from quire.server.cli.plan.configured import shared_out, wishes_of
+from quire.server.cli.plan.configured import cheapest, lighter, shared_out, wishes_of
 from quire.server.cli.plan.estimate import estimate
 from quire.server.cli.plan.images import images, planned_images, vision_of
 from quire.server.cli.plan.machine import Machine, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
 from quire.server.cli.plan.rates import with_rates
 from quire.server.cli.plan.report import as_dict, as_table, as_text
-from quire.server.cli.plan.ways_out import cheapest, lighter
 from quire.server.cli.settings import add_fields, number, parse
 from quire.server.config import ServerConfig
 
