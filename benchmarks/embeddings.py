@@ -113,9 +113,8 @@ def throughput(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, served_model as server, ExitStack() as stack:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(texts), encoding="utf-8")
-        pythons = dict.fromkeys(OURS, sys.executable) | dict.fromkeys(
-            PEERS if options.peer_python else (), options.peer_python
-        )
+        peers = PEERS if options.peer_python else ()
+        pythons = dict.fromkeys(OURS, sys.executable) | dict.fromkeys(peers, options.peer_python)
         sides: dict[str, Side] = {}
         for kind, python in pythons.items():
             if (child := Child.start(kind, python, options.model, file)) is not None:

@@ -76,25 +76,19 @@ class Database:
 
 
 def page_of(
-    connection: sqlite3.Connection,
-    query: str,
-    given: Sequence[Any],
-    limit: int,
-    after: str | None,
-    *,
-    newest_first: bool,
+    database: sqlite3.Connection, query: str, given: Sequence[Any], limit: int, after: str | None, *, newest_first: bool
 ) -> tuple[list[Any], bool] | None:
     """The next rows of a query, `limit` at most, by their `created` and `id`, and whether others follow.
 
-    `query`: `select ... from TABLE where owner = ? ...`, of which `given` are the values. None where no row of the owner has
-    the id `after`, behind which the page begins.
+    `query`: `select ... from TABLE where owner = ? ...`, of which `given` are the values. The page begins behind the
+    row with the id `after`. None where the owner has no such row.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     if after is not None:
         table = query.partition(" from ")[2].split()[0]
-        first = connection.execute(f"select created, id from {table} where owner = ? and id = ?", (given[0], after))
-        if (place := first.fetchone()) is None:
+        row = f"select created, id from {table} where owner = ? and id = ?"
+        if (place := database.execute(row, (given[0], after)).fetchone()) is None:
             return None
         query, given = f"{query} and (created, id) {sign} (?, ?)", [*given, *place]
-    rows = connection.execute(f"{query} order by created {order}, id {order} limit ?", (*given, limit + 1)).fetchall()
+    rows = database.execute(f"{query} order by created {order}, id {order} limit ?", (*given, limit + 1)).fetchall()
     return rows[:limit], len(rows) > limit

@@ -1,4 +1,4 @@
-"""From questions (of the Decisions API, of TypeSafe's) and from items with labels (SGLang's) to prompts that each end where
+"""From questions (of the Decisions API, of TypeSafe's) and from items with labels (SGLang's) to prompts, each of which
 one token answers."""
 
 from __future__ import annotations
