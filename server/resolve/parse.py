@@ -92,8 +92,10 @@ def _place(detail: Any, given: Any) -> tuple[str, Any]:
 
     Pydantic's path also has names of union members, which lead nowhere in the body: they are left out.
     """
-    text, missing = "", detail["loc"][-1:] if detail["type"] == "missing" else ()
-    for part in detail["loc"]:
+    path = list(detail["loc"])
+    missing = [path.pop()] if detail["type"] == "missing" else []
+    text = ""
+    for part in path:
         if isinstance(given, list) and isinstance(part, int):
             text, given = f"{text}[{part}]", given[part]
         elif isinstance(given, dict) and part in given:
@@ -110,7 +112,7 @@ def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:
     if detail["type"] != "missing" or not isinstance(value, dict):
         return ""
     known = model.model_fields if len(detail["loc"]) == 1 else ()
-    return misspelt([name for name in value if name not in known], [detail["loc"][-1]])
+    return misspelt([name for name, one in value.items() if name not in known and one is not None], [detail["loc"][-1]])
 
 
 def param_of(place: Sequence[str | int]) -> str | None:
