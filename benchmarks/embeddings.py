@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -50,19 +51,20 @@ def texts_of(tokenizer: Tokenizer, count: int) -> list[str]:
     return found
 
 
-@dataclass
+Side = Callable[[], tuple[float, float]]
+"""Embeds all texts once. Returns the seconds that it took, and those of processor time."""
+
+
 class Child:
     """A side in a process of its own."""
 
-    name: str
-    process: subprocess.Popen[str]
-    seconds: list[float] = field(default_factory=list)
-    worked: list[float] = field(default_factory=list)
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
     @classmethod
     def start(cls, kind: str, python: str, model: str, texts: Path) -> Child | None:
         """None, and a line that says so, where it does not start."""
-        script = Path(__file__).with_name("embedding_sides.py")
+        script = Path(__file__).parent / "sides" / "embedding_sides.py"
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 [python, str(script), kind, model, str(texts)],
@@ -71,81 +73,61 @@ class Child:
                 stderr=errors,
                 text=True,
             )
-            assert process.stdout is not None
-            while (line := process.stdout.readline()) and not line.startswith("["):
-                pass
-            if line:
-                return cls(kind, process)
+            child = cls(process)
+            if child.line():
+                return child
             errors.seek(0)
             print(f"{kind} did not start: {errors.read().strip().splitlines()[-1:]}", flush=True)
             return None
 
-    def round(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        while not (line := self.process.stdout.readline()).startswith("["):
-            assert line, f"{self.name} ended"
-        seconds, worked = json.loads(line)
-        self.seconds.append(seconds)
-        self.worked.append(worked)
+    def line(self) -> str:
+        """Its next line of JSON; "" when it has ended."""
+        assert self._process.stdout is not None
+        while (line := self._process.stdout.readline()) and not line.startswith("["):
+            pass
+        return line
+
+    def __call__(self) -> tuple[float, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds, worked = json.loads(self.line())
+        return seconds, worked
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self._process.communicate()
 
 
-@dataclass
-class OverHttp:
-    """A server that is asked for so many texts a request, some requests at once."""
-
-    name: str
-    server: Server
-    texts: Sequence[str]
-    batch: int
-    at_once: int
-    seconds: list[float] = field(default_factory=list)
-    worked: list[float] = field(default_factory=list)
-
-    def round(self) -> None:
-        worked, began = processor_seconds(self.server.process.pid), time.perf_counter()
-        parts = [self.texts[at : at + self.batch] for at in range(0, len(self.texts), self.batch)]
-        asked = [{"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1} for part in parts]
-        asyncio.run(post_all(self.server.url, "/v1/embeddings", asked, self.at_once))
-        self.seconds.append(time.perf_counter() - began)
-        self.worked.append(processor_seconds(self.server.process.pid) - worked)
+def over_http(server: Server, texts: Sequence[str], batch: int, at_once: int) -> tuple[float, float]:
+    """A Side: a server that is asked for so many texts a request, so many requests at once."""
+    worked = processor_seconds(server.process.pid)
+    parts = [texts[at : at + batch] for at in range(0, len(texts), batch)]
+    asked = [{"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1} for part in parts]
+    seconds, _ = asyncio.run(post_all(server.url, "/v1/embeddings", asked, at_once))
+    return seconds, processor_seconds(server.process.pid) - worked
 
 
 def throughput(options: argparse.Namespace) -> None:
     texts = texts_of(Tokenizer.load(Path(options.model)), options.texts)
     served_model = served(options.model, "--dtype", "float32")
-    with tempfile.TemporaryDirectory() as folder, served_model as server:
+    with tempfile.TemporaryDirectory() as folder, served_model as server, ExitStack() as stack:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(texts), encoding="utf-8")
-        pythons = [(kind, sys.executable) for kind in OURS]
-        pythons += [(kind, options.peer_python) for kind in PEERS if options.peer_python]
-        children = [Child.start(kind, python, options.model, file) for kind, python in pythons]
-        sides: list[Child | OverHttp] = [child for child in children if child is not None]
-        sides.append(OverHttp("quire:float32, HTTP, 32 a request", server, texts, 32, 4))
-        sides.append(OverHttp("quire:float32, HTTP, 1 a request", server, texts, 1, 32))
-        try:
-            for number in range(options.rounds + 1):
-                for side in sides:
-                    side.round()
-                    if number == 0:  # warms up
-                        side.seconds.clear()
-                        side.worked.clear()
-        finally:
-            for child in children:
-                if child is not None:
-                    child.stop()
+        peers = PEERS if options.peer_python else ()
+        pythons = dict.fromkeys(OURS, sys.executable) | dict.fromkeys(peers, options.peer_python)
+        sides: dict[str, Side] = {}
+        for kind, python in pythons.items():
+            if (child := Child.start(kind, python, options.model, file)) is not None:
+                stack.callback(child.stop)
+                sides[kind] = child
+        sides["quire:float32, HTTP, 32 a request"] = partial(over_http, server, texts, 32, 4)
+        sides["quire:float32, HTTP, 1 a request"] = partial(over_http, server, texts, 1, 32)
+        rounds = [{name: side() for name, side in sides.items()} for _ in range(options.rounds + 1)]
     print(f"{len(texts)} texts, {options.rounds} rounds, medians")
     print(f"{'':36}{'texts/s':>9}{'seconds':>9}{'processor s':>13}")
-    for side in sides:
-        seconds, worked = statistics.median(side.seconds), statistics.median(side.worked)
-        print(f"{side.name:36}{len(texts) / seconds:9.1f}{seconds:9.2f}{worked:13.2f}")
+    for name in sides:  # the first round warms up
+        seconds, worked = map(statistics.median, zip(*(each[name] for each in rounds[1:]), strict=True))
+        print(f"{name:36}{len(texts) / seconds:9.1f}{seconds:9.2f}{worked:13.2f}")
 
 
 def stream_all(url: str) -> None:

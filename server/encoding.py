@@ -1,9 +1,12 @@
-"""How answers become bytes: JSON, and the frame of a server-sent event."""
+"""How answers become bytes: JSON, and the frame of a server-sent event. How processes ask one another: msgpack."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
 from urllib.parse import quote
 
 import msgspec
@@ -45,3 +48,37 @@ def one_line(text: str) -> str:
     """The text as a line of a log may have it: an address may spell line breaks and codes that move a cursor, and
     these are written as its percent signs had them."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
+
+
+pack = msgspec.msgpack.Encoder().encode
+
+
+class Form(NamedTuple):
+    """How a process calls a method of another one: its arguments pass as a tuple, each of the type that it has."""
+
+    signature: inspect.Signature
+    """Without `self`."""
+    given: msgspec.msgpack.Decoder[tuple[Any, ...]]
+    result: msgspec.msgpack.Decoder[Any]
+
+
+@cache
+def form_of(method: Callable[..., Any]) -> Form:
+    """Of a method as its class has it."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    hints = get_type_hints(method)
+    given: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
+    decode = msgspec.msgpack.Decoder(given), msgspec.msgpack.Decoder(hints["return"])
+    return Form(inspect.Signature(parameters), *decode)
+
+
+def answering(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
+    """What answers another process that calls this method of `owner`: None, where the method returns None. No body
+    stands for no arguments."""
+
+    async def answer(body: bytes) -> bytes | None:
+        found = method(owner, *(form_of(method).given.decode(body) if body else ()))
+        found = await found if isinstance(found, Awaitable) else found
+        return None if found is None else pack(found)
+
+    return answer

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -84,4 +85,5 @@ def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))
     (cache / "quire").mkdir()
-    (cache / "quire" / "rates.json").write_text(json.dumps({machine_key(): {"bandwidth": 20e9, "flops": 1e11}}))
+    known = {"bandwidth": 20e9, "flops": 1e11, "at": time.time()}
+    (cache / "quire" / "rates.json").write_text(json.dumps({machine_key(): known}))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flight.process import Run, run_stage
-from benchmarks.flight.table import told
+from benchmarks.flight.process import Run, run_stage, told
 from tests.tree import ROOT
 
 

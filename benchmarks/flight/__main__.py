@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common.options import options
-from benchmarks.flight.plan import PLAN
-from benchmarks.flight.process import Run, run_stage
-from benchmarks.flight.table import told
+from benchmarks.flight.process import PLAN, Run, run_stage, told
 
 _LEAST_SECONDS = 5.0
 """For which a stage is begun at all."""

@@ -12,7 +12,7 @@ import torch
 from benchmarks.common.options import options
 from benchmarks.flight import kernels, machine, models, serving
 from benchmarks.flight.finding import Finding, Say
-from benchmarks.flight.plan import PLAN
+from benchmarks.flight.process import PLAN
 
 STAGES: dict[str, Callable[[torch.device, Say], None]] = {
     "machine": machine.look,

@@ -204,8 +204,9 @@ def _in_float32(config: EngineConfig, model: ModelConfig, device: torch.device) 
     """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
     bfloat16 in the residual stream would be most of what rounding changes. It costs a twentieth to a tenth of the
     time."""
-    ours = device.type == "cpu" and config.attention_backend in ("auto", "cpu") and Cpu().missing is None
-    return ours and config.dtype == "auto" and wide_activations(model.raw)
+    if config.dtype != "auto" or not wide_activations(model.raw):  # so that most starts need not load the kernels here
+        return False
+    return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and Cpu().missing is None
 
 
 def _better_type(name: str, device: torch.device) -> str | None:

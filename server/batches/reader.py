@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.engine.errors import InvalidRequest
 from quire.server.batches.lines import parse_line
+from quire.server.formats.tools.strict_json import writable
 from quire.server.store.batches import Line, LineError
 
 MAX_LINES = 50_000
@@ -46,7 +47,7 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Line], l
                     raise InvalidRequest(f"url is {job.url}, the batch is for {endpoint}", param="url")
                 if job.custom_id in names:
                     raise InvalidRequest("the custom_id is an earlier line's", param="custom_id")
-                if not 0 < len(job.custom_id) <= MAX_CUSTOM_ID or not _sound(job.custom_id):
+                if not 0 < len(job.custom_id) <= MAX_CUSTOM_ID or not writable(job.custom_id):
                     raise InvalidRequest(f"custom_id must have 1 to {MAX_CUSTOM_ID} characters", param="custom_id")
             except InvalidRequest as error:
                 errors.append(LineError("invalid_line", error.message, number, error.param))
@@ -60,11 +61,3 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Line], l
     found.sort()
     lines = [Line(place, *entry[1:]) for place, entry in enumerate(found)]
     return ([], errors) if errors else (lines, [])
-
-
-def _sound(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True

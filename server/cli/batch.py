@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.engine.errors import ConfigError, EngineError
 from quire.server.batches.lines import lines_of, parse_line
-from quire.server.cli.connect import add_server_flags, headers, refusal, server_url, trusted, unreachable
+from quire.server.cli.connect import headers, refusal, server_flags, server_url, trusted, unreachable
+from quire.server.cli.flags import command
 from quire.server.cli.unknown_flags import parse_known
 from quire.server.store.batches import ENDED
 
@@ -25,14 +26,17 @@ _POLL_SECONDS = 1.0
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = argparse.ArgumentParser(prog="quire batch", description=__doc__, allow_abbrev=False)
-    parser.add_argument("action", choices=("submit", "status", "wait", "cancel", "list"))
-    parser.add_argument("what", nargs="?", metavar="FILE|ID", help="the file to submit, or the batch's id")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT.jsonl", help="wait for the results, and write them there"
+    parser = command(
+        "quire batch",
+        __doc__,
+        {
+            "action": {"choices": ("submit", "status", "wait", "cancel", "list")},
+            "what": {"nargs": "?", "metavar": "FILE|ID", "help": "the file to submit, or the batch's id"},
+            "-o --output": {"type": Path, "metavar": "OUT.jsonl", "help": "wait for the results, and write them there"},
+            "--window": {"default": "24h", "help": "how long it may take: 30m, 24h, 7d (default: %(default)s)"},
+            **server_flags("http://127.0.0.1:8000"),
+        },
     )
-    parser.add_argument("--window", default="24h", help="how long it may take: 30m, 24h, 7d (default: %(default)s)")
-    add_server_flags(parser, "http://127.0.0.1:8000")
     args = parse_known(parser, argv)
     if args.action != "list" and args.what is None:
         parser.error(f"{args.action} needs {'a file' if args.action == 'submit' else 'the id of a batch'}")

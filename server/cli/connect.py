@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import ssl
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,23 +14,16 @@ from quire.engine.advice import nearest
 from quire.engine.errors import ConfigError, EngineError, QuireError
 
 
-def add_server_flags(parser: argparse.ArgumentParser, url: str | None, *, key: str = "api_key") -> None:
-    """Add --url (default `url`), --cacert and --api-key, which `key` names among the parsed arguments."""
+def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
+    """--url (default `url`), --cacert and --api-key, which `key` names among the parsed arguments."""
     default = "" if url is None else " (default: %(default)s)"
-    parser.add_argument("--url", default=url, help=f"the server, such as 127.0.0.1:8000{default}")
-    parser.add_argument(
-        "--cacert",
-        type=Path,
-        metavar="PEM",
-        help="a certificate, of the server or of an authority, to trust beside the system's",
-    )
-    parser.add_argument(
-        "--api-key",
-        dest=key,
-        metavar="KEY",
-        default=os.environ.get("OPENAI_API_KEY"),
-        help="the server's key; default: the variable OPENAI_API_KEY",
-    )
+    trust = "a certificate, of the server or of an authority, to trust beside the system's"
+    told = "the server's key; default: the variable OPENAI_API_KEY"
+    return {
+        "--url": {"default": url, "help": f"the server, such as 127.0.0.1:8000{default}"},
+        "--cacert": {"type": Path, "metavar": "PEM", "help": trust},
+        "--api-key": {"dest": key, "metavar": "KEY", "default": os.environ.get("OPENAI_API_KEY"), "help": told},
+    }
 
 
 def server_url(text: str, *, tls: bool = False) -> str:

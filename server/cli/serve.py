@@ -6,7 +6,6 @@ and while it loads the model this process imports the API.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -31,6 +30,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
+from quire.server.cli.flags import add, command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.machine import Machine, this_machine
@@ -58,28 +58,25 @@ waited so long for the thread that writes its call into the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = argparse.ArgumentParser(
-        prog="quire serve",
+    parser = command(
+        "quire serve",
+        "Serve a model behind the OpenAI API.",
+        {
+            "name": {
+                "nargs": "?",
+                "metavar": "MODEL",
+                "help": "directory, .gguf file, hub id or short name; default: the embedded one",
+            },
+            "-hf -hfr --hf-repo": {"dest": "gguf", "metavar": "OWNER/REPO[:TAG]", "help": "a GGUF file of the hub"},
+        },
         usage="quire serve [MODEL] [--config FILE] [flags]",
-        description="Serve a model behind the OpenAI API.",
         epilog="Each setting may also come from a QUIRE_* environment variable (--max-model-len: QUIRE_MAX_MODEL_LEN) "
         "or a TOML file (max_model_len = 4096); flags win over variables, variables over the file.",
-        allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        metavar="MODEL",
-        help="directory, .gguf file, hub id or short name; default: the embedded one",
-    )
-    parser.add_argument(
-        *("-hf", "-hfr", "--hf-repo"), dest="gguf", metavar="OWNER/REPO[:TAG]", help="a GGUF file of the hub"
-    )
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    parser.add_argument(
-        "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
-    )
+    models_file = "TOML file of several models to serve; see the docs"
+    add(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
     args, config = parse(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:
         if args.models is not None:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
 from quire.engine.errors import ConfigError
-from quire.server.cli.connect import add_server_flags, headers, server_url, trusted, unreachable
+from quire.server.cli.connect import headers, server_flags, server_url, trusted, unreachable
+from quire.server.cli.flags import command
 from quire.server.cli.unknown_flags import parse_known
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = argparse.ArgumentParser(prog="quire trace", description=__doc__, allow_abbrev=False)
-    add_server_flags(parser, "http://127.0.0.1:8000")
-    parser.add_argument("--seconds", type=float, default=5.0, metavar="N", help="how long (default: 5, at most 120)")
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="OUT.json")
-    args = parse_known(parser, argv)
+    args = parse_known(
+        command(
+            "quire trace",
+            __doc__,
+            {
+                **server_flags("http://127.0.0.1:8000"),
+                "--seconds": {
+                    "type": float,
+                    "default": 5.0,
+                    "metavar": "N",
+                    "help": "how long (default: 5, at most 120)",
+                },
+                "-o --output": {"type": Path, "default": Path("trace.json"), "metavar": "OUT.json"},
+            },
+        ),
+        argv,
+    )
     url = server_url(args.url, tls=args.cacert is not None)
     try:
         response = httpx.get(

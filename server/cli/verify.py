@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import EngineInfo, Request, SamplingParams
+from quire.server.cli.flags import command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 
@@ -65,16 +65,17 @@ class Check:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if all tokens were the same, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="quire verify",
+    parser = command(
+        "quire verify",
+        __doc__,
+        {
+            "name": {"nargs": "?", "metavar": "MODEL", "help": "local directory or hub id; default: the embedded one"},
+            "--requests": {"type": int, "default": 24, "metavar": "N", "help": "requests to compare (default: 24)"},
+            "--json": {"action": "store_true", "help": "print JSON"},
+        },
         usage="quire verify [MODEL] [flags]",
-        description=__doc__,
-        allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
-    parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests to compare (default: 24)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     add_flags(parser, EngineConfig, {EngineConfig: "engine"})
     args, config = parse(parser, argv, EngineConfig, "name")
     if args.requests < 2:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+from quire.server.encoding import answering, form_of, pack
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.peers import Peers
@@ -19,10 +20,8 @@ Key = tuple[str, str]
 """An answer's owner and its id."""
 MOST_LEFT = 16
 """Answers of an owner that go on without the reader who asked for that."""
-_SO_FAR, _FOLLOW, _CANCEL = "response so far", "events", "cancel response"
-"""What API processes ask one another."""
 _FOLLOW_SECONDS = 1.0
-"""So long an answer to _FOLLOW waits for an event."""
+"""So long another process that follows an answer waits for an event of it."""
 _ENDED_SECONDS = 10.0
 """So long the events of an answer that has ended are kept for those who follow it from another process."""
 _TAKEN_UP_SECONDS = 5.0
@@ -79,9 +78,8 @@ class Background:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        peers.answering(_SO_FAR, self._say_so_far)
-        peers.answering(_FOLLOW, self._say_events)
-        peers.answering(_CANCEL, self._say_cancelled)
+        for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
+            peers.answering(method.__name__, answering(self, method))
         self._ended: dict[Key, Running] = {}
         """Those that ended a moment ago, where others may follow them."""
         self._running: dict[Key, Running] = {}
@@ -96,11 +94,20 @@ class Background:
     async def so_far(self, key: Key) -> bytes | None:
         """The response in its current state, as JSON. None if no process works on it."""
         if (holder := await self._elsewhere(key)) is not None:
-            return await self._peers.ask(holder, _SO_FAR, json.dumps(key).encode())
-        running = self._running.get(key)
+            found: bytes | None = await self._ask(holder, Background.own_so_far, *key)
+            return found
+        return self.own_so_far(*key)
+
+    def own_so_far(self, owner: str, id: str) -> bytes | None:
+        running = self._running.get((owner, id))
         if running is None or not isinstance(running.writer, ResponsesWriter):
             return None
         return running.writer.so_far("in_progress")
+
+    async def _ask(self, holder: str, method: Callable[..., Any], *given: object) -> Any:
+        """What this method returns in another process; None where that says nothing."""
+        said = await self._peers.ask(holder, method.__name__, pack(given))
+        return None if said is None else form_of(method).result.decode(said)
 
     async def follow(self, key: Key, after: int) -> AsyncGenerator[bytes] | None:
         """The events of an answer after the one with this number, up to the last. None if no process works on the
@@ -124,12 +131,12 @@ class Background:
                     yield events
                 return
             holder = await self._peers.holder(*key) or holder
-            said = await self._peers.ask(holder, _FOLLOW, json.dumps((*key, after)).encode())
+            said = await self._ask(holder, Background.own_events, *key, after)
             if said is None:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
             until = loop.time() + _TAKEN_UP_SECONDS
-            count, ended, events = _told(said)
+            count, ended, events = said
             after += count
             if events:
                 yield events
@@ -200,19 +207,15 @@ class Background:
         running = self._running.get(key)
         if running is None or running.task is None:
             holder = await self._elsewhere(key)
-            return holder is not None and await self._peers.ask(holder, _CANCEL, json.dumps(key).encode()) is not None
+            return holder is not None and bool(await self._ask(holder, Background.own_cancelled, *key))
         running.close()
         await asyncio.wait([running.task])
         return True
 
     # What other processes ask
 
-    async def _say_so_far(self, body: bytes) -> bytes | None:
-        owner, id = json.loads(body)
-        return await self.so_far((owner, id)) if (owner, id) in self._running else None
-
-    async def _say_events(self, body: bytes) -> bytes | None:
-        owner, id, after = json.loads(body)
+    async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
+        """Events after the one with this number: how many, whether the last one is among them, and the events."""
         running = self._running.get((owner, id)) or self._ended.get((owner, id))
         if running is None or running.events is None:
             return None
@@ -220,20 +223,13 @@ class Background:
             with suppress(TimeoutError):
                 await asyncio.wait_for(running.changed.wait(), _FOLLOW_SECONDS)
         pieces = running.events[after + 1 :]
-        return b"%d %d " % (len(pieces), running.ended) + b"".join(pieces)
+        return len(pieces), running.ended, b"".join(pieces)
 
-    async def _say_cancelled(self, body: bytes) -> bytes | None:
-        owner, id = json.loads(body)
-        return b"cancelled" if (owner, id) in self._running and await self.cancel((owner, id)) else None
+    async def own_cancelled(self, owner: str, id: str) -> bool:
+        return (owner, id) in self._running and await self.cancel((owner, id))
 
     async def close(self) -> None:
         """End all."""
         self.closing = True
         for key in list(self._running):
             await self.cancel(key)
-
-
-def _told(said: bytes) -> tuple[int, bool, bytes]:
-    """The number of events in another process's answer, whether they are the last ones, and the events."""
-    count, ended, events = said.split(b" ", 2)
-    return int(count), ended == b"1", events

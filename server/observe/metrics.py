@@ -44,20 +44,35 @@ REQUEST_SECONDS = (
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
-    ("vllm:request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
-    ("vllm:request_prefill_time_seconds", "Seconds from its first step to its first token.", ("prefill",)),
+    ("request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
+    ("request_prefill_time_seconds", "Seconds from its first step to its first token.", ("prefill",)),
     (
-        "vllm:request_decode_time_seconds",
+        "request_decode_time_seconds",
         "Seconds from its first token to its last, interruptions included.",
         ("decode", "preempted", "recompute", "recovering"),
     ),
     (
-        "vllm:request_inference_time_seconds",
+        "request_inference_time_seconds",
         "Seconds from its first step to its last.",
         ("prefill", "decode", "preempted", "recompute", "recovering"),
     ),
 )
 """Name, help text, and the phases of a timeline whose seconds the metric sums."""
+HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
+    ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS),
+    ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS),
+    ("e2e_request_latency_seconds", "Seconds of a request.", REQUEST_SECONDS),
+    ("request_prompt_tokens", "Prompt tokens of a request.", None),
+    ("request_generation_tokens", "Tokens generated for a request.", None),
+    ("request_max_num_generation_tokens", "Tokens of the longest choice of a prompt.", None),
+    ("request_params_n", "The n parameter.", (1, 2, 5, 10, 20)),
+    ("request_params_max_tokens", "The max_tokens parameter.", None),
+    ("iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKENS),
+    *((name, text, REQUEST_SECONDS) for name, text, _ in PHASES),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", None),
+    ("request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
+)
+"""Name, help text and buckets of what is measured of a request; None: buckets for tokens, up to the context."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE = "0"
@@ -84,47 +99,26 @@ class Metrics:
         client.history.gap_listeners.append(self.rolling.next_token)
         lengths = length_buckets(max_model_len)
 
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(name, text, LABELS, buckets=tuple(buckets), registry=self._registry)
-            child = made.labels(model_name, ENGINE)
-            assert isinstance(child, Histogram)
-            return child
-
-        self._first_token = histogram(
-            "vllm:time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS
-        )
-        self._per_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS
-        )
-        self._seconds = histogram("vllm:e2e_request_latency_seconds", "Seconds of a request.", REQUEST_SECONDS)
-        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths)
-        self._generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", lengths)
-        self._longest = histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a prompt.", lengths
-        )
-        self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
-        self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
-        self._step_tokens = histogram("vllm:iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKENS)
-        self._phases = [(histogram(name, text, REQUEST_SECONDS), phases) for name, text, phases in PHASES]
-        self._computed = histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths
-        )
-        self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets or lengths, registry=self._registry).labels(
+                model_name, ENGINE
+            )
+            for name, text, buckets in HISTOGRAMS
+        }
         by = partial(_counters, self._registry, model_name)
         sources = ("local_compute", "local_cache_hit")
-        self._sources = list(
-            by("vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources).values()
-        )
-        cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", LABELS, registry=self._registry)
-        self._cached_total = cached_total.labels(model_name, ENGINE)
+        self._sources = by("vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources)
+        self._cached = by("vllm:prompt_tokens_cached", "Prompt tokens cached.")
         client.history.listeners.append(self._stepped)
         others = (MissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
         client.history.end_listeners += [self._ended, *(each.ended for each in others)]
-        prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", LABELS, registry=self._registry)
-        self._prompt_total = prompt_total.labels(model_name, ENGINE)
+        self._prompts = by("vllm:prompt_tokens", "Prompt tokens processed.")
         self._success = by("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
         self._questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
         self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def asked(self, questions: Iterable[str]) -> None:
         """Count questions by type. Other types are ignored."""
@@ -133,7 +127,7 @@ class Metrics:
                 self._questions[question].inc()
 
     def first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
+        self._observe("time_to_first_token_seconds", seconds)
         self.rolling.now().first_token.add(seconds)
 
     def choice_ended(
@@ -148,19 +142,19 @@ class Metrics:
     ) -> None:
         """Count a choice that has ended. `decode_seconds` is the time from its first token to its last."""
         self._success[reason].inc()
-        self._seconds.observe(seconds)
-        self._prompt.observe(prompt_tokens)
-        self._prompt_total.inc(prompt_tokens)
-        self._generation.observe(generation_tokens)
+        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("request_prompt_tokens", prompt_tokens)
+        self._prompts[""].inc(prompt_tokens)
+        self._observe("request_generation_tokens", generation_tokens)
         if max_tokens is not None:
-            self._max_tokens.observe(max_tokens)
+            self._observe("request_params_max_tokens", max_tokens)
         if generation_tokens > 1:
-            self._per_token.observe(decode_seconds / (generation_tokens - 1))
+            self._observe("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
     def prompt_ended(self, n: int, *, longest: int) -> None:
         """All n choices of a prompt have ended, the longest with so many tokens."""
-        self._n.observe(n)
-        self._longest.observe(longest)
+        self._observe("request_params_n", n)
+        self._observe("request_max_num_generation_tokens", longest)
 
     def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
         """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
@@ -175,15 +169,23 @@ class Metrics:
         }
         names = ("engine", *facts)
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
-        what = "What layers keep of sequences beside pages, in bytes, in every slot."
-        states = Gauge("quire:state_bytes", what, ("engine",), registry=self._engines)
-        ranks = Gauge("quire:ranks", "Processes that compute the model together.", ("engine",), registry=self._engines)
-        nodes = Gauge("quire:nodes", "Machines that they are on.", ("engine",), registry=self._engines)
+        states = info.state_bytes
+        numbers = {
+            Gauge(f"quire:{name}", what, ("engine",), registry=self._engines): value
+            for name, what, value in (
+                (
+                    "state_bytes",
+                    "What layers keep of sequences beside pages, in bytes, in every slot.",
+                    states,
+                ),
+                ("ranks", "Processes that compute the model together.", config.ranks),
+                ("nodes", "Machines that they are on.", config.nnodes),
+            )
+        }
         for engine in map(str, range(config.data_parallel_size)):
             gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
-            states.labels(engine=engine).set(info.state_bytes)
-            ranks.labels(engine=engine).set(config.ranks)
-            nodes.labels(engine=engine).set(config.nnodes)
+            for each, value in numbers.items():
+                each.labels(engine=engine).set(value)
 
     def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""
@@ -192,22 +194,22 @@ class Metrics:
     def _stepped(self, step: Step) -> None:
         if step.counts:
             prompts = sum(count for _, _, count in step.record.chunks)
-            self._step_tokens.observe(prompts + step.record.generated)
+            self._observe("iteration_tokens_total", prompts + step.record.generated)
         self.rolling.count()  # of the step before
 
     def _ended(self, timeline: Timeline) -> None:
         seconds = timeline.phases(timeline.ended or timeline.submitted)
-        self._preemptions.observe(timeline.count("preempted"))
+        self._observe("request_num_preemptions", timeline.count("preempted"))
         if timeline.cached_tokens is None:
             return
-        for made, phases in self._phases:
-            made.observe(sum(seconds.get(phase, 0.0) for phase in phases))
+        for name, _, phases in PHASES:
+            self._observe(name, sum(seconds.get(phase, 0.0) for phase in phases))
         cached = timeline.cached_tokens or 0
         computed = timeline.prompt_tokens - cached
-        self._computed.observe(computed)
-        self._sources[0].inc(computed)
-        self._sources[1].inc(cached)
-        self._cached_total.inc(cached)
+        self._observe("request_prefill_kv_computed_tokens", computed)
+        self._sources["local_compute"].inc(computed)
+        self._sources["local_cache_hit"].inc(cached)
+        self._cached[""].inc(cached)
 
     def counts(self) -> list[Count]:
         """What this process has counted."""
@@ -228,11 +230,11 @@ class Metrics:
 
 
 def _counters(
-    registry: CollectorRegistry, model_name: str, name: str, text: str, label: str, values: Sequence[str]
+    registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """One for each value of a label."""
-    counter = Counter(name, text, (*LABELS, label), registry=registry)
-    return {value: counter.labels(model_name, ENGINE, value) for value in values}
+    """One for each value of a label; without a label one alone, by the name ""."""
+    counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
+    return {value: counter.labels(model_name, ENGINE, *([value] if label else [])) for value in values}
 
 
 class SpanCollector(Collector):

@@ -24,7 +24,6 @@ class Count(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
-encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(list[Count]).decode
 
 

@@ -148,6 +148,12 @@ class RepetitionDetection(RequestBody):
         return self
 
 
+class ModelBody(RequestBody):
+    """Base of the bodies that may name a model, or an adapter."""
+
+    model: str | None = None
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -169,10 +175,9 @@ class KvTransferParams(RequestBody):
         return self
 
 
-class GenerationBody(RequestBody):
+class GenerationBody(ModelBody):
     """The fields that completions and chat have in common."""
 
-    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

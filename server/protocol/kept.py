@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.server.protocol.bounds import MAX_SALT, AtMost
-from quire.server.protocol.common import MAX_TTL, RequestBody
+from quire.server.protocol.common import MAX_TTL, ModelBody, RequestBody
 from quire.server.protocol.items import Item
 from quire.server.protocol.responses import Metadata
 
@@ -53,10 +53,9 @@ class ItemsRequest(RequestBody):
     items: Added
 
 
-class WarmRequest(RequestBody):
+class WarmRequest(ModelBody):
     """POST /v1/sessions/{id}/warm: a body that may be left out."""
 
-    model: str | None = None
     cache_salt: str = Field("", max_length=MAX_SALT)
     """As the conversation's requests have it."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)

@@ -149,7 +149,6 @@ class OutputConfig(Given):
 class CountTokensRequest(TranslatedBody):
     """What makes a prompt, and what else Anthropic's endpoint takes."""
 
-    model: str | None = None
     messages: Annotated[list[InputMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
     system: Text = ""
     tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] = Field(default_factory=list)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
-from quire.server.protocol.common import MAX_STOP_STRINGS, Given, RequestBody
+from quire.server.protocol.common import MAX_STOP_STRINGS, Given, ModelBody, RequestBody
 from quire.server.protocol.pooling import Texts
 from quire.server.protocol.tools import Tools
 
@@ -50,10 +50,9 @@ class Options(RequestBody):
     frequency_penalty: float = 0.0
 
 
-class OllamaBody(RequestBody):
+class OllamaBody(ModelBody):
     """What the two endpoints that generate share."""
 
-    model: str | None = None
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
     """json: any JSON; else a schema."""
@@ -87,8 +86,7 @@ class OllamaGenerateRequest(OllamaBody):
         return super().ignored_params()
 
 
-class OllamaEmbedRequest(RequestBody):
-    model: str | None = None
+class OllamaEmbedRequest(ModelBody):
     input: str | Texts = ""
     truncate: bool = True
     dimensions: int | None = Field(None, ge=1)
@@ -96,24 +94,21 @@ class OllamaEmbedRequest(RequestBody):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class OllamaEmbeddingsRequest(RequestBody):
+class OllamaEmbeddingsRequest(ModelBody):
     """The older form."""
 
-    model: str | None = None
     prompt: str = ""
     keep_alive: str | float | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class OllamaShowRequest(RequestBody):
-    model: str | None = None
+class OllamaShowRequest(ModelBody):
     name: str | None = None
     """The older name of model."""
     verbose: bool = False
 
 
-class OllamaPullRequest(RequestBody):
-    model: str | None = None
+class OllamaPullRequest(ModelBody):
     name: str | None = None
     """The older name of model."""
     stream: bool = True

@@ -12,7 +12,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.types import PoolingTask
 from quire.server.protocol.bounds import MAX_PROMPTS, MAX_SALT, AtMost, TextsOrIds, one_complaint
 from quire.server.protocol.chat import Messages
-from quire.server.protocol.common import SOUND_ID, RequestBody
+from quire.server.protocol.common import SOUND_ID, ModelBody, RequestBody
 
 MAX_NAME = 256
 MAX_INSTRUCTION = 4096
@@ -32,10 +32,9 @@ def _why(given: Any) -> str:
 Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
 
 
-class PoolingBody(RequestBody):
+class PoolingBody(ModelBody):
     """The fields that all of them have in common."""
 
-    model: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep only so many tokens of an input, special ones included; -1: as many as the model reads."""
     truncation_side: Literal["left", "right"] = "right"

@@ -135,7 +135,6 @@ class ResponsesRequest(TranslatedBody):
     }
     taken: ClassVar[tuple[str, ...]] = (*EXTENSIONS, "top_k", "stop", "include_reasoning")
 
-    model: str | None = None
     input: InputWithReferences = ""
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)

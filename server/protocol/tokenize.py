@@ -9,14 +9,13 @@ from pydantic import Field, StrictInt, model_validator
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_DETOKENIZED, AtMost
 from quire.server.protocol.chat import Messages, check_continuation
-from quire.server.protocol.common import RequestBody
+from quire.server.protocol.common import ModelBody
 from quire.server.protocol.tools import Tools
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ModelBody):
     """A prompt, or the messages of a chat."""
 
-    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     """llama.cpp's name of a prompt, for which special tokens are not added unless add_special says so."""
@@ -45,6 +44,5 @@ class TokenizeRequest(RequestBody):
         return self
 
 
-class DetokenizeRequest(RequestBody):
-    model: str | None = None
+class DetokenizeRequest(ModelBody):
     tokens: Annotated[list[StrictInt], AtMost(MAX_DETOKENIZED)]

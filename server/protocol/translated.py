@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import RequestBody
+from quire.server.protocol.common import ModelBody
 
 EXTENSIONS = (
     *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
@@ -22,7 +22,7 @@ EXTENSIONS = (
 """Fields of a chat that mean the same in every API."""
 
 
-class TranslatedBody(RequestBody):
+class TranslatedBody(ModelBody):
     called: ClassVar[Mapping[str, str]] = {}
     """What fields of a chat are called in this API, where it has them under other names."""
     taken: ClassVar[tuple[str, ...]] = EXTENSIONS

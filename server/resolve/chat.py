@@ -18,10 +18,9 @@ from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, resolved
+from quire.server.resolve.common import Resolved, resolved, sampling_params
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import chat_prompt
-from quire.server.resolve.sampling_params import sampling_params
 from quire.server.resolve.structured import asked_grammar
 from quire.server.resolve.tools import ToolUse, tool_use
 from quire.server.served_model import ServedModel

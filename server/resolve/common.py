@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import msgspec
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
@@ -19,7 +20,7 @@ from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
-from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs
+from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs, check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
 Made = TypeVar("Made")
@@ -151,3 +152,71 @@ def _ids(body: GenerationBody, prefix: str) -> _Ids:
 def _repetition(body: GenerationBody) -> RepetitionRule | None:
     rule = body.repetition_detection
     return None if rule is None else RepetitionRule(rule.max_pattern_size, rule.min_pattern_size, rule.min_count)
+
+
+def sampling_params(
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The body's values, by default those of the model's generation_config.json.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    model.check_task("generate")
+    defaults, max_model_len = model.defaults, model.context_length
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
+            "prompt and answer together",
+            param=max_tokens_name,
+        )
+    for name, ids in (
+        ("logit_bias", body.logit_bias),
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+        ("logprob_token_ids", body.logprob_token_ids),
+    ):
+        check_token_ids(ids or (), model.vocab_size, name)
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _check_texts(stop=stop, cache_salt=[body.cache_salt], session_id=[body.session_id], bad_words=body.bad_words)
+    return SamplingParams(
+        n=body.n,
+        temperature=_first(body.temperature, defaults["temperature"]),
+        top_p=_first(body.top_p, defaults["top_p"]),
+        top_k=int(_first(body.top_k, defaults["top_k"])),
+        min_p=_first(body.min_p, defaults["min_p"]),
+        repetition_penalty=_first(body.repetition_penalty, defaults["repetition_penalty"]),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or None,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+        logprobs=logprobs,
+        logprob_token_ids=tuple(body.logprob_token_ids) or None,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+    )
+
+
+def _check_texts(**texts: Sequence[str]) -> None:
+    for name, several in texts.items():
+        for text in several:
+            check_text(text, name)
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -14,10 +14,9 @@ from quire.server.generation.answers.writer import MakesWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, resolved
+from quire.server.resolve.common import Resolved, resolved, sampling_params
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import completion_prompts
-from quire.server.resolve.sampling_params import sampling_params
 from quire.server.resolve.structured import asked_grammar
 from quire.server.served_model import ServedModel
 

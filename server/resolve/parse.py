@@ -80,47 +80,41 @@ def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseMod
     body, whose misspelt names and words the message quotes."""
     by_place: dict[str, str] = {}
     for one in details:
-        place = _where(one["loc"])
+        place, value = _place(one, given)
         if one["type"] == "too_many" or place not in by_place:
             said = "Input should be an object" if one["type"] in _OBJECT else one["msg"]
-            by_place[place] = said + _meant(one, given, model)
+            by_place[place] = said + _meant(one, value, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
 
 
-def _meant(detail: Any, given: dict[str, Any], model: type[BaseModel]) -> str:
+def _place(detail: Any, given: Any) -> tuple[str, Any]:
+    """Where a complaint is, such as messages[0].role, and the value there; of a missing field, what should have it.
+
+    Pydantic's path also has names of union members, which lead nowhere in the body: they are left out.
+    """
+    path = list(detail["loc"])
+    missing = [path.pop()] if detail["type"] == "missing" else []
+    text = ""
+    for part in path:
+        if isinstance(given, list) and isinstance(part, int):
+            text, given = f"{text}[{part}]", given[part]
+        elif isinstance(given, dict) and part in given:
+            text, given = f"{text}.{part}" if part.isidentifier() else text, given[part]
+    return ".".join([text, *missing]).removeprefix(".") or "body", given
+
+
+def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:
     """`; did you mean …?` for a field that is missing, beside one with almost its name, and for a word that is almost
     one of those allowed."""
-    place = detail["loc"]
     if detail["type"] == "literal_error":
-        word = _at(given, place)
-        hint = nearest(word.lower(), _QUOTED.findall(detail["msg"])) if isinstance(word, str) else ""
+        hint = nearest(value.lower(), _QUOTED.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""
-    around = _at(given, place[:-1]) if detail["type"] == "missing" else None
-    if not isinstance(around, dict):
+    if detail["type"] != "missing" or not isinstance(value, dict):
         return ""
-    known = model.model_fields if len(place) == 1 else ()
-    return misspelt([name for name in around if name not in known], [place[-1]])
-
-
-def _at(given: Any, place: Sequence[str | int]) -> Any:
-    """The value at a place of the body. The place may contain names of union members between those of fields."""
-    for part in place:
-        if part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int):
-            given = given[part]
-    return given
+    known = model.model_fields if len(detail["loc"]) == 1 else ()
+    return misspelt([name for name, one in value.items() if name not in known and one is not None], [detail["loc"][-1]])
 
 
 def param_of(place: Sequence[str | int]) -> str | None:
     """The top-level parameter of ("messages", 0, "role")."""
     return str(place[0]) if place else None
-
-
-def _where(place: Sequence[str | int]) -> str:
-    """messages[0].role; the names of union members that pydantic puts in are left out."""
-    text = ""
-    for part in place:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float"):
-            text += f".{part}" if text else part
-    return text or "body"

@@ -7,7 +7,7 @@ from functools import partial
 
 from quire.engine.prefixes.turns import Turn
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.warmed import WarmedWriter
+from quire.server.generation.answers.decisions import WarmedWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.kept import WarmRequest

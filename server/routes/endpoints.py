@@ -46,10 +46,8 @@ from quire.server.resolve.pooling import resolve_classification, resolve_embeddi
 from quire.server.resolve.tokenize import Reply, detokenized, templated, tokenized
 from quire.server.resolve.translated import ollama
 from quire.server.resolve.translated.cohere_embed import resolve_cohere_embedding
-from quire.server.resolve.translated.decisions import resolve_decisions
-from quire.server.resolve.translated.label_scores import resolve_scores
+from quire.server.resolve.translated.decisions import resolve_decisions, resolve_scores, resolve_systemone
 from quire.server.resolve.translated.messages import count_tokens, resolve_message
-from quire.server.resolve.translated.systemone import resolve_systemone
 from quire.server.routes.bodies import Documented, Work, checked, worked_on
 from quire.server.routes.reply import reply, vectors_reply
 from quire.server.runtime import runtime_of

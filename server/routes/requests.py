@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
+from quire.server.access.tenants import Tenant
 from quire.server.runtime import Runtime, server_of
 
 router = APIRouter()
@@ -42,7 +43,7 @@ async def explain(name: str, request: Request) -> Response:
     preemptions, replays; and how much of its prompt was in the prefix cache, how much could have been, and why it was
     not. The request is named by the answer's id or by X-Request-Id. With API keys, only for requests of the same key,
     or with an admin's key."""
-    found, _ = await _explained(name, request)
+    found, _ = await _explained(name, tenant_of(request.scope), request)
     return Response(found, media_type="application/json")
 
 
@@ -51,19 +52,19 @@ async def conversation(name: str, request: Request) -> dict[str, Any]:
     """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
     each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong
     to one conversation if one begins with the other, or with most of it."""
-    found, runtime = await _explained(name, request)
+    found, runtime = await _explained(name, tenant := tenant_of(request.scope), request)
     prefixes = [each["prefix"] for each in msgspec.json.decode(found)["sequences"] if each["prefix"] is not None]
     names = list(dict.fromkeys(each["conversation"] for each in prefixes))
-    turns = await runtime.others.turns(names[0], request.scope) if names else []
+    turns = await runtime.others.turns(names[0], tenant) if names else []
     return {"object": "list", "conversation": names[0] if names else None, "data": turns}
 
 
-async def _explained(name: str, request: Request) -> tuple[bytes, Runtime]:
+async def _explained(name: str, tenant: Tenant, request: Request) -> tuple[bytes, Runtime]:
     """The explanation of a request, and what runs beside its model."""
     for runtime in list(server_of(request).models.loaded):
         async with runtime.turns:
-            found = runtime.others.explained(name, request.scope)
-        found = found or await runtime.others.explanation(name, tenant_of(request.scope))
+            found = runtime.others.explained(name, tenant.name, tenant.admin)
+        found = found or await runtime.others.explanation(name, tenant)
         if found is not None:
             return found, runtime
     raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")

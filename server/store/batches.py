@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.engine.errors import InvalidRequest
-from quire.server.store.database import Database
+from quire.server.store.database import Database, page_of
 from quire.server.store.files import Files, StoredFile
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -150,16 +150,10 @@ class Batches:
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
         """The newest, behind the one with the id `after`, `limit` at most, and whether others follow. None where
         `after` is not one of them."""
-        where, given = "owner = ?", [owner]
         with self._database.reading() as connection:
-            if after is not None:
-                found = connection.execute("select created, id from batches where owner = ? and id = ?", (owner, after))
-                if (place := found.fetchone()) is None:
-                    return None
-                where, given = f"{where} and (created, id) < (?, ?)", [owner, *place]
-            query = f"select data from batches where {where} order by created desc, id desc limit ?"
-            rows = connection.execute(query, (*given, limit + 1)).fetchall()
-            return [_counted(connection, _batch(row)) for row in rows[:limit]], len(rows) > limit
+            query = "select data from batches where owner = ?"
+            page = page_of(connection, query, [owner], limit, after, newest_first=True)
+            return None if page is None else ([_counted(connection, _batch(row)) for row in page[0]], page[1])
 
     def open(self) -> list[tuple[str, Batch]]:
         """Those that have not ended, with their owners, the oldest first."""

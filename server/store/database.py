@@ -7,9 +7,10 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quire.engine.errors import ConfigError
 from quire.server.store.schema import prepare
@@ -72,3 +73,22 @@ class Database:
                     sizes.clear()
                     sizes.update(before)
                 raise
+
+
+def page_of(
+    database: sqlite3.Connection, query: str, given: Sequence[Any], limit: int, after: str | None, *, newest_first: bool
+) -> tuple[list[Any], bool] | None:
+    """The next rows of a query, `limit` at most, by their `created` and `id`, and whether others follow.
+
+    `query`: `select ... from TABLE where owner = ? ...`, of which `given` are the values. The page begins behind the
+    row with the id `after`. None where the owner has no such row.
+    """
+    sign, order = ("<", "desc") if newest_first else (">", "asc")
+    if after is not None:
+        table = query.partition(" from ")[2].split()[0]
+        row = f"select created, id from {table} where owner = ? and id = ?"
+        if (place := database.execute(row, (given[0], after)).fetchone()) is None:
+            return None
+        query, given = f"{query} and (created, id) {sign} (?, ?)", [*given, *place]
+    rows = database.execute(f"{query} order by created {order}, id {order} limit ?", (*given, limit + 1)).fetchall()
+    return rows[:limit], len(rows) > limit

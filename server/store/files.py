@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire.server.budget import Budget
-from quire.server.store.database import ROW, Database
+from quire.server.store.database import ROW, Database, page_of
 
 _FIELDS = "id, created, expires, bytes, name, purpose"
 
@@ -117,19 +117,12 @@ class Files:
     ) -> tuple[Sequence[StoredFile], bool] | None:
         """The next files behind the one with the id `after`, `limit` at most, and whether others follow. None where
         `after` is not one of them."""
-        sign, order = ("<", "desc") if newest_first else (">", "asc")
-        where, given = f"owner = ? and {_THERE}", [owner, time.time()]
+        query, given = f"select {_FIELDS} from files where owner = ? and {_THERE}", [owner, time.time()]
         if purpose is not None:
-            where, given = f"{where} and purpose = ?", [*given, purpose]
+            query, given = f"{query} and purpose = ?", [*given, purpose]
         with self._database.reading() as connection:
-            if after is not None:
-                found = connection.execute("select created, id from files where owner = ? and id = ?", (owner, after))
-                if (place := found.fetchone()) is None:
-                    return None
-                where, given = f"{where} and (created, id) {sign} (?, ?)", [*given, *place]
-            query = f"select {_FIELDS} from files where {where} order by created {order}, id {order} limit ?"
-            rows = connection.execute(query, (*given, limit + 1)).fetchall()
-        return [StoredFile(*row) for row in rows[:limit]], len(rows) > limit
+            page = page_of(connection, query, given, limit, after, newest_first=newest_first)
+        return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""

@@ -6,18 +6,18 @@ Files' contents do not pass: each process reads and writes them itself.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sqlite3
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 
 import msgspec
 
 from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import Fault
+from quire.server.encoding import form_of, pack
 from quire.server.store.batches import Batches
 from quire.server.store.calls import Calls
 from quire.server.store.data import Data, Processes
@@ -75,49 +75,28 @@ class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
-class _Kind(NamedTuple):
-    """How a method is asked for."""
-
-    signature: inspect.Signature
-    """Without `self`."""
-    given: msgspec.msgpack.Decoder[tuple[Any, ...]]
-    result: msgspec.msgpack.Decoder[Any]
-
-
-_encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_answer = msgspec.msgpack.Decoder(_Done | _Refused | _NoDisk | _Failed).decode
-
-
-@cache
-def _kind(method: str) -> _Kind:
-    """Of one of METHODS. Raises KeyError for another."""
-    function = _BY_NAME[method]
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    hints = get_type_hints(function)
-    given: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
-    decode = msgspec.msgpack.Decoder(given), msgspec.msgpack.Decoder(hints["return"])
-    return _Kind(inspect.Signature(parameters), *decode)
 
 
 def answer(data: Data, asked: bytes) -> bytes:
     """What a process is told that asks for something. In a thread, please."""
     try:
         question = _decode_question(asked)
-        kind = _kind(question.method)
+        form = form_of(_BY_NAME[question.method])
         part, _, method = question.method.partition(".")
-        given = dict(zip(kind.signature.parameters, kind.given.decode(question.given), strict=True))
+        given = dict(zip(form.signature.parameters, form.given.decode(question.given), strict=True))
         result = getattr(getattr(data, part.lower()), method)(**given)
-        return _encode(_Done(msgspec.Raw(_encode(result))))
+        return pack(_Done(msgspec.Raw(pack(result))))
     except QuireError as error:
-        return _encode(_Refused(Fault.of(error)))
+        return pack(_Refused(Fault.of(error)))
     except sqlite3.OperationalError as error:
-        return _encode(_NoDisk(str(error), None))
+        return pack(_NoDisk(str(error), None))
     except OSError as error:
-        return _encode(_NoDisk(error.strerror or str(error), error.errno or 0))
+        return pack(_NoDisk(error.strerror or str(error), error.errno or 0))
     except Exception as error:
         log.exception("what an API process asked of data_dir failed")
-        return _encode(_Failed(f"{type(error).__name__}: {error}"))
+        return pack(_Failed(f"{type(error).__name__}: {error}"))
 
 
 class _Asked:
@@ -131,13 +110,13 @@ class _Asked:
         return partial(self._call, f"{self._part.__name__}.{method}")
 
     def _call(self, method: str, *given: Any, **named: Any) -> Any:
-        kind = _kind(method)
-        bound = kind.signature.bind(*given, **named)
+        form = form_of(_BY_NAME[method])
+        bound = form.signature.bind(*given, **named)
         bound.apply_defaults()
-        asked = _Question(method, msgspec.Raw(_encode(tuple(bound.arguments.values()))))
-        match _decode_answer(self._ask(_encode(asked))):
+        asked = _Question(method, msgspec.Raw(pack(tuple(bound.arguments.values()))))
+        match _decode_answer(self._ask(pack(asked))):
             case _Done(result):
-                return kind.result.decode(result)
+                return form.result.decode(result)
             case _Refused(fault):
                 raise fault.error()
             case _NoDisk() as refused:

@@ -6,19 +6,20 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.procfs import Standstill
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel
 from quire.server.workers.frames import frame, receive
 from quire.server.workers.queue import JobQueue, WorkerTurn
-from quire.server.workers.watch import watched
 from quire.server.workers.worker import Job, Limits
 
 Result = TypeVar("Result")
@@ -252,3 +253,40 @@ class WorkerPool:
         except OSError:
             await process.kill()
             raise
+
+
+STILL_SECONDS = 5.0
+"""A process is killed that does nothing for so long, though it was asked for something and could compute."""
+_LOOK_SECONDS = 0.25
+
+
+class Watch:
+    """Watches one process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.has_killed = False
+
+    async def run(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)  # most jobs have ended by then
+        standstill, last = Standstill(self._pid), time.monotonic()
+        seconds = 0.0
+        while seconds < STILL_SECONDS:
+            await asyncio.sleep(_LOOK_SECONDS)
+            # Where it was this process that could not run, the other one may have been stopped with it.
+            last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)
+            seconds = standstill.advance(elapsed)
+        self.has_killed = True
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+
+@contextmanager
+def watched(pid: int) -> Iterator[Watch]:
+    """Within the block, which waits for this process, it is killed when it stands still."""
+    watch = Watch(pid)
+    task = asyncio.create_task(watch.run())
+    try:
+        yield watch
+    finally:
+        task.cancel()

@@ -9,26 +9,25 @@ from collections.abc import Sequence
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
-from quire.server.cli.bench.report import add_report_flags, check_report, write_json
-from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts
+from quire.server.cli.bench.report import REPORT_FLAGS, check_report, write_json
+from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_prompts
+from quire.server.cli.flags import add, command
 from quire.server.cli.settings import add_flags, parse
 
 WARMUP_TOKENS = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="quire bench offline",
+    parser = command(
+        "quire bench offline",
+        __doc__,
+        {"name": {"nargs": "?", "metavar": "MODEL", "help": "model to load"}},
         usage="quire bench offline [MODEL] [flags]",
-        description=__doc__,
-        allow_abbrev=False,
         add_help=False,
         conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
     )
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load")
     add_flags(parser, EngineConfig, {EngineConfig: "engine"})
-    add_workload_flags(parser)
-    add_report_flags(parser, png=False)
+    add(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
     args, config = parse(parser, argv, EngineConfig, "name")
     check_workload(parser, args)
     check_report(args.json)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from quire.engine.errors import ConfigError
 from quire.server.cli.bench.stats import PERCENTILES, Distribution, Summary, percentile
+from quire.server.cli.flags import Group
 
 NAMES = {
     "ttft_ms": "time to first token",
@@ -24,12 +25,12 @@ NAMES = {
 INK, LINE, MARK = "#333333", "#2a6f97", "#c1440e"
 
 
-def add_report_flags(parser: argparse.ArgumentParser, *, png: bool) -> None:
-    group = parser.add_argument_group("report")
-    group.add_argument("--label", default="", metavar="TEXT", help="a name for this run, shown in every report")
-    group.add_argument("--json", type=Path, metavar="OUT.json", help="write settings and figures")
-    if png:
-        group.add_argument("--png", type=Path, metavar="OUT.png", help="draw the latencies; needs matplotlib")
+_FLAGS = {
+    "--label": {"default": "", "metavar": "TEXT", "help": "a name for this run, shown in every report"},
+    "--json": {"type": Path, "metavar": "OUT.json", "help": "write settings and figures"},
+}
+_PNG = {"--png": {"type": Path, "metavar": "OUT.png", "help": "draw the latencies; needs matplotlib"}}
+REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": Group(_FLAGS)}, {"report": Group(_FLAGS | _PNG)}
 
 
 def check_report(json_path: Path | None, png_path: Path | None = None) -> None:

@@ -18,10 +18,11 @@ import uvloop
 
 from quire.engine.errors import EngineError
 from quire.server.cli.bench.client import StreamClient, StreamError
-from quire.server.cli.bench.report import add_report_flags, check_report, draw, print_table, write_json
+from quire.server.cli.bench.report import DRAWN_REPORT_FLAGS, check_report, draw, print_table, write_json
 from quire.server.cli.bench.stats import Answer, Failure, Summary, arrivals, latencies, summarize
-from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
-from quire.server.cli.connect import add_server_flags, headers, models, server_url, trusted
+from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_prompts, read_prompts
+from quire.server.cli.connect import headers, models, server_flags, server_url, trusted
+from quire.server.cli.flags import OneOf, command
 from quire.server.cli.settings import number
 from quire.server.cli.unknown_flags import parse_known
 
@@ -169,38 +170,42 @@ async def measure(args: argparse.Namespace, client: StreamClient, model: str) ->
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="quire bench serve", description=__doc__, allow_abbrev=False)
-    add_server_flags(parser, "http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="the model to ask for; default: the first that it lists")
-    parser.add_argument("--no-keepalive", action="store_true", help="a new connection for every request")
-    pace = parser.add_mutually_exclusive_group()
-    pace.add_argument(
-        *("--concurrency", "--max-concurrency"),
-        type=number(int, 1),
-        default=8,
-        metavar="N",
-        help="requests open at any time (%(default)s)",
+    return command(
+        "quire bench serve",
+        __doc__,
+        {
+            **server_flags("http://127.0.0.1:8000"),
+            "--model": {"metavar": "NAME", "help": "the model to ask for; default: the first that it lists"},
+            "--no-keepalive": {"action": "store_true", "help": "a new connection for every request"},
+            "pace": OneOf(
+                {
+                    "--concurrency --max-concurrency": {
+                        "type": number(int, 1),
+                        "default": 8,
+                        "metavar": "N",
+                        "help": "requests open at any time (%(default)s)",
+                    },
+                    "--request-rate": {
+                        "type": number(float, 1e-6),
+                        "metavar": "NUMBER",
+                        "help": "instead: requests a second, arriving at random (Poisson)",
+                    },
+                }
+            ),
+            **WORKLOAD_FLAGS,
+            "--prompts": {
+                "type": Path,
+                "metavar": "FILE.jsonl",
+                "help": 'real prompts, {"prompt": ...} or {"messages": ...} a line, begun again when they run out',
+            },
+            "--ignore-eos": {
+                "action": argparse.BooleanOptionalAction,
+                "help": "ask for answers of exactly --output-len (default: not for --prompts; some servers know no "
+                "such fields)",
+            },
+            **DRAWN_REPORT_FLAGS,
+        },
     )
-    pace.add_argument(
-        "--request-rate",
-        type=number(float, 1e-6),
-        metavar="NUMBER",
-        help="instead: requests a second, arriving at random (Poisson)",
-    )
-    add_workload_flags(parser)
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help='real prompts, {"prompt": ...} or {"messages": ...} a line, begun again when they run out',
-    )
-    parser.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="ask for answers of exactly --output-len (default: not for --prompts; some servers know no such fields)",
-    )
-    add_report_flags(parser, png=True)
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:

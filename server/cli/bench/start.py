@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,8 +21,9 @@ import uvloop
 
 from quire.engine.errors import ConfigError, EngineError
 from quire.server.cli.bench.client import StreamClient, StreamError
-from quire.server.cli.bench.report import add_report_flags, check_report, write_json
+from quire.server.cli.bench.report import REPORT_FLAGS, check_report, write_json
 from quire.server.cli.bench.serve import Stream
+from quire.server.cli.flags import command
 from quire.server.cli.settings import number
 from quire.server.cli.unknown_flags import parse_known
 
@@ -37,34 +37,38 @@ NOT_YET = (None, 404, 429, 502, 503, 504)
 
 def main(argv: Sequence[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
-    command = list(argv[split + 1 :]) or QUIRE
-    parser = argparse.ArgumentParser(
-        prog="quire bench start",
+    starting = list(argv[split + 1 :]) or QUIRE
+    parser = command(
+        "quire bench start",
+        __doc__,
+        {
+            "--runs": {"type": number(int, 1), "default": 3, "metavar": "N", "help": "starts to measure (%(default)s)"},
+            "--model": {"metavar": "NAME", "help": "model to ask for, where the server insists on one"},
+            "--timeout": {
+                "type": number(float, 0),
+                "default": 600.0,
+                "metavar": "SECONDS",
+                "help": "longest wait for a start (600)",
+            },
+            **REPORT_FLAGS,
+        },
         usage="quire bench start [flags] [-- COMMAND ... {port} ...]",
-        description=__doc__,
         epilog="COMMAND must serve on the port put for {port}; default: quire serve with the embedded model.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--runs", type=number(int, 1), default=3, metavar="N", help="starts to measure (%(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="model to ask for, where the server insists on one")
-    parser.add_argument(
-        "--timeout", type=number(float, 0), default=600.0, metavar="SECONDS", help="longest wait for a start (600)"
-    )
-    add_report_flags(parser, png=False)
     args = parse_known(parser, argv[:split])
     check_report(args.json)
-    if not any("{port}" in word for word in command):
+    if not any("{port}" in word for word in starting):
         raise ConfigError("the command must say {port} where its port goes")
-    print(f"{args.label or shlex.join(command)}")
+    print(f"{args.label or shlex.join(starting)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it as Ctrl-C, so that the started server ends too
     seconds = []
     for run in range(args.runs):
-        seconds.append(first_token(command, args.model, args.timeout))
+        seconds.append(first_token(starting, args.model, args.timeout))
         print(f"run {run + 1}: {seconds[-1]:.2f} s", flush=True)
     low, high, median = min(seconds), max(seconds), statistics.median(seconds)
     print(f"command to first token: median {median:.2f} s, min {low:.2f} s, max {high:.2f} s")
     if args.json:
-        figures = {"command": command, "seconds": seconds, "median": median, "min": low, "max": high}
+        figures = {"command": starting, "seconds": seconds, "median": median, "min": low, "max": high}
         write_json(args.json, args, figures)
     return 0
 

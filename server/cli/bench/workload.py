@@ -9,26 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
+from quire.server.cli.flags import Group
 from quire.server.cli.settings import number
 
 FIRST_ID = 10
 """The smallest token id of random prompts, as smaller ones are often special tokens."""
 
 
-def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load")
-    for names, default, low, text in (  # the second ones are those of vLLM's bench
-        ("--num-requests --num-prompts", 32, 1, "requests to measure"),
-        ("--input-len --random-input-len", 128, 1, "tokens of a made-up prompt, random ids"),
-        ("--output-len --random-output-len", 64, 1, "tokens of an answer"),
-        ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
-        ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
-        ("--warmup", 2, 0, "short requests sent first, not measured"),
-        ("--seed", 0, 0, "of prompts and arrivals"),
-    ):
-        kind = number(int, low)
-        group.add_argument(*names.split(), type=kind, default=default, metavar="N", help=f"{text} ({default})")
-    group.add_argument("--temperature", type=number(float, 0), default=0.0, metavar="NUMBER", help="0 is greedy (0)")
+_COUNTS = (  # the second names are those of vLLM's bench
+    ("--num-requests --num-prompts", 32, 1, "requests to measure"),
+    ("--input-len --random-input-len", 128, 1, "tokens of a made-up prompt, random ids"),
+    ("--output-len --random-output-len", 64, 1, "tokens of an answer"),
+    ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
+    ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
+    ("--warmup", 2, 0, "short requests sent first, not measured"),
+    ("--seed", 0, 0, "of prompts and arrivals"),
+)
+WORKLOAD_FLAGS = {
+    "load": Group(
+        {
+            names: {"type": number(int, low), "default": default, "metavar": "N", "help": f"{text} ({default})"}
+            for names, default, low, text in _COUNTS
+        }
+        | {"--temperature": {"type": number(float, 0), "default": 0.0, "metavar": "NUMBER", "help": "0 is greedy (0)"}}
+    )
+}
 
 
 def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,8 @@ import httpx
 from quire.engine.config import EngineConfig
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.chat.plain import converse
-from quire.server.cli.connect import add_server_flags, chosen_model, headers, server_url, trusted
+from quire.server.cli.connect import chosen_model, headers, server_flags, server_url, trusted
+from quire.server.cli.flags import command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
@@ -37,18 +37,19 @@ def connect(url: str | None, config: ServerConfig, key: str | None, cacert: Path
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = argparse.ArgumentParser(
-        prog="quire chat",
+    parser = command(
+        "quire chat",
+        __doc__,
+        {
+            "name": {"nargs": "?", "metavar": "MODEL", "help": "model to load, or to ask for at --url"},
+            **server_flags(None, key="bearer"),
+            "--system": {"metavar": "TEXT", "help": "system message"},
+            "--temperature": {"type": float, "metavar": "NUMBER", "help": "0 is greedy; default: the model's own"},
+            "--max-tokens": {"type": int, "metavar": "N", "help": "longest answer; default: what the context allows"},
+        },
         usage="quire chat [MODEL | --url URL] [flags]",
-        description=__doc__,
-        allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load, or to ask for at --url")
-    add_server_flags(parser, None, key="bearer")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=float, metavar="NUMBER", help="0 is greedy; default: the model's own")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: what the context allows")
     add_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
     args, config = parse(parser, argv, ServerConfig, "name")
     asked = args.name or getattr(args, "model", None) if args.url else None  # else it is what is loaded

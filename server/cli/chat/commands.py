@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.errors import QuireError
+from quire.engine.errors import ConfigError, QuireError
 from quire.server.cli.chat.conversation import Chat, text_of
-from quire.server.cli.chat.pictures import data_url
 from quire.server.cli.connect import models, served_model
 
 COMMANDS = {
@@ -175,3 +175,19 @@ def _model(chat: Chat, rest: str) -> Outcome:
         return Outcome("\n".join(f"{'*' if name == chat.model else ' '} {name}" for name in known))
     chat.model = served_model(known, rest)
     return Outcome(f"{rest} goes on")
+
+
+def data_url(name: str) -> str:
+    """Of the file `name`, as people type it or drop it on a terminal: in quotes, or with backslashes before spaces.
+    Raises ConfigError for one that cannot be read, and InvalidRequest for one that the server would not read."""
+    from quire.engine.images.decode import MOST_BYTES, opened  # imported only when needed: pictures are rare
+
+    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "'\""
+    path = Path(name[1:-1] if quoted else name.replace("\\ ", " ")).expanduser()
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    kind = opened(content, str(path)).format or ""
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine.gguf.choice import by_tag
-from quire.server.cli.models.sizes import size
+from quire.server.cli.flags import command
 from quire.server.cli.unknown_flags import parse_known
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ class Downloaded:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="quire list", description=__doc__, allow_abbrev=False)
-    parse_known(parser, argv)
+    parse_known(command("quire list", __doc__, {}), argv)
     cache = cached()
     found = [] if cache is None else sorted(models(cache), key=lambda each: (each.name, each.ref))
     if not found:
@@ -94,3 +92,7 @@ def _of_revision(repo: str, revision: CachedRevisionInfo) -> Iterator[Downloaded
             yield Downloaded(name, repo, True, own, place / paths[0], ref)
     if left and (len(left) == len(files) or any(path.endswith(".safetensors") for path in left)):
         yield Downloaded(repo, repo, False, left, place, ref)
+
+
+def size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +9,28 @@ from pathlib import Path
 from quire.engine.checkpoint.files import must_come, pull_model
 from quire.engine.config import EngineConfig
 from quire.engine.gguf.files import SUFFIX, all_parts
-from quire.server.cli.models.sizes import size
+from quire.server.cli.flags import command
+from quire.server.cli.models.downloaded import size
 from quire.server.cli.unknown_flags import parse_known
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="quire pull", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "names", nargs="+", metavar="MODEL", help="OWNER/REPO, OWNER/REPO:TAG, an address, or a short name"
+    args = parse_known(
+        command(
+            "quire pull",
+            __doc__,
+            {
+                "names": {
+                    "nargs": "+",
+                    "metavar": "MODEL",
+                    "help": "OWNER/REPO, OWNER/REPO:TAG, an address, or a short name",
+                },
+                "--revision": {"metavar": "TEXT", "help": "branch, tag or commit"},
+            },
+        ),
+        argv,
     )
-    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit")
-    args = parse_known(parser, argv)
     for name in args.names:
         path = pull(name, args.revision)
         files = all_parts(path) if path.suffix == SUFFIX else [file for file in path.rglob("*") if file.is_file()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +11,8 @@ from quire.engine.checkpoint.files import hub_model
 from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ModelError
 from quire.engine.gguf.files import PACKAGED
-from quire.server.cli.models.downloaded import Downloaded, cached, models
-from quire.server.cli.models.sizes import size
+from quire.server.cli.flags import command
+from quire.server.cli.models.downloaded import Downloaded, cached, models, size
 from quire.server.cli.unknown_flags import parse_known
 
 if TYPE_CHECKING:
@@ -22,10 +21,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="quire rm", description=__doc__, allow_abbrev=False)
     names = "as `quire list` prints it; OWNER/REPO is all of that repository"
-    parser.add_argument("names", nargs="+", metavar="MODEL", help=names)
-    args = parse_known(parser, argv)
+    args = parse_known(command("quire rm", __doc__, {"names": {"nargs": "+", "metavar": "MODEL", "help": names}}), argv)
     for name in args.names:
         print(f"{name}: {size(remove(name))} freed")
     return 0

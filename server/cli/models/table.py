@@ -5,7 +5,6 @@ The figures are `quire plan`'s arithmetic, and limits: a token takes at least as
 
 from __future__ import annotations
 
-import argparse
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from quire.engine.checkpoint.catalog import CatalogEntry, known_models
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.server.cli.flags import OneOf, command
 from quire.server.cli.plan.estimate import Wishes, estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, this_machine
 from quire.server.cli.plan.rates import with_rates
@@ -50,12 +50,29 @@ class ModelRow:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="quire models", description=__doc__, allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--laptops", action="store_true", help="the same for three classes of laptops, as Markdown")
     bandwidth = number(float, 0, above=True)
-    what.add_argument("--bandwidth", type=bandwidth, metavar="GB/s", help="of this machine's memory; default: measured")
-    args = parse_known(parser, argv)
+    args = parse_known(
+        command(
+            "quire models",
+            __doc__,
+            {
+                "what": OneOf(
+                    {
+                        "--laptops": {
+                            "action": "store_true",
+                            "help": "the same for three classes of laptops, as Markdown",
+                        },
+                        "--bandwidth": {
+                            "type": bandwidth,
+                            "metavar": "GB/s",
+                            "help": "of this machine's memory; default: measured",
+                        },
+                    }
+                )
+            },
+        ),
+        argv,
+    )
     if args.laptops:
         print(as_markdown())
         return 0

@@ -14,14 +14,14 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ConfigError
-from quire.server.cli.plan.configured import shared_out, wishes_of
+from quire.server.cli.flags import OneOf, add, command
+from quire.server.cli.plan.configured import cheapest, lighter, shared_out, wishes_of
 from quire.server.cli.plan.estimate import estimate
 from quire.server.cli.plan.images import images, planned_images, vision_of
 from quire.server.cli.plan.machine import Machine, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
 from quire.server.cli.plan.rates import with_rates
 from quire.server.cli.plan.report import as_dict, as_table, as_text
-from quire.server.cli.plan.ways_out import cheapest, lighter
 from quire.server.cli.settings import add_fields, number, parse
 from quire.server.config import ServerConfig
 
@@ -76,36 +76,33 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="quire plan", description=__doc__, allow_abbrev=False)
     positive = number(float, 0, above=True)
-    parser.add_argument(
-        "name",
-        nargs="?",
-        metavar="MODEL",
-        help="directory, config.json, .gguf file, hub id or short name; default: what --config names, or embedded",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file of quire serve's settings, or a preset; flags go before it"
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpu", metavar="NAME", help="a GPU of the table, or all of them; default: this machine")
-    where.add_argument("--memory", type=positive, metavar="GiB", help="a GPU of so much memory")
-    parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="the device's, if the table lacks it")
-    parser.add_argument("--measure", action="store_true", help="measure this machine's CPU again")
-    parser.add_argument("--tflops", type=positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
-    parser.add_argument("--concurrency", type=number(int, 1), metavar="N", help="requests at once; default: what fits")
-    parser.add_argument(
-        "--images", type=images, metavar="COUNTxWIDTHxHEIGHT", help="of a request, as 1x1024x1024: what they take"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw memory and what fits")
-    parser.epilog = "All other flags of quire serve mean here what they mean there."
+    where = {
+        "--gpu": {"metavar": "NAME", "help": "a GPU of the table, or all of them; default: this machine"},
+        "--memory": {"type": positive, "metavar": "GiB", "help": "a GPU of so much memory"},
+    }
+    model = "directory, config.json, .gguf file, hub id or short name; default: what --config names, or embedded"
+    config = "TOML file of quire serve's settings, or a preset; flags go before it"
+    shown = "of a request, as 1x1024x1024: what they take"
+    flags = {
+        "name": {"nargs": "?", "metavar": "MODEL", "help": model},
+        "--config": {"metavar": "FILE", "help": config},
+        "where": OneOf(where),
+        "--bandwidth": {"type": positive, "metavar": "GB/s", "help": "the device's, if the table lacks it"},
+        "--measure": {"action": "store_true", "help": "measure this machine's CPU again"},
+        "--tflops": {"type": positive, "metavar": "N", "help": "the device's 16-bit arithmetic, likewise"},
+        "--concurrency": {"type": number(int, 1), "metavar": "N", "help": "requests at once; default: what fits"},
+        "--images": {"type": images, "metavar": "COUNTxWIDTHxHEIGHT", "help": shown},
+        "--json": {"action": "store_true", "help": "print JSON"},
+        "--picture": {"type": Path, "metavar": "OUT.svg", "help": "draw memory and what fits"},
+    }
+    told = "All other flags of quire serve mean here what they mean there."
+    parser = command("quire plan", __doc__, flags, epilog=told)
     for name, action in add_fields(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).items():
         if name not in _SHOWN:
             action.help = argparse.SUPPRESS
-    parser.add_argument(
-        "--context", dest="max_model_len", metavar="N", default=argparse.SUPPRESS, help="as --max-model-len"
-    )
+    same = {"dest": "max_model_len", "metavar": "N", "default": argparse.SUPPRESS, "help": "as --max-model-len"}
+    add(parser, {"--context": same})
     return parser
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
+from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
@@ -16,8 +17,7 @@ from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Estimate, Wishes, estimate
-from quire.server.cli.plan.machine import Machine, divided
-from quire.server.cli.plan.ways_out import lighter
+from quire.server.cli.plan.machine import Machine, divided, read_cards
 
 
 def wishes_of(config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None) -> Wishes:
@@ -74,3 +74,31 @@ def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
         return _Planned(estimate(sizes, parts, wishes, stored), sizes, wishes, stored)
     except (ModelError, ConfigError):
         return None
+
+
+_COUNTS = (1, 2, 4, 8)
+"""Numbers of devices that `cheapest` tries."""
+
+
+def cheapest(sizes: ModelSizes, wishes: Wishes, stored: StoredWeights | None, at_least: int = 1) -> Machine | None:
+    """The GPU of the table with the least memory on which the model fits, or several such GPUs, `at_least` so many;
+    None if none do."""
+    cards = sorted(read_cards().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
+    for count in (each for each in _COUNTS if each >= at_least):
+        for card in cards:
+            machine = replace(card, count=count)
+            if estimate(sizes, machine, wishes, stored).fits:
+                return machine
+    return None
+
+
+def lighter(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None) -> str | None:
+    """The --quantization with which the model fits there, the one that changes it least; None if none does."""
+    config = wishes.config
+    if config.at_load is not None or sizes.quantization or sizes.model_type in WITH_EXPERTS:
+        return None
+    for name in ("int8", "int4"):
+        fewer = replace(wishes, config=config.model_copy(update={"quantization": name}))
+        if estimate(sizes, machine, fewer, stored).fits:
+            return name
+    return None

@@ -1,42 +1,48 @@
-"""How fast this machine's CPU reads memory and multiplies: measured once, in a process with the kernels, and kept."""
+"""How fast this machine's CPU reads memory and multiplies: measured in a process with the kernels, and kept."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from quire.engine import VERSION
 from quire.server.cli.plan.machine import Machine
 
 _SECONDS = 120.0
+_FRESH_SECONDS = 86_400.0
 _CPU = Path("/proc/cpuinfo")
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     bandwidth: float
     """Bytes per second."""
     flops: float
     """16-bit operations per second."""
+    at: float = 0.0
+    """Time of time.time() of the last measurement."""
 
 
 def rates(*, again: bool = False) -> Rates | None:
-    """Those that are kept, or measured now; `again`: in any case. None where this processor has no kernels."""
+    """Those that are kept. Measured where none are, and after a day: the better figure of both stays then, for other
+    programs that run beside a measurement only lower it. `again`: measured in any case, and what was kept does not
+    count. None where this processor has no kernels."""
     kept, key = _read(), machine_key()
-    if again or key not in kept:
-        if (made := _measured()) is None:
-            return None
-        kept[key] = {"bandwidth": made.bandwidth, "flops": made.flops}
-        _write(kept)
-        return made
-    try:
-        return Rates(float(kept[key]["bandwidth"]), float(kept[key]["flops"]))
-    except (KeyError, TypeError, ValueError):
-        return rates(again=True)
+    known = None if again else kept.get(key)
+    if known is not None and time.time() - known.at < _FRESH_SECONDS:
+        return known
+    if (made := _measured()) is None:
+        return known
+    if known is not None:
+        made = Rates(max(made.bandwidth, known.bandwidth), max(made.flops, known.flops), made.at)
+    kept[key] = made
+    _write(kept)
+    return made
 
 
 def with_rates(machine: Machine, *, again: bool = False) -> Machine:
@@ -59,31 +65,29 @@ def machine_key() -> str:
 
 
 def _measured() -> Rates | None:
-    print("measuring this machine's memory and arithmetic, once", file=sys.stderr, flush=True)
+    print("measuring this machine's memory and arithmetic", file=sys.stderr, flush=True)
     command = [sys.executable, "-P", "-m", "quire.kernels.rates"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=True)
-        found = json.loads(done.stdout)
-        return Rates(float(found["bandwidth"]), float(found["flops"]))
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return msgspec.structs.replace(msgspec.json.decode(done.stdout, type=Rates), at=time.time())
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None
 
 
-def _read() -> dict[str, dict[str, float]]:
+def _read() -> dict[str, Rates]:
     try:
-        kept = json.loads(_file().read_bytes())
-    except (OSError, ValueError, RuntimeError):  # no home directory
+        return msgspec.json.decode(_file().read_bytes(), type=dict[str, Rates])
+    except (OSError, RuntimeError, msgspec.MsgspecError):  # RuntimeError: no home directory
         return {}
-    return dict(kept) if isinstance(kept, dict) else {}
 
 
-def _write(kept: dict[str, dict[str, float]]) -> None:
+def _write(kept: dict[str, Rates]) -> None:
     """Where it can be written: else the next plan measures again."""
     try:
         file = _file()
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        new.write_bytes(msgspec.json.encode(kept))
         new.replace(file)
     except (OSError, RuntimeError):
         return

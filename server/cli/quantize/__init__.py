@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from quire.engine.checkpoint.families import FAMILIES, STACKED
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.cli.flags import command
 from quire.server.cli.quantize.calibration import read_samples
 from quire.server.cli.unknown_flags import parse_known
 
@@ -26,34 +26,40 @@ _STRENGTH = 0.5
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="quire quantize", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="directory or hub id of floating-point weights")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    parser.add_argument("--format", choices=FORMATS, required=True, help="of the layers' linears; w8a8 is int8")
-    parser.add_argument(
-        "--smooth",
-        metavar="FILE",
-        type=Path,
-        help="smooth activations first (SmoothQuant), by these texts: .jsonl with text, prompt or messages, or a text",
+    args = parse_known(
+        command(
+            "quire quantize",
+            __doc__,
+            {
+                "model": {"metavar": "MODEL", "help": "directory or hub id of floating-point weights"},
+                "out": {"metavar": "OUT", "type": Path, "help": "directory to make"},
+                "--format": {"choices": FORMATS, "required": True, "help": "of the layers' linears; w8a8 is int8"},
+                "--smooth": {
+                    "metavar": "FILE",
+                    "type": Path,
+                    "help": "smooth activations first (SmoothQuant), by these texts: .jsonl with text, prompt or "
+                    "messages, or a text",
+                },
+                "--smooth-strength": {
+                    "metavar": "NUMBER",
+                    "type": float,
+                    "default": _STRENGTH,
+                    "help": f"how much of activations' range goes to the weights, 0 to 1 (default {_STRENGTH})",
+                },
+                "--revision": {"metavar": "TEXT", "help": "branch, tag or commit of a hub id"},
+            },
+        ),
+        argv,
     )
-    parser.add_argument(
-        "--smooth-strength",
-        metavar="NUMBER",
-        type=float,
-        default=_STRENGTH,
-        help=f"how much of activations' range goes to the weights, 0 to 1 (default {_STRENGTH})",
-    )
-    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
-    args = parse_known(parser, argv)
     _check_out(args.out)
     path = resolve_model(args.model, args.revision)
     _check_model(path)
     name, samples = args.format.replace("w8a8", "int8"), None
-    command = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize", str(path), str(args.out), name]
+    program = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize", str(path), str(args.out), name]
     if args.smooth is not None:
         samples = _samples(args.smooth, args.smooth_strength, name, path)
-        command.append(str(args.smooth_strength))
-    status = subprocess.run(command, input=samples, text=True).returncode
+        program.append(str(args.smooth_strength))
+    status = subprocess.run(program, input=samples, text=True).returncode
     if status < 0:  # for one, the system killed it for memory
         print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 1 if status < 0 else status

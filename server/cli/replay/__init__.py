@@ -26,6 +26,7 @@ from quire.engine.receipts.replay import Model, Verdict, replay
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
+from quire.server.cli.flags import command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import DEMO_NAME
@@ -40,21 +41,15 @@ MakeLink = Callable[[EngineConfig], Link]
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if all receipts came to the same tokens, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="quire replay",
-        usage="quire replay FILE [flags]",
-        description=__doc__,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument("file", type=Path, help="an answer or a receipt as JSON, or a line for each (--receipt-log)")
-    for flag, metavar, what in (
-        ("--adapter", "FOLDER", "adapters that answers were made with"),
-        ("--image", "FILE", "images that prompts had"),
-    ):
-        parser.add_argument(flag, action="extend", nargs="+", default=[], metavar=metavar, help=what)
-    parser.add_argument("--quiet", action="store_true", help="no line for receipts that are equal")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each receipt")
+    several = {"action": "extend", "nargs": "+", "default": []}
+    flags = {
+        "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
+        "--adapter": {**several, "metavar": "FOLDER", "help": "adapters that answers were made with"},
+        "--image": {**several, "metavar": "FILE", "help": "images that prompts had"},
+        "--quiet": {"action": "store_true", "help": "no line for receipts that are equal"},
+        "--json": {"action": "store_true", "help": "print a JSON object for each receipt"},
+    }
+    parser = command("quire replay", __doc__, flags, usage="quire replay FILE [flags]", add_help=False)
     add_flags(parser, EngineConfig, {EngineConfig: "engine"})
     args, config = parse(parser, argv, EngineConfig)
     config = configured(config, first_receipt(args.file), lora=bool(args.adapter))

@@ -36,6 +36,7 @@ from quire.server.batches.lines import (
     parse_line,
     readable_twice,
 )
+from quire.server.cli.flags import command
 from quire.server.cli.hosting import PRIVATE_SERVER, running_app
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
@@ -219,29 +220,33 @@ class Batch:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = argparse.ArgumentParser(
-        prog="quire run",
-        usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
-        description="Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
+    parser = command(
+        "quire run",
+        "Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
         "The exit status is 1 if any request failed.",
-        allow_abbrev=False,
+        {
+            "file": {"metavar": "FILE.jsonl", "type": Path, "help": "one request a line; -: stdin"},
+            "-o --output": {
+                "metavar": "OUT.jsonl",
+                "type": Path,
+                "required": True,
+                "help": "one result a line; -: stdout",
+            },
+            "--resume": {
+                "action": "store_true",
+                "help": "keep the results in OUT.jsonl and do the rest, and what may succeed now",
+            },
+            "--retry-refused": {"action": "store_true", "help": "with --resume: also what was refused for good"},
+            "--concurrency": {"type": int, "metavar": "N", "help": "requests at once (default: --max-num-seqs)"},
+            "--served-model-name": {
+                "nargs": "+",
+                "metavar": "TEXT",
+                "default": argparse.SUPPRESS,
+                "help": "names that the requests call the model by",
+            },
+        },
+        usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
         add_help=False,
-    )
-    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help="one request a line; -: stdin")
-    parser.add_argument(
-        "-o", "--output", metavar="OUT.jsonl", type=Path, required=True, help="one result a line; -: stdout"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the results in OUT.jsonl and do the rest, and what may succeed now"
-    )
-    parser.add_argument("--retry-refused", action="store_true", help="with --resume: also what was refused for good")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once (default: --max-num-seqs)")
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="TEXT",
-        default=argparse.SUPPRESS,
-        help="names that the requests call the model by",
     )
     add_flags(parser, ServerConfig, {EngineConfig: "engine"})
     args, config = parse(parser, argv, ServerConfig)

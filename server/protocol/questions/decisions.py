@@ -56,7 +56,6 @@ Asked = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
 
 
 class DecisionRequest(TranslatedBody):
-    model: str | None = None
     input: Input
     questions: Annotated[list[Asked], AtMost(MAX_QUESTIONS), Field(min_length=1)]
 

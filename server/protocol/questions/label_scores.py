@@ -7,15 +7,14 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt
 
 from quire.server.protocol.bounds import MAX_ENTRIES, MAX_LISTED, MAX_PROMPTS, AtMost
-from quire.server.protocol.common import SOUND_ID, RequestBody
+from quire.server.protocol.common import SOUND_ID, ModelBody
 
 Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
 
 
-class LabelScoreRequest(RequestBody):
+class LabelScoreRequest(ModelBody):
     """Each item, behind the query, is a prompt; all are texts, or all are token ids."""
 
-    model: str | None = None
     query: str | Ids
     items: str | Annotated[list[str | Ids], AtMost(MAX_PROMPTS), Field(min_length=1)]
     label_token_ids: Annotated[list[StrictInt], AtMost(MAX_LISTED), Field(min_length=1)]

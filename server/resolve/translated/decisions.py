@@ -1,4 +1,5 @@
-"""From the questions of the Decisions API to prompts that each end where one token answers."""
+"""From questions (of the Decisions API, of TypeSafe's) and from items with labels (SGLang's) to prompts, each of which
+one token answers."""
 
 from __future__ import annotations
 
@@ -11,21 +12,27 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import DecisionsWriter
+from quire.server.generation.answers.decisions import DecisionsWriter, LabelScoresWriter, SystemOneWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt, Question, QuestionType
+from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.bounds import MAX_ENTRIES
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
+from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.items import Item, Message
 from quire.server.protocol.questions.decisions import Asked, Choice, DecisionRequest, Score
+from quire.server.protocol.questions.label_scores import LabelScoreRequest
+from quire.server.protocol.questions.systemone import SystemOneRequest, alias_of_own, shown
 from quire.server.protocol.translated import TranslatedBody
 from quire.server.resolve.chat import PROMPT_END
 from quire.server.resolve.checks import check_length, check_texts
 from quire.server.resolve.common import Resolved, resolved
-from quire.server.resolve.parse import parse, validated
+from quire.server.resolve.completions import completion_call
+from quire.server.resolve.pairs import resolve_score
+from quire.server.resolve.parse import parse, read_object, validated
 from quire.server.resolve.prompts import chat_prompt
-from quire.server.resolve.translated.as_chat import Places, named_by_caller, placed
+from quire.server.resolve.translated.as_chat import Places, in_own_words, named_by_caller, placed
 from quire.server.resolve.translated.items import texts_of, turns_of
 from quire.server.served_model import ServedModel
 
@@ -181,3 +188,59 @@ def answerable(chat: ChatRequest, model: ServedModel) -> Prompt:
     ended = replace(prompt, ids=[*prompt.ids, *closing])
     check_length(ended.ids, model.context_length, "input")
     return ended
+
+
+TYPES: Mapping[str, QuestionType] = {"noul": "predicate", "choice": "choice", "score": "score"}
+
+
+def resolve_systemone(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, SystemOneRequest)
+    own = alias_of_own(body.model, (*model.names, *model.adapters))
+    name = model.answer_name(None if own else body.model)
+    posed = [
+        Posed(TYPES[asked.type], id, [shown(asked.instructions)], asked.options) for id, asked in body.questions.items()
+    ]
+    state = [Message(role="user", content=shown(body.state))]
+    call = Asking(SystemOneWriter, "systemone_", {"messages": "state"}, distinct=False)
+    return call.resolved(body, name, state, posed, model, config)
+
+
+LABEL_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
+
+
+def resolve_scores(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec | Resolved:
+    """A body with label_token_ids is SGLang's, all others are vLLM's. Raises ModelNotFound, and InvalidRequest naming
+    the parameter."""
+    body = read_object(given)
+    if body.get("label_token_ids") is None:
+        return resolve_score(given, model, config)
+    return label_scores(validated(body, LabelScoreRequest), model, config)
+
+
+def label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> Resolved:
+    """Raises as above."""
+    items = [body.items] if isinstance(body.items, str) else body.items
+    if len(items) * len(body.query) + sum(map(len, items)) > MAX_ENTRIES:
+        raise InvalidRequest("items: too many behind so long a query: ask for fewer at once", param="items")
+    prompts: list[str | list[int]] = []
+    for item in items:
+        if isinstance(item, str) and isinstance(body.query, str):
+            prompts.append(item + body.query if body.item_first else body.query + item)
+        elif isinstance(item, list) and isinstance(body.query, list):
+            prompts.append([*item, *body.query] if body.item_first else [*body.query, *item])
+        else:
+            raise InvalidRequest("items must be texts where the query is one, and else token ids", param="items")
+    asked = {"prompt": prompts, "logprob_token_ids": body.label_token_ids, "logprobs": 0}
+    asked |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    with named_by_caller(LABEL_NAMES):
+        call = completion_call(
+            validated({**asked, **body.same}, CompletionRequest),
+            model,
+            config,
+            writer=LabelScoresWriter,
+            ignored=body.ignored_params(),
+        )
+    question = Question("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
+    spec = replace(call.spec, questions=[question])
+    return in_own_words(replace(call, spec=spec, receipts=False), LABEL_NAMES)

@@ -20,16 +20,10 @@ from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.images.reader import image_reader
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
-from quire.engine.text.tokenizer import Tokenizer
-from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from tests.server.images.serving import serving
 from tests.server.images.test_vectors import talk
 from tests.texts import BYTES
 from tests.tiny_vision import picture
@@ -106,18 +100,8 @@ class Served:
 @pytest.fixture(scope="module", params=["clip", "siglip"])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     path = save_pair(tmp_path_factory.mktemp("pair"), request.param)
-    config = ServerConfig(model=str(path), dtype="float32", max_num_batched_tokens=64)
-    tokenizer, (pooling, _) = Tokenizer.load(path), read_tasks(path, read_model_config(path), config)
-    client = EngineClient(InProcessLink(config))
-    source = ModelSource(config, tokenizer, 258, {}, pooling=pooling, images=image_reader(path, tokenizer))
-    app = create_app(client, source)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
-    ):
-        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Served(http, openai, request.param, path)
+    async with serving(ServerConfig(model=str(path), dtype="float32", max_num_batched_tokens=64)) as api:
+        yield Served(api.http, api.openai, request.param, path)
 
 
 async def test_vectors_are_those_of_transformers(served: Served) -> None:

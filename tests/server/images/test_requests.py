@@ -10,23 +10,19 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
 import pytest
-from openai import AsyncOpenAI
 from PIL import Image
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.reader import image_reader
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.resolve.chat import resolve_chat
 from quire.server.routes import bodies
 from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
+from tests.server.images.serving import serving
 from tests.tiny_models import VOCAB
 from tests.tiny_vision import MARK, MARK_ID, TILE_TOKENS, picture, processor, save_tiny_vision
 
@@ -42,18 +38,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 async def api(path: Path) -> AsyncIterator[Api]:
     options = {"served_model_name": ["tiny"], "num_kv_blocks": 256, "allowed_media_domains": ["*.example.com"]}
-    config = ServerConfig(model=str(path), **options)
-    tokenizer = Tokenizer.load(path)
-    client = EngineClient(InProcessLink(config))
-    images = image_reader(path, tokenizer)
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}, images=images))
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
-    ):
-        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+    async with serving(ServerConfig(model=str(path), **options)) as api:
+        yield api
 
 
 def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:

@@ -6,21 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from openai import AsyncOpenAI
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.pooling import read_tasks
-from quire.engine.images.reader import image_reader
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
-from quire.engine.text.tokenizer import Tokenizer
-from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
 from tests.server.api import Api
+from tests.server.images.serving import serving
 from tests.server.images.test_requests import data_url, file_of
 from tests.tiny_vision import picture
 from tests.vision_families import save_family, vector
@@ -35,18 +26,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def api(path: Path) -> AsyncIterator[Api]:
-    config = ServerConfig(model=str(path), runner="pooling", dtype="float32", num_kv_blocks=96)
-    tokenizer, (pooling, _) = Tokenizer.load(path), read_tasks(path, read_model_config(path), config)
-    client = EngineClient(InProcessLink(config))
-    source = ModelSource(config, tokenizer, 288, {}, pooling=pooling, images=image_reader(path, tokenizer))
-    app = create_app(client, source)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
-    ):
-        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+    async with serving(ServerConfig(model=str(path), runner="pooling", dtype="float32", num_kv_blocks=96)) as api:
+        yield api
 
 
 def talk(*parts: Any) -> list[dict[str, Any]]:

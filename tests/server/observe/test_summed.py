@@ -7,8 +7,9 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.server.encoding import pack
 from quire.server.observe.recent import merged
-from quire.server.observe.summed import Summed, Together, counts, decode, encode
+from quire.server.observe.summed import Summed, Together, counts, decode
 
 
 def registry(hits: dict[str, int], seconds: list[float]) -> CollectorRegistry:
@@ -32,7 +33,7 @@ def shown(source: CollectorRegistry) -> dict[str, float]:
 def test_what_processes_count_is_added_up() -> None:
     mine = registry({"a": 2, "b": 3}, [0.5])
     others = [registry({"b": 10, "c": 7}, [0.5, 1.5]), registry({}, [5.0])]
-    said = [count for each in others for count in decode(encode(counts(each)))]
+    said = [count for each in others for count in decode(pack(counts(each)))]
     found = CollectorRegistry()
     found.register(Summed(mine, said))
     assert shown(found) == {

@@ -12,7 +12,7 @@ import tokenizers
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.types import TokenLogprob
-from quire.server.generation.repetition import repeats
+from quire.server.generation.choice import repeats
 from quire.server.generation.spec import RepetitionRule
 from quire.server.resolve.prompts import INFILL_MARKS, infill
 from tests.server.api import NAME, Api, open_api

@@ -1,0 +1,52 @@
+"""What a refused body's fields are called in the message: as the caller wrote them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.messages import MessagesRequest
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.resolve.parse import validated
+
+HI = [{"role": "user", "content": "hi"}]
+CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "said"),
+    [
+        (ChatRequest, {"tool_choice": {"type": "function"}}, f"{CHOICES}; tool_choice.function: Field required"),
+        (
+            ChatRequest,
+            {"tool_choice": {"function": {"nam": "x"}}},
+            "tool_choice.function.name: Field required; got nam",
+        ),
+        (ChatRequest, {"tool_choice": "requird"}, f"{CHOICES}; did you mean required?"),
+        (ChatRequest, {"tool_choice": 5}, CHOICES),
+        (
+            ChatRequest,
+            {"stop": [["a"]]},
+            "string; stop[0]: Input should be a valid string",
+        ),
+        (ChatRequest, {"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
+        (ChatRequest, {"messages": [{"role": None}]}, "messages[0].role: Field required"),
+        (ChatRequest, {"messages": None}, "messages: Field required"),
+        (ChatRequest, {"logit_bias": {"5": "x"}}, "logit_bias: Input should be a valid number"),
+        (
+            MessagesRequest,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64"}}]}]},
+            "messages[0].content[0].source.data: Field required",
+        ),
+        (ResponsesRequest, {"tool_choice": {"type": "function"}}, "tool_choice.name: Field required"),
+        (ResponsesRequest, {"tools": [{"type": "custom"}]}, "tools[0].name: Field required"),
+    ],
+)
+def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validated({"messages": HI, "max_tokens": 5, **body}, model)
+    assert said in refused.value.message
+    assert "NamedTool" not in refused.value.message
