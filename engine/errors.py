@@ -20,7 +20,7 @@ QuireError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
@@ -114,3 +114,9 @@ def refuse(param: str, *reasons: str | bool | None) -> None:
     for why in reasons:
         if why:
             raise ConfigError(f"{param}: {why}", param=param)
+
+
+def check_serves(task: str, tasks: Collection[str]) -> None:
+    """Raise InvalidRequest for a task that is not one of the model's."""
+    if task not in tasks:
+        raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}", param="model")

@@ -47,6 +47,14 @@ def open_file(path: Path) -> BinaryIO | None:
     return os.fdopen(descriptor, "rb")
 
 
+def open_needed(path: Path) -> BinaryIO:
+    """The same, where there must be such a file."""
+    file = open_file(path)
+    if file is None:
+        raise ModelError(f"model: there is no {path.name}")
+    return file
+
+
 def read_bytes(path: Path, most: int, *, may_be_empty: bool = False) -> bytes | None:
     """The content of a file of up to `most` bytes; None if there is no such file. Raises ModelError."""
     file = open_file(path)

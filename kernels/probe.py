@@ -3,6 +3,7 @@ says so only when it runs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,12 +32,28 @@ what a wrong scale, a missing key or another sequence's page changes is more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class BackendProbe(ABC):
+    device: torch.device
+    dtype: torch.dtype
+
+    @torch.inference_mode()
+    def __call__(self, backend: Backend) -> str | None:
+        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
+        try:
+            return self.wrong(backend)
+        except Exception as error:  # whatever a library raises, it is a reason not to choose it
+            return fault(error)
+
+    @abstractmethod
+    def wrong(self, backend: Backend) -> str | None:
+        """What comes out otherwise. Whatever it raises is a reason too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(BackendProbe):
     """A small case of a model's attention: two sequences, one of them several pages long, as prompts, as decodes, and
     as a decode beside a prompt's last part."""
 
-    device: torch.device
-    dtype: torch.dtype
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,17 +67,11 @@ class Probe:
     sinks: bool = False
     """Heads have a score beside those of their keys."""
 
-    @torch.inference_mode()
-    def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None where prompts, decodes and their graph come out as
-        the reference says."""
-        try:
-            windows = (None, _WINDOW) if self.windowed else (None,)
-            sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.sinks else None
-            rules = [Softmax(self.head_dim**-0.5, window, self.softcap, sinks=sinks) for window in windows]
-            return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
-        except Exception as error:  # whatever a library raises, it is a reason not to choose it
-            return fault(error)
+    def wrong(self, backend: Backend) -> str | None:
+        windows = (None, _WINDOW) if self.windowed else (None,)
+        sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.sinks else None
+        rules = [Softmax(self.head_dim**-0.5, window, self.softcap, sinks=sinks) for window in windows]
+        return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
 
     def _try(self, backend: Backend, softmax: Softmax) -> str | None:
         lengths = (2 * backend.block_size + 5, 3)
@@ -77,9 +88,7 @@ class Probe:
             got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, whole=whole), softmax)
             if not same(got, expected):
                 return "computes something else than the reference for a prompt"
-        mixed = (backend.block_size + 2, 1)  # the last part of one prompt, and a token of the other sequence
-        part = last_tokens(self.device, mixed, lengths, backend.block_size)
-        rows = torch.cat([torch.arange(end - count, end) for count, end in zip(mixed, ends_of(lengths), strict=True)])
+        rows, part = beside_a_part(self.device, lengths, backend.block_size)
         got = backend.paged_attention(q[rows.to(self.device)].clone(), k_cache, v_cache, part, softmax)
         if not same(got, expected[rows]):
             return "computes something else than the reference for a decode beside a part of a prompt"
@@ -129,8 +138,11 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return bool(((got.cpu().float() - expected).abs() < _MOST_DIFFERENCE + _MOST_SHARE * expected.abs()).all())
 
 
-def ends_of(lengths: tuple[int, ...]) -> list[int]:
-    return list(accumulate(lengths))
+def beside_a_part(device: torch.device, lengths: tuple[int, ...], block_size: int) -> tuple[Tensor, AttentionMetadata]:
+    """The step of the last part of one prompt, and of a token of the other sequence; and its tokens, among all."""
+    counts = (block_size + 2, 1)
+    rows = [torch.arange(end - count, end) for count, end in zip(counts, accumulate(lengths), strict=True)]
+    return torch.cat(rows), last_tokens(device, counts, lengths, block_size)
 
 
 def last_tokens(

@@ -33,19 +33,10 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, **sums)
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
+class _Counted(msgspec.Struct, array_like=True):
+    """What a scheduler, its prefix cache and its sessions count from their start on."""
 
-    running: int = 0
-    waiting: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0
-    cached_blocks: int = 0
-    saved_blocks: int = 0
     preemptions: int = 0
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed (cached ones not counted)."""
     generation_tokens: int = 0
@@ -55,6 +46,28 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
     """Accepted draft tokens by their place in the draft, from the first."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    kept_sessions: int = 0
+    """Conversations for which pages are kept."""
+    session_returns: int = 0
+    """Prompts that go on with a conversation."""
+    session_return_tokens: int = 0
+    """Tokens of them that were cached."""
+    sessions_given_up: int = 0
+    """Times that room was needed, and a conversation lost kept pages."""
+
+
+class EngineStats(_Counted, frozen=True, array_like=True):
+    """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    saved_blocks: int = 0
     tiers: list[TierStats] = []
     """Below the device's cache, the nearest first."""
     load_seconds: float = 0.0
@@ -65,14 +78,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Tokens in multiples of which a cached prefix is found; 0 where none is. It does not change."""
     kept_blocks: int = 0
     """Pages that are kept for the next turns of conversations, held or free: engine/core/sessions.py."""
-    kept_sessions: int = 0
-    """Conversations for which they are."""
-    session_returns: int = 0
-    """Prompts that go on with a conversation."""
-    session_return_tokens: int = 0
-    """Tokens of them that were cached."""
-    sessions_given_up: int = 0
-    """Times that room was needed, and a conversation lost kept pages."""
     cache_tokens: int = 0
     """Tokens for which there are pages. It does not change."""
     experts_read: int = 0
@@ -106,23 +111,8 @@ _COUNTERS = (
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
 
-class Counts(msgspec.Struct):
-    """What a scheduler, its prefix cache and its sessions count from their start on, under the names of EngineStats.
-    Its list is replaced, not changed: a snapshot keeps it."""
-
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    steps: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_drafts: list[int] = []
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    kept_sessions: int = 0
-    session_returns: int = 0
-    session_return_tokens: int = 0
-    sessions_given_up: int = 0
+class Counts(_Counted):
+    """These, while they grow. The list is replaced, not changed: a snapshot keeps it."""
 
     def fields(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)

@@ -17,6 +17,7 @@ from quire.engine.core.drafter import (
     Asked,
     Drafter,
     Guess,
+    StepwiseDrafter,
     kinds_of,
 )
 from quire.engine.core.sequence import Sequence
@@ -107,19 +108,31 @@ class Experiences:
         return self._with_one.setdefault(seq.request.id, defaultdict(Experience))
 
 
-class Adaptive(Drafter):
-    """Of another drafter's guesses as many tokens as make the step give the most per second."""
+class Learning(Drafter):
+    """It learns how often the tokens that another drafter guesses are right."""
 
-    def __init__(self, drafter: Drafter, most: int, costs: StepCosts, own: StepCosts | None = None) -> None:
-        """`most`: drafts of one sequence in one step. `own`: what the drafter's steps cost, each of which gives a draft
-        of every sequence; None: nothing, and how many are worth it is decided when they are there."""
-        self._drafter = drafter
-        self._most = most
-        self._costs = costs
-        self._own = own
+    def __init__(self, drafter: Drafter | StepwiseDrafter, most: int, costs: StepCosts) -> None:
+        """`most`: drafts of one sequence in one step. `costs`: of the steps that they are for."""
+        self._most, self._costs = most, costs
         self._experiences = Experiences()
         self._kinds: dict[str, list[int]] = {}
         """By request id: of the tokens under way."""
+        self._ended = drafter.end
+
+    def end(self, seq: Sequence) -> None:
+        self._experiences.end(seq)
+        self._kinds.pop(seq.request.id, None)
+        self._ended(seq)
+
+
+class Adaptive(Learning):
+    """Of another drafter's guesses as many tokens as make the step give the most per second."""
+
+    def __init__(self, drafter: Drafter, most: int, costs: StepCosts, own: StepCosts | None = None) -> None:
+        """`own`: what the drafter's steps cost, each of which gives a draft of every sequence; None: nothing, and how
+        many are worth it is decided when they are there."""
+        super().__init__(drafter, most, costs)
+        self._drafter, self._own = drafter, own
 
     def may_guess(self, request: Request) -> bool:
         return self._drafter.may_guess(request)
@@ -144,11 +157,6 @@ class Adaptive(Drafter):
     def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
         self._experiences.learn(seq, self._kinds[seq.request.id][:drafts], accepted)
         self._drafter.learn(seq, drafts, accepted)
-
-    def end(self, seq: Sequence) -> None:
-        self._experiences.end(seq)
-        self._kinds.pop(seq.request.id, None)
-        self._drafter.end(seq)
 
     def _worthwhile(self, seqs: SequenceOf[Sequence], kinds: SequenceOf[list[int]], tokens: int) -> list[int]:
         """How many tokens of these kinds are worth it for each sequence."""

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 
-from quire.engine.core.drafter import NEXT, Asked, Drafter, Guess, StepwiseDrafter, kinds_of
+from quire.engine.core.drafter import NEXT, Asked, Guess, StepwiseDrafter, kinds_of
 from quire.engine.core.sequence import Sequence
-from quire.engine.drafting.adaptive import Experiences, StepCosts
+from quire.engine.drafting.adaptive import Learning, StepCosts
 
 
-class Stepwise(Drafter):
+class Stepwise(Learning):
     def __init__(self, drafter: StepwiseDrafter, most: int, costs: StepCosts, own: StepCosts) -> None:
-        """`most`: tokens of one guess. `costs`: what the steps cost that the guesses are for; `own`: what it costs to
-        make one token more of so many guesses."""
-        self._drafter = drafter
-        self._most = most
-        self._costs = costs
-        self._own = own
-        self._experiences = Experiences()
-        self._kinds: dict[str, list[int]] = {}
-        """By request id: of the tokens under way."""
+        """`own`: what it costs to make one token more of so many guesses."""
+        super().__init__(drafter, most, costs)
+        self._drafter, self._own = drafter, own
 
     def propose(self, asked: Asked, tokens: int) -> list[Guess]:
         useful = [min(most, self._most) for _, most in asked]
@@ -42,11 +36,6 @@ class Stepwise(Drafter):
         kinds = self._kinds[seq.request.id][:drafts]
         self._experiences.learn(seq, kinds, accepted)
         self._experiences.learn(seq, [NEXT] * len(kinds), accepted)
-
-    def end(self, seq: Sequence) -> None:
-        self._experiences.end(seq)
-        self._kinds.pop(seq.request.id, None)
-        self._drafter.end(seq)
 
     def _extend(self, guesses: list[Guess], seqs: list[Sequence], useful: list[int], tokens: int) -> None:
         """Add to the guesses while that pays."""

@@ -22,7 +22,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.heads import Stage
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable, held
+from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.kernels.activation import GELU, sigmoid
@@ -194,9 +194,8 @@ class _Layer:
         return replace(self._rope, q_norm=q_norm.weight, k_norm=k_norm.weight)
 
     def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
-        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm, *self._head_norms):
-            table |= {} if part is None else part.parameters()
+        norms = (self.attention_norm, self.mlp_norm, *self._head_norms)
+        table = parameters_of(self.qkv, self.out, self.down, *norms)
         for place, name in enumerate(self._scale_names):
             table[name] = held(self.scales, place, (self.hidden,), torch.float32)
         up = self.up.parameters()
@@ -257,9 +256,7 @@ class Encoder:
             table[f"{names.relative}.weight"] = held(
                 self._tables, names.relative, shape, torch.float32, self._by_distance
             )
-        for part in (self._embedding_norm, self._final_norm, *self._layers):
-            table |= {} if part is None else part.parameters()
-        return table
+        return table | parameters_of(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [T, hidden] of whole prompts. segments [T] int64: which of two texts a token is of; None: all

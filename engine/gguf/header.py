@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB, open_file
+from quire.engine.folder import MIB, open_needed
 from quire.engine.gguf.types import NOT_READ, READ, TensorType
 
 _MAGIC = b"GGUF"
@@ -114,10 +114,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """The header of one file. Raises ModelError, naming the file and the key or tensor that is wrong."""
-    file = open_file(path)
-    if file is None:
-        raise ModelError(f"model: there is no {path.name}")
-    with file:
+    with open_needed(path) as file:
         return _Reader(file, path, os.fstat(file.fileno()).st_size).header()
 
 

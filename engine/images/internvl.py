@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, Layout, Spell, Vision
+from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, Layout, Spell, Vision, nearest_grid, squares_of
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -106,22 +106,12 @@ class Grid(Layout):
 
         side, resample = self.vision.side, Image.Resampling(self.vision.resample)
         whole = image.resize((side * self.columns, side * self.rows), resample=resample)
-        for top in range(0, side * self.rows, side):
-            for left in range(0, side * self.columns, side):
-                yield Content.of(side, side, whole.crop((left, top, left + side, top + side)).tobytes())
+        yield from squares_of(whole, side)
         if self.columns * self.rows > 1:
             yield Content.of(side, side, image.resize((side, side), resample=resample).tobytes())
 
 
 def grid_of(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:
-    """Columns and rows of `fewest` to `most` squares whose ratio is nearest to the image's; of those that are as near,
-    more squares where the image has more than half of their pixels."""
+    """Columns and rows of `fewest` to `most` squares: see nearest_grid."""
     grids = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
-    best, nearest = (1, 1), float("inf")
-    for columns, rows in sorted(grids, key=lambda each: each[0] * each[1]):
-        if columns * rows < fewest:
-            continue
-        apart = abs(width / height - columns / rows)
-        if apart < nearest or (apart == nearest and width * height > 0.5 * side * side * columns * rows):
-            best, nearest = (columns, rows), apart
-    return best
+    return nearest_grid([grid for grid in grids if grid[0] * grid[1] >= fewest], width, height, side)

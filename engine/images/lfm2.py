@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision import Given, Layout, Spell, Vision
+from quire.engine.images.vision import Given, Layout, Merging, Spell, nearest_grid, squares_of
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ _MOST_TILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lfm2(Vision):
-    merge: int
-    """By each side, the patches that become a token."""
+class Lfm2(Merging):
     tile: int
     """The side of what a large image is cut into, in pixels."""
     tiles: tuple[int, int]
@@ -46,11 +44,6 @@ class Lfm2(Vision):
     norm: bool
     """Whether a norm stands before them."""
 
-    @property
-    def unit(self) -> int:
-        """The side of what becomes a token, in pixels."""
-        return self.shape.patch_size * self.merge
-
     def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Tiles:
         unit, (fewest, most) = self.unit, self.tokens
         high, wide = (max(self.shape.patch_size, round(each / unit) * unit) for each in (height, width))
@@ -71,9 +64,7 @@ def read(given: Given) -> Lfm2:
     outer, preparing = given.outer, given.preparing
     shape = given.shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     merge, table = outer.get("downsample_factor") or 2, given.tower.get("num_patches") or 256
-    for name, own in {"encoder_patch_size": shape.patch_size, "downsample_factor": merge}.items():
-        if (asked := preparing.get(name)) is not None and asked != own:
-            raise given.wrong(f"vision_config: {name} is {own}, in preprocessor_config.json {asked}")
+    given.check_prepared({"encoder_patch_size": shape.patch_size, "downsample_factor": merge})
     if math.isqrt(table) ** 2 != table:
         raise given.wrong(f"vision_config: num_patches: {table} are no square")
     tile = preparing.get("tile_size") or 512
@@ -137,9 +128,7 @@ class Tiles(Layout):
         (width, height), cut = self.whole, self.columns * self.rows > 1
         if cut:
             large = image.resize((tile * self.columns, tile * self.rows), resample=resample)
-            for top in range(0, large.height, tile):
-                for left in range(0, large.width, tile):
-                    yield Content.of(tile, tile, large.crop((left, top, left + tile, top + tile)).tobytes())
+            yield from squares_of(large, tile)
         if not cut or self.vision.thumbnail:
             yield Content.of(height, width, image.resize(self.whole, resample=resample).tobytes())
 
@@ -157,15 +146,9 @@ def resized(width: int, height: int, unit: int, fewest: int, most: int) -> tuple
 
 
 def grid_of(width: int, height: int, tile: int, fewest: int, most: int) -> tuple[int, int]:
-    """Columns and rows of `fewest` to `most` tiles whose ratio is nearest to the image's; of those that are as near,
-    the last where the image has more than half of their pixels: of as many tiles in the order of a set, as transformers
-    has them."""
+    """Columns and rows of `fewest` to `most` tiles: see nearest_grid. Grids of as many tiles are in the order of a set,
+    as transformers has them."""
     counts = range(fewest, most + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if fewest <= wide * high <= most}
-    best, nearest = (1, 1), float("inf")
-    for columns, rows in sorted(grids, key=math.prod):
-        apart = abs(width / height - columns / rows)
-        if apart < nearest or (apart == nearest and width * height > 0.5 * tile * tile * columns * rows):
-            best, nearest = (columns, rows), apart
-    return best
+    return nearest_grid(grids, width, height, tile)

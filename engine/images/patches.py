@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, InvalidImage, Layout, Spell, TowerShape, Vision
+from quire.engine.images.vision import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Given,
+    InvalidImage,
+    Layout,
+    Merging,
+    Spell,
+    TowerShape,
+    Vision,
+)
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -24,9 +34,7 @@ _LOW_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patched(Vision):
-    merge: int
-    """By each side, the patches that become a token."""
+class Patched(Merging):
     frames: int
     """A patch is of so many frames of a video; of an image these are alike."""
     fewest: int
@@ -45,11 +53,6 @@ class Patched(Vision):
     """The tower's layers behind which features are taken for the text part's first layers (Meng et al., 2024)."""
     modern: bool = False
     """Root-mean-square norms and gated linears."""
-
-    @property
-    def unit(self) -> int:
-        """The side of what becomes a token, in pixels."""
-        return self.shape.patch_size * self.merge
 
     @property
     def deep(self) -> int:
@@ -135,10 +138,7 @@ def _patched(given: Given, shape: TowerShape, out: int) -> Patched:
     merge = given.tower.get("spatial_merge_size") or 2
     fewest = preparing.get("min_pixels") or sizes.get("shortest_edge") or 56 * 56
     most = preparing.get("max_pixels") or sizes.get("longest_edge") or 28 * 28 * 1280
-    prepared = {"patch_size": shape.patch_size, "merge_size": merge}
-    for name, own in prepared.items():
-        if (asked := preparing.get(name)) is not None and asked != own:
-            raise given.wrong(f"vision_config: {name} is {own}, in preprocessor_config.json {asked}")
+    given.check_prepared({"patch_size": shape.patch_size, "merge_size": merge})
     if most < (shape.patch_size * merge) ** 2 or fewest > most:
         raise given.wrong(f"size (of preprocessor_config.json): from {fewest} to {most} pixels")
     return Patched(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, Layout, Spell, Vision
+from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, Layout, Merging, Spell
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pixtral(Vision):
-    merge: int
-    """By each side, the patches that become a token."""
+class Pixtral(Merging):
     merges: bool
     """Whether these go through a norm and a linear of their own first."""
     longest_edge: int
@@ -39,11 +37,6 @@ class Pixtral(Vision):
     """Of these linears."""
     norm_eps: float
     """Of the norm before patches are merged."""
-
-    @property
-    def unit(self) -> int:
-        """The side of what becomes a token, in pixels."""
-        return self.shape.patch_size * self.merge
 
     def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Rows:
         longest = min(self.longest_edge, _LOW_EDGE) if low else self.longest_edge

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision import Given, Layout, Spell, Vision
+from quire.engine.images.vision import Given, Layout, Spell, Vision, squares_of
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -94,11 +94,8 @@ class Tiles(Layout):
 
         tile, resample = self.vision.tile, Image.Resampling(self.vision.resample)
         image = image.resize(self.resized, resample=resample).resize(self.cut, resample=resample)
-        for row in range(self.rows):
-            for column in range(self.columns):
-                x, y = column * tile, row * tile
-                yield Content.of(tile, tile, image.crop((x, y, x + tile, y + tile)).tobytes())
         if self.rows:
+            yield from squares_of(image, tile)
             image = image.resize((tile, tile), resample=resample)
         yield Content.of(tile, tile, image.tobytes())
 

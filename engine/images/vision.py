@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,35 @@ class Vision(ABC):
         """Parameters of the tower and of what follows, beside a text part whose hidden states have this size."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging(Vision):
+    merge: int
+    """By each side, the patches that become a token."""
+
+    @property
+    def unit(self) -> int:
+        """The side of what becomes a token, in pixels."""
+        return self.shape.patch_size * self.merge
+
+
+def squares_of(image: Image.Image, side: int) -> Iterator[Content]:
+    """An image of whole squares, cut into these, by rows."""
+    for top in range(0, image.height, side):
+        for left in range(0, image.width, side):
+            yield Content.of(side, side, image.crop((left, top, left + side, top + side)).tobytes())
+
+
+def nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
+    """The columns and rows whose ratio is nearest to the image's; of those that are as near, the last where the image
+    has more than half of the pixels of so many squares. grids: of those of as many squares, in this order."""
+    best, nearest = (1, 1), float("inf")
+    for columns, rows in sorted(grids, key=math.prod):
+        apart = abs(width / height - columns / rows)
+        if apart < nearest or (apart == nearest and width * height > 0.5 * side * side * columns * rows):
+            best, nearest = (columns, rows), apart
+    return best
+
+
 class InvalidImage(Exception):
     """An image that a family cannot prepare; it says why."""
 
@@ -200,6 +229,12 @@ class Given:
         if shape.hidden_size % shape.num_heads or shape.hidden_size // shape.num_heads % 2:
             sizes = f"{shape.num_heads} do not divide hidden_size, {shape.hidden_size}, into even parts"
             raise self.wrong(f"vision_config: num_attention_heads: {sizes}")
+
+    def check_prepared(self, own: Mapping[str, int]) -> None:
+        """Raise ModelError where preprocessor_config.json names other sizes than these, the tower's."""
+        for name, size in own.items():
+            if (asked := self.preparing.get(name)) is not None and asked != size:
+                raise self.wrong(f"vision_config: {name} is {size}, in preprocessor_config.json {asked}")
 
     def colours(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF, *, asked: bool = True) -> Colours:
         """With these defaults, and these alone where no others are `asked` for. Raises ModelError."""

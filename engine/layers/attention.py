@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of, rows_of
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times, uneven
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
@@ -71,12 +71,12 @@ class AttentionSpec(PartSpec):
             return SharedState(self.source, self.window)
         return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
 
-    def part(self, making: Making, layer: str) -> Attention:
+    def part(self, making: Making, layer: str) -> PagedPart:
         return Attention(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.num_heads % ranks:
-            return f"the model's {self.num_heads} heads cannot be divided among {ranks} ranks"
+        if (heads := uneven(self.num_heads, f"{self.num_heads} heads", ranks)) is not None:
+            return heads
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"{ranks} ranks can neither divide the model's {self.num_kv_heads} key-value heads nor share them"
         if self.qk_norm in ("whole", "centred"):
@@ -84,12 +84,38 @@ class AttentionSpec(PartSpec):
         return None
 
 
-class Attention(Part):
+class PagedPart(Part):
+    """It keeps keys and values in pages."""
+
+    def __init__(self, spec: AttentionSpec, making: Making, kv_heads: int) -> None:
+        """`kv_heads`: this rank's."""
+        self._spec, self._making, self._kv_heads = spec, making, kv_heads
+
+    def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
+        """A key cache and a value cache."""
+        if self._spec.source is not None:
+            return ()
+        kind = self._making.kv_dtype
+        shape = self._making.backend.kv_cache_shape(num_blocks, self._kv_heads, self._spec.head_dim, kind)
+        return PageTensor(shape, kind), PageTensor(shape, kind)
+
+    @property
+    def reads(self) -> int:
+        return 2
+
+    @property
+    def page_formula(self) -> str:
+        dim, kind, beside = self._spec.head_dim, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
+        head = f"({dim} + {beside})" if beside else f"{dim}"
+        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
+        return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
+
+
+class Attention(PagedPart):
     def __init__(self, spec: AttentionSpec, making: Making, layer: str) -> None:
         shard, dim, hidden = making.shard, spec.head_dim, making.hidden_size
         heads, kv_heads = shard.span(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
-        self._spec, self._making = spec, making
-        self._heads, self._kv_heads = len(heads), len(kv_heads)
+        super().__init__(spec, making, len(kv_heads))
         self._kv_scales = making.kv_scales.get(layer, UNSCALED)
         self._cos_sin = None if spec.rope is None else making.rope_table(spec.rope, dim)
         self._prefix = prefix = f"{layer}.self_attn"
@@ -118,18 +144,15 @@ class Attention(Part):
         head_norms |= {f"{prefix}.k_norm": kv_size if each else dim} if spec.source is None else {}
         rms = NormSpec(spec.norm.eps, spec.norm.offset)
         self._head_norms = NormWeights({} if spec.qk_norm is None else head_norms, making.dtype, rms)
-        self._sinks: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
         biased = range(spec.num_heads) if shard.divides_tokens else heads
         self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, biased)
 
     def parameters(self) -> ParameterTable:
-        norms = self._norms.parameters() | self._head_norms.parameters()
-        table = norms | self._qkv.parameters() | self._out.parameters()
-        table |= {} if self._gate is None else self._gate.parameters()
+        table = parameters_of(self._norms, self._head_norms, self._qkv, self._out, self._gate)
         if self._spec.sinks:
-            sinks, own = (self._spec.num_heads,), self._making.shard.span(self._spec.num_heads)
-            cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
-            table[f"{self._prefix}.sinks"] = Parameter(sinks, torch.float32, self._put_sinks, cut)
+            sinks, cut = (self._spec.num_heads,), rows_of(self._making.shard.span(self._spec.num_heads))
+            table[f"{self._prefix}.sinks"] = held(self._weights, "sinks", sinks, torch.float32, cut=cut)
         return table
 
     def normed(self) -> tuple[Normed, ...]:
@@ -138,28 +161,6 @@ class Attention(Part):
         found = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
         linears = tuple(each for each in found if isinstance(each, JoinedLinear))
         return (Normed(self._input_norm, self._spec.norm.offset, linears),)
-
-    def _put_sinks(self, sinks: Tensor) -> None:
-        self._sinks = sinks
-
-    def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
-        """A key cache and a value cache."""
-        if self._spec.source is not None:
-            return ()
-        kind = self._making.kv_dtype
-        shape = self._making.backend.kv_cache_shape(num_blocks, self._kv_heads, self._spec.head_dim, kind)
-        return PageTensor(shape, kind), PageTensor(shape, kind)
-
-    @property
-    def reads(self) -> int:
-        return 2
-
-    @property
-    def page_formula(self) -> str:
-        dim, kind, beside = self._spec.head_dim, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
-        head = f"({dim} + {beside})" if beside else f"{dim}"
-        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
-        return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         if self._spec.input_size is None:
@@ -207,6 +208,6 @@ class Attention(Part):
     @cached_property
     def _softmax(self) -> Softmax:
         spec = self._spec
-        assert (self._sinks is not None) == spec.sinks, "weights are not loaded"
+        assert ("sinks" in self._weights) == spec.sinks, "weights are not loaded"
         seen = (spec.scale, spec.window, spec.softcap, spec.ahead)
-        return Softmax(*seen, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks)
+        return Softmax(*seen, bias=self._bias, kv_scales=self._kv_scales, sinks=self._weights.get("sinks"))

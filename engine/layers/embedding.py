@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, held
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import Linear, LinearContext, Table
@@ -85,15 +85,11 @@ class Positions:
 
     def __init__(self, count: int, hidden_size: int, dtype: torch.dtype) -> None:
         self._shape, self._dtype = (count, hidden_size), dtype
-        self._table: Tensor | None = None
+        self._table: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        return {f"{POSITIONS}.weight": Parameter(self._shape, self._dtype, self._put)}
+        return {f"{POSITIONS}.weight": held(self._table, POSITIONS, self._shape, self._dtype)}
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
         """To embeddings [T, hidden], the caller's own."""
-        assert self._table is not None, "weights are not loaded"
-        return x.add_(F.embedding(positions, self._table))
-
-    def _put(self, tensor: Tensor) -> None:
-        self._table = tensor
+        return x.add_(F.embedding(positions, self._table[POSITIONS]))

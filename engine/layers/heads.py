@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.schemes import Unquantized
 from quire.kernels.backend import NO_ADAPTERS, Backend
 
@@ -54,10 +54,7 @@ class Head:
         ]
 
     def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
-        for part in (*self._linears, *self._norms):
-            table |= {} if part is None else part.parameters()
-        return table
+        return parameters_of(*self._linears, *self._norms)
 
     def __call__(self, pooled: Tensor) -> Tensor:
         x = pooled.float()

@@ -17,8 +17,8 @@ from torch import Tensor
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend
+from quire.engine.layers.parameters import ParameterTable, parameters_of
+from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, uneven
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.latents.blocks import expandable, stacked
@@ -74,9 +74,7 @@ class LatentAttentionSpec(PartSpec):
         return LatentAttention(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.num_heads % ranks:
-            return f"the model's {self.num_heads} heads cannot be divided among {ranks} ranks"
-        return None
+        return uneven(self.num_heads, f"{self.num_heads} heads", ranks)
 
 
 class LatentAttention(Part):
@@ -113,10 +111,8 @@ class LatentAttention(Part):
         self._latent_norms = NormWeights(sizes, making.dtype, NormSpec(spec.latent_eps))
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | self._latent_norms.parameters()
-        for linear in (self._q_low, self._q, self._kv, self._expansion, self._out):
-            table |= {} if linear is None else linear.parameters()
-        return table
+        linears = (self._q_low, self._q, self._kv, self._expansion, self._out)
+        return parameters_of(self._norms, self._latent_norms, *linears)
 
     def normed(self) -> tuple[Normed, ...]:
         offset = self._spec.norm.offset

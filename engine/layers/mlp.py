@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, times
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
+from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, times, uneven
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
 
@@ -45,9 +45,7 @@ class MlpSpec(PartSpec):
         return Mlp(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.intermediate_size % ranks:
-            return f"the model's intermediate_size {self.intermediate_size} cannot be divided among {ranks} ranks"
-        return None
+        return uneven(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)
 
 
 class Mlp(Part):
@@ -69,26 +67,26 @@ class Mlp(Part):
         norms = [self._input_norm] if spec.input_norm else []
         norms += [self._output_norm] if spec.output_norm else []
         self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
-        self._learned: dict[str, float] = {}
+        self._learned: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | self._up.parameters() | self._down.parameters()
-        if self._spec.activation == "xielu":
-            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ())):
-                table[f"{self._prefix}.act_fn.{name}"] = Parameter(shape, torch.float32, partial(self._learn, name))
+        table = parameters_of(self._norms, self._up, self._down)
+        if self._spec.activation == "xielu":  # factors are stored as what softplus makes positive
+            for name, shape, make in (
+                ("alpha_p", (1,), F.softplus),
+                ("alpha_n", (1,), F.softplus),
+                ("beta", (), whole),
+            ):
+                table[f"{self._prefix}.act_fn.{name}"] = held(self._learned, name, shape, torch.float32, make)
         return table
 
     def normed(self) -> tuple[Normed, ...]:
         own = Normed(self._input_norm, self._spec.norm.offset, (self._up,))
         return (own,) if self._spec.input_norm else ()
 
-    def _learn(self, name: str, tensor: Tensor) -> None:
-        """One of xIELU's numbers. Factors are stored as what softplus makes positive."""
-        self._learned[name] = (tensor if name == "beta" else F.softplus(tensor)).item()
-
     @cached_property
     def _activation(self) -> Activation:
-        kind, learned = self._spec.activation, self._learned
+        kind, learned = self._spec.activation, {name: each.item() for name, each in self._learned.items()}
         assert kind != "silu"
         if kind != "xielu":
             return Activation(kind)

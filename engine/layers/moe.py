@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -12,8 +13,8 @@ from torch import Tensor
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Part, PartSpec, Step
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
+from quire.engine.layers.part import Making, Part, PartSpec, Step, uneven
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation, Clamp
@@ -93,10 +94,7 @@ class ExpertsSpec(PartSpec):
         widths = {} if self.whole else {"experts' width": self.intermediate_size}
         if self.shared is not None:
             widths["shared experts' width"] = self.shared.intermediate_size
-        for name, size in widths.items():
-            if size % ranks:
-                return f"the model's {name} {size} cannot be divided among {ranks} ranks"
-        return None
+        return next(filter(None, (uneven(size, f"{name} {size}", ranks) for name, size in widths.items())), None)
 
 
 class Moe(Part):
@@ -118,9 +116,7 @@ class Moe(Part):
         self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
         here = [linears[place] for place in self._here]
         self._gate_up, self._down = [up for up, _ in here], [down for _, down in here]
-        self._correction: Tensor | None = None
-        self._factors: Tensor | None = None
-        self._router_norm: Tensor | None = None
+        self._learned: dict[str | None, Tensor] = {}
         read, given = spec.norms
         self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else read}"
         self._output_norm = f"{layer}.{given}"
@@ -129,31 +125,18 @@ class Moe(Part):
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
-        for linear in (self._router, *self._gate_up, *self._down):
-            table |= linear.parameters()
-        for linear in chain.from_iterable(self._elsewhere):
-            table |= {name: replace(each, put=_drop, cut=_nothing) for name, each in linear.parameters().items()}
-        if self._spec.correction is not None:
-            shape = (1,) * self._spec.correction_row + (self._spec.count,)
-            correction = Parameter(shape, torch.float32, self._put_correction)
-            table[f"{self._prefix}.{self._spec.correction}"] = correction
-        if self._spec.factors is not None:
-            factors = Parameter((self._spec.count,), torch.float32, self._put_factors)
-            table[f"{self._prefix}.{self._spec.factors}"] = factors
-        if self._spec.router_scale is not None:
-            scale = Parameter((self._hidden,), torch.float32, self._put_router_scale)
-            table[f"{self._prefix}.{self._spec.router_scale}"] = scale
+        spec, table = self._spec, parameters_of(self._norms, self._shared, self._router, *self._gate_up, *self._down)
+        elsewhere = parameters_of(*chain.from_iterable(self._elsewhere))
+        table |= {name: replace(each, put=_drop, cut=_nothing) for name, each in elsewhere.items()}
+        learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (
+            (spec.correction, (1,) * spec.correction_row + (spec.count,), lambda tensor: tensor.flatten().contiguous()),
+            (spec.factors, (spec.count,), whole),
+            (spec.router_scale, (self._hidden,), lambda tensor: tensor * self._hidden**-0.5),
+        )
+        for name, shape, make in learned:
+            if name is not None:
+                table[f"{self._prefix}.{name}"] = held(self._learned, name, shape, torch.float32, make)
         return table
-
-    def _put_correction(self, tensor: Tensor) -> None:
-        self._correction = tensor.flatten().contiguous()
-
-    def _put_factors(self, tensor: Tensor) -> None:
-        self._factors = tensor
-
-    def _put_router_scale(self, tensor: Tensor) -> None:
-        self._router_norm = tensor * self._hidden**-0.5
 
     def complete(self) -> None:
         assert self._mixture is not None  # makes it
@@ -165,7 +148,8 @@ class Moe(Part):
             x = self._norms.norm(run, self._input_norm, residual)
         else:
             x, residual = self._norms.add(run, self._input_norm, x, residual)
-        routed = x if self._router_norm is None else run.rms_norm(residual, self._router_norm, self._spec.norm.eps)
+        scale = self._learned.get(self._spec.router_scale)
+        routed = x if scale is None else run.rms_norm(residual, scale, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
         x = run.mix(self._mixture, x, routed)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
@@ -182,8 +166,8 @@ class Moe(Part):
             routing=spec.routing,
             clamp=spec.clamp,
             activation=None if spec.gated else _SQUARED,
-            correction=self._correction,
-            factors=self._factors,
+            correction=self._learned.get(spec.correction),
+            factors=self._learned.get(spec.factors),
             gelu=spec.gelu,
             float_router=spec.float_router,
             first=self._here.start,
@@ -204,8 +188,7 @@ class _Shared:
         self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
 
     def parameters(self) -> ParameterTable:
-        table = self._up.parameters() | self._down.parameters()
-        return table | ({} if self._gate is None else self._gate.parameters())
+        return parameters_of(self._up, self._down, self._gate)
 
     def read(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """What they give for x [T, hidden], and their gate's numbers [T, 1], if there is one."""

@@ -4,11 +4,12 @@ of a layer gives them; and those of a single LayerNorm."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, held
 from quire.kernels.backend import Operations
 
 
@@ -63,25 +64,21 @@ class NormWeights:
         )
 
     def parameters(self) -> ParameterTable:
-        spec = self._spec
+        table = {
+            f"{name}.weight": held(self._weights, name, (size,), self._dtype, partial(self._weight, name))
+            for name, size in self._names.items()
+        }
+        biases = self._names if self._spec.centred and self._spec.bias else {}
+        return table | {
+            f"{name}.bias": held(self._biases, name, (size,), self._dtype, Tensor.float)
+            for name, size in biases.items()
+        }
 
-        def weight(name: str, size: int) -> Parameter:
-            def put(tensor: Tensor) -> None:
-                self._weights[name] = tensor.float() + spec.offset
-                if spec.centred and not spec.bias:
-                    self._biases[name] = torch.zeros_like(self._weights[name])
-
-            return Parameter((size,), self._dtype, put)
-
-        def bias(name: str, size: int) -> Parameter:
-            def put(tensor: Tensor) -> None:
-                self._biases[name] = tensor.float()
-
-            return Parameter((size,), self._dtype, put)
-
-        table = {f"{name}.weight": weight(name, size) for name, size in self._names.items()}
-        biases = self._names if spec.centred and spec.bias else {}
-        return table | {f"{name}.bias": bias(name, size) for name, size in biases.items()}
+    def _weight(self, name: str, tensor: Tensor) -> Tensor:
+        weight = tensor.float() + self._spec.offset
+        if self._spec.centred and not self._spec.bias:
+            self._biases[name] = torch.zeros_like(weight)
+        return weight
 
 
 class LayerNormWeights:

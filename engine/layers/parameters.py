@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -49,11 +50,26 @@ def held(
     key: Any,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    make: Callable[[Tensor], Any] = lambda tensor: tensor,
+    make: Callable[[Tensor], Any] = whole,
+    cut: Callable[[Tensor], Tensor] = whole,
 ) -> Parameter:
-    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns."""
+    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns. `cut`: as Parameter has it."""
 
     def put(tensor: Tensor) -> None:
         found[key] = make(tensor)
 
-    return Parameter(shape, dtype, put)
+    return Parameter(shape, dtype, put, cut)
+
+
+def rows_of(own: range) -> Callable[[Tensor], Tensor]:
+    """A cut: these rows of the first axis."""
+    return partial(torch.narrow, dim=0, start=own.start, length=len(own))
+
+
+class Parametrized(Protocol):
+    def parameters(self) -> ParameterTable: ...
+
+
+def parameters_of(*parts: Parametrized | None) -> ParameterTable:
+    """The parameters of all these together; None has none."""
+    return {name: each for part in parts if part is not None for name, each in part.parameters().items()}

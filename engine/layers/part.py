@@ -180,9 +180,14 @@ class PartSpec(ABC):
     def part(self, making: Making, layer: str) -> Part:
         """`layer`: the layer's name in the checkpoint."""
 
-    @abstractmethod
     def indivisible(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""
+        return None
+
+
+def uneven(size: int, what: str, ranks: int) -> str | None:
+    """What PartSpec.indivisible says where so many, which messages call `what`, are no equal parts."""
+    return f"the model's {what} cannot be divided among {ranks} ranks" if size % ranks else None
 
 
 def attend(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import Scheme, Stored, Unquantized
+from quire.engine.layers.schemes import Scheme, Stored, Unquantized, joined_bias
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.kernels.backend import Backend, Linear, Table
 from quire.kernels.fit import GROUP
@@ -24,39 +24,25 @@ _SMALLEST = 2.0**-100
 """The smallest scale."""
 
 
-class AtLoad(Scheme):
+class AtLoad(Unquantized):
     """Linears in 8 bits, integers or floats, with a scale for each output, or in 4 bits with a scale and an offset for
-    each 32 inputs."""
+    each 32 inputs. `dense` has all bits: nothing would be saved by few that are expanded at once."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
         """dtype: of activations, and of what is not quantized."""
-        self._backend = backend
-        self._dtype = dtype
+        super().__init__(backend, dtype)
         self._quantization = quantization
-        self._unquantized = Unquantized(backend, dtype)
 
     def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        stored = self._unquantized.tensors(linear, in_features, out_features, bias=bias)
+        stored = super().tensors(linear, in_features, out_features, bias=bias)
         # Scales are those of all of an output's weights: so they are the same on any number of ranks.
         return stored | {"weight": replace(stored["weight"], early="outputs")}
 
     def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
         if wide:  # the head: see Int8Table
-            return self._unquantized.pack(linears, cuts, wide=wide)
+            return super().pack(linears, cuts, wide=wide)
         weights = [self._form(each["weight"], name, cuts[name].late("outputs")) for name, each in linears.items()]
-        biases = [tensors["bias"] for tensors in linears.values() if "bias" in tensors]
-        bias = torch.cat(biases) if biases else None
-        return self._backend.pack_quantized(weights, bias, dtype=self._dtype, wide=wide)
-
-    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        """As it is stored: nothing would be saved by few bits that are expanded at once."""
-        return self._unquantized.dense(linear, tensors, cut)
-
-    def table(self, vocab_size: int, hidden_size: int) -> Stored:
-        return self._unquantized.table(vocab_size, hidden_size)
-
-    def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
-        return self._unquantized.pack_table(weight, cut, tied=tied)
+        return self._backend.pack_quantized(weights, joined_bias(linears), dtype=self._dtype, wide=wide)
 
     def _form(self, weight: Tensor, linear: str, cut: Cut) -> QuantizedWeight:
         if self._quantization == "int8":

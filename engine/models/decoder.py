@@ -20,7 +20,7 @@ from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.part import Making, PageTensor, Part, Step, times
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
@@ -148,13 +148,14 @@ class Decoder:
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
         tied = self.has_head and self.spec.tie_embeddings
-        table = self._embedding.parameters() if self.is_first or tied else {}
-        table |= self._embedding_norm.parameters() if self.is_first else {}
-        table |= self._positions.parameters() if self.is_first and self._positions is not None else {}
-        table |= {} if self._layer_inputs is None else self._layer_inputs.parameters()
-        table |= self._norm.parameters() if self.is_last else {}
-        if self.has_head and not tied:
-            table |= self._head.parameters()
+        table = parameters_of(
+            self._embedding if self.is_first or tied else None,
+            self._embedding_norm if self.is_first else None,
+            self._positions if self.is_first else None,
+            self._layer_inputs,
+            self._norm if self.is_last else None,
+            self._head if self.has_head and not tied else None,
+        )
         for part in (part for layer in self._layers for part in layer):
             own = part.parameters()
             table |= own | {name: table[name].shared(own[name]) for name in own.keys() & table.keys()}

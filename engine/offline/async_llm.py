@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.link.weights import Mode, Weights
+from quire.engine.link.weights import Mode
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
-from quire.engine.offline.metrics import Metric, metrics_of
-from quire.engine.offline.model import Encoded, Message, Model, Prompt, check_id
+from quire.engine.offline.model import Encoded, Message, Model, Prompt, Serving, check_id
 from quire.engine.offline.options import EngineOptions, ModelWithOptions, documented, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
@@ -25,7 +24,7 @@ from quire.engine.replicas.replicas import processes
 from quire.engine.types import EngineInfo, PoolingParams
 
 
-class AsyncLLM:
+class AsyncLLM(Serving):
     """A model in a process of its own, for one event loop. That process is replaced when it ends, and open streams go
     on with no token lost or changed, as the server's do.
 
@@ -40,15 +39,11 @@ class AsyncLLM:
 
         Options:"""
         config = engine_config(model, options)
-        self._model = Model(config)
-        self.tokenizer = self._model.tokenizer
-        self._counter = itertools.count()
+        super().__init__(Model(config), processes(config))
         self._open: set[str] = set()
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | None = None
-        self._client = processes(config)
         self._client.link.launch()
-        self._weights = Weights(self._client)
 
     @classmethod
     def from_engine_args(cls, args: ModelWithOptions) -> AsyncLLM:
@@ -65,7 +60,7 @@ class AsyncLLM:
         self._model.learn(info)
         return info
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -79,13 +74,9 @@ class AsyncLLM:
         `get_default_sampling_params()`. Raises InvalidRequest for what cannot be served, EngineError when the engine
         fails it.
         """
-        info = await self.start()
-        encoded = self._model.encode(prompt)
-        async with aclosing(self._answers(encoded, sampling_params, request_id, info, lora_request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._answers(partial(self._model.encode, prompt), sampling_params, request_id, lora_request)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -99,8 +90,8 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, rendered as by `LLM.chat`; yields and raises as `generate`."""
-        info = await self.start()
-        (encoded,) = self._model.rendered(
+        rendered = partial(
+            self._model.rendered,
             [messages],
             chat_template=chat_template,
             tools=tools,
@@ -108,9 +99,7 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        async with aclosing(self._answers(encoded, sampling_params, request_id, info, lora_request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._answers(lambda: rendered()[0], sampling_params, request_id, lora_request)
 
     async def encode(
         self,
@@ -167,18 +156,6 @@ class AsyncLLM:
         if not self._client.alive:
             raise EngineError("the engine ended and could not be brought back")
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
-        return self.tokenizer.for_transformers()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model's generation_config.json: what calls without sampling_params get."""
-        return self._model.default_params()
-
-    def get_metrics(self) -> list[Metric]:
-        """The engine's gauges and counters, each with vLLM's name."""
-        return metrics_of(self._client.link.stats)
-
     async def close(self) -> None:
         """End the engine; open streams fail with EngineError. The object cannot be used afterwards."""
         self.shutdown()
@@ -207,12 +184,12 @@ class AsyncLLM:
 
     async def _answers(
         self,
-        prompt: Encoded,
+        encode: Callable[[], Encoded],
         params: SamplingParams | None,
         request_id: str | None,
-        info: EngineInfo,
         lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput]:
+        info, prompt = await self.start(), encode()
         free = (str(number) for number in self._counter if str(number) not in self._open)
         name = next(free) if request_id is None else request_id
         check_id(name, self._open)
@@ -220,7 +197,7 @@ class AsyncLLM:
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
         (adapter,) = adapters_for(self._model.adapters, lora_request, 1)
         task = self._model.task(name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter)
-        self._model.check(task.prompt_ids, info)
+        self._model.check(task.prompt.ids, info)
         self._open.add(name)
         try:
             async with aclosing(generate(self._client, self.tokenizer, task)) as outputs:

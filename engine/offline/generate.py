@@ -29,10 +29,10 @@ async def generate(
     requests = _requests(task)
     names = [each.id for each in requests]
     answers = {
-        name: Answer(tokenizer, task.prompt_ids, params, index, detokenize=task.detokenize)
+        name: Answer(tokenizer, task.prompt.ids, params, index, detokenize=task.detokenize)
         for index, name in enumerate(names)
     }
-    found = RequestOutput(task.id, task.prompt, task.prompt_ids, [])
+    found = RequestOutput(task.id, task.prompt.text, task.prompt.ids, [])
     records = {each.id: ChoiceReceipt(index=index, seed=each.seed) for index, each in enumerate(requests)}
     stream = client.submit(requests, task.id)
     stream.versions = {}
@@ -77,13 +77,13 @@ def _requests(task: Task) -> list[Request]:
     return [
         Request(
             id=f"{task.id}-{index}",
-            prompt_ids=task.prompt_ids,
+            prompt_ids=task.prompt.ids,
             params=task.params,
             seed=task.params.choice_seed(index),
             adapter=task.adapter,
             priority=task.priority,
-            spans=task.spans,
-            images=task.images,
+            spans=task.prompt.spans,
+            images=task.prompt.images,
         )
         for index in range(task.params.n)
     ]

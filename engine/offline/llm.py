@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgspec
 
 from quire.engine.core.executor import call_of, results_of
-from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.link.weights import Weights
+from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
 from quire.engine.offline.generate import generate
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.llm_engine import LLMEngine
-from quire.engine.offline.metrics import Metric, metrics_of
-from quire.engine.offline.model import Encoded, Message, Prompt, Task
+from quire.engine.offline.model import Encoded, Message, Prompt, Serving, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams, each_params, each_priority
@@ -39,7 +36,7 @@ _T = TypeVar("_T")
 _W = TypeVar("_W")
 
 
-class LLM:
+class LLM(Serving):
     """A model in this process or, with a data_parallel_size, in so many others, which are replaced when they end.
 
     Works in scripts and notebooks alike, because the engine has a thread and an event loop of its own. On a CPU the
@@ -54,17 +51,14 @@ class LLM:
 
         Options:"""
         self._running = RunningEngine(engine_config(model, options))
-        self._model, self._client = self._running.model, self._running.client
+        super().__init__(self._running.model, self._running.client)
         self._run = self._running.run
         self.info = self._running.info
-        self.tokenizer = self._model.tokenizer
         self.close = self._running.close
         """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
         interpreter exits."""
         self.llm_engine = LLMEngine(self._running)
         """For programs that give requests one by one, and step."""
-        self._counter = itertools.count()
-        self._weights = Weights(self._client)
         self._receipts = Receipts(self._running)
 
     def generate(
@@ -129,8 +123,7 @@ class LLM:
         encoded = self._model.encoded(prompts)
         self._check_all(encoded)
         longest = self.info.max_model_len
-        if "generate" not in self.info.tasks:
-            raise InvalidRequest(f"the model serves {' and '.join(self.info.tasks)}, not generate", param="model")
+        check_serves("generate", self.info.tasks)
 
         async def one(asked: tuple[Encoded, Adapter | None], done: Callable[[], None]) -> BeamSearchOutput:
             found = await beam_search(self._client, self.tokenizer, self._next_id(), *asked, params, longest)
@@ -161,18 +154,6 @@ class LLM:
         read = read_receipt(receipt)
         self._running.check_awake()
         return self._run(self._receipts.replay(read, adapters_for(self._model.adapters, lora_request, 1), images))
-
-    def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
-        return self.tokenizer.for_transformers()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The model's generation_config.json: what calls without sampling_params get."""
-        return self._model.default_params()
-
-    def get_metrics(self) -> list[Metric]:
-        """The engine's gauges and counters, each with vLLM's name."""
-        return metrics_of(self._client.link.stats)
 
     def collective_rpc(
         self,
@@ -313,7 +294,7 @@ class LLM:
             message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one or as many"
             raise InvalidRequest(message, param="text_1")
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
-        limit = self._limit(truncate_prompt_tokens)
+        limit = self.info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if "classify" in self.info.tasks:
             prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
             return self._pooled([Encoded(None, ids) for ids in prompts], params, use_tqdm, lora_request)
@@ -326,9 +307,6 @@ class LLM:
 
     def _inputs(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[Encoded]:
         return [self._model.cut(prompt, truncate, self.info) for prompt in self._model.encoded(prompts)]
-
-    def _limit(self, truncate: int | None) -> int | None:
-        return self.info.max_model_len if truncate == -1 else truncate
 
     def _pooled(
         self,
@@ -363,7 +341,7 @@ class LLM:
             task(self._next_id(), prompt, one, adapter=adapter, priority=first)
             for prompt, one, adapter, first in zip(prompts, many, adapters, urgency, strict=True)
         ]
-        self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
+        self._check_all([task.prompt for task in tasks])
         answer = partial(self._generate, receipts=self._receipts if receipts else None)
         return self._each(tasks, answer, "generating", show_progress)
 

@@ -119,7 +119,7 @@ class LLMEngine:
         work: AsyncIterator[Output]
         if isinstance(params, SamplingParams):
             task = model.task(request_id, encoded, params, info, adapter=adapter, priority=priority)
-            model.check(task.prompt_ids, info)
+            model.check(task.prompt.ids, info)
             work = generate(self._running.client, model.tokenizer, task)
         else:
             encoded = model.cut(encoded, None, info)

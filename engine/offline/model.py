@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from quire.engine import types
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest, check_serves
 from quire.engine.images.reader import Asked, image_reader
+from quire.engine.link.client import EngineClient
+from quire.engine.link.weights import Weights
 from quire.engine.lora.offline import LocalAdapters
 from quire.engine.offline.images import images_given, images_of
+from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.no_tokenizer import check_textless, load_tokenizer
@@ -57,16 +61,13 @@ class Task:
     """A prompt and what is to be generated for it."""
 
     id: str
-    prompt: str | None
-    prompt_ids: list[int]
+    prompt: Encoded
     params: types.SamplingParams
     kind: RequestOutputKind
     detokenize: bool
     adapter: types.Adapter | None = None
     priority: int = 0
     """Lower goes first."""
-    spans: tuple[types.Span, ...] = ()
-    images: tuple[types.Image, ...] = ()
 
 
 class Model:
@@ -181,11 +182,9 @@ class Model:
         priority: int = 0,
     ) -> Task:
         """`kind`: instead of the parameters' own. Raises InvalidRequest for what cannot be served; `check` goes on."""
-        if "generate" not in info.tasks:
-            raise InvalidRequest(f"the model serves {' and '.join(info.tasks)}, not generate", param="model")
+        check_serves("generate", info.tasks)
         sent = params.for_model(self.tokenizer, self.vocab_size)
         check_textless(self.tokenizer, stop=sent.stop, structured_outputs=sent.grammar)
-        text, ids = prompt.text, prompt.ids
         if prompt.spans and info.no_images:
             raise InvalidRequest(f"multi_modal_data: {info.no_images}", param="prompts")
         if prompt.spans and params.truncate_prompt_tokens is not None:
@@ -193,9 +192,8 @@ class Model:
             raise InvalidRequest(message, param="truncate_prompt_tokens")
         if params.truncate_prompt_tokens is not None:
             most = info.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            ids = ids[-most:]
-        kind = kind or params.output_kind
-        return Task(id, text, ids, sent, kind, params.detokenize, adapter, priority, prompt.spans, prompt.images)
+            prompt = prompt._replace(ids=prompt.ids[-most:])
+        return Task(id, prompt, sent, kind or params.output_kind, params.detokenize, adapter, priority)
 
     def check(self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", room: int = 1) -> None:
         """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have
@@ -207,6 +205,28 @@ class Model:
             wrong = f"has token id {outside[0]}, which is out of vocabulary"
         if wrong:
             raise InvalidRequest(f"{name} {wrong}", param="prompts")
+
+
+class Serving:
+    """What a program's object tells of its model and its engine."""
+
+    def __init__(self, model: Model, client: EngineClient) -> None:
+        self._model, self._client = model, client
+        self.tokenizer = model.tokenizer
+        self._counter = itertools.count()
+        self._weights = Weights(client)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
+        return self.tokenizer.for_transformers()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's generation_config.json: what calls without sampling_params get."""
+        return self._model.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's gauges and counters, each with vLLM's name."""
+        return metrics_of(self._client.link.stats)
 
 
 def check_id(request_id: object, taken: Container[str]) -> None:

@@ -42,7 +42,7 @@ class Receipts:
             computed=await running.hashes.computed(running.info),
             adapter=AdapterReceipt.of(task.adapter),
             params=task.params,
-            prompts=[PromptReceipt.of(task.prompt_ids, task.spans)],
+            prompts=[PromptReceipt.of(task.prompt.ids, task.prompt.spans)],
             choices=choices,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.link.client import EngineClient
 from quire.engine.text.pairs import encode_judged, encode_pairs
 from quire.engine.text.tokenizer import Tokenizer
@@ -51,8 +51,7 @@ class Pooled:
 def check_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: Pooling) -> None:
     """Raises InvalidRequest for what the model does not make."""
     for one in params:
-        if one.task not in info.tasks:
-            raise InvalidRequest(f"the model serves {' and '.join(info.tasks)}, not {one.task}", param="model")
+        check_serves(one.task, info.tasks)
         if one.dimensions is not None and one.dimensions > pooling.size:
             message = f"dimensions must be at most the model's {pooling.size}, got {one.dimensions}"
             raise InvalidRequest(message, param="dimensions")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
-from quire.kernels.gpu.faults import fault
 from quire.kernels.latents.blocks import expandable, stacked
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
-from quire.kernels.probe import Capture, ends_of, last_tokens, replayed, same
+from quire.kernels.probe import BackendProbe, Capture, beside_a_part, last_tokens, replayed, same
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 
@@ -23,12 +22,10 @@ _PEAKED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class LatentProbe:
+class LatentProbe(BackendProbe):
     """Two sequences, one of them several pages long: as prompts, absorbed and, where the backend does so, expanded; as
     decodes; and as a decode beside a prompt's last part."""
 
-    device: torch.device
-    dtype: torch.dtype
     heads: int
     sizes: tuple[int, int, int, int]
     """Numbers of a latent, of what is rotated, of a query's other part, of a value."""
@@ -38,15 +35,7 @@ class LatentProbe:
     kv_dtype: torch.dtype | None = None
     """What pages hold; None: the model's type."""
 
-    @torch.inference_mode()
-    def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
-        try:
-            return self._try(backend)
-        except Exception as error:  # whatever a library raises, it is a reason not to choose it
-            return fault(error)
-
-    def _try(self, backend: Backend) -> str | None:
+    def wrong(self, backend: Backend) -> str | None:
         latent, rotated, plain, value = self.sizes
         lengths, held = (2 * backend.block_size + 5, 3), self.dtype if self.kv_dtype is None else self.kv_dtype
         q = self._random(sum(lengths), self.heads * (plain + rotated)) * _PEAKED
@@ -70,13 +59,11 @@ class LatentProbe:
             pair = (stacked(absorb), stacked(expand))
             if not same(expanded_attention(backend, turned, pair, cache, prompts, softmax), expected):
                 return "computes something else than the reference where latents are expanded"
-        mixed = (backend.block_size + 2, 1)  # the last part of one prompt, and a token of the other sequence
-        part = last_tokens(self.device, mixed, lengths, backend.block_size)
-        rows = torch.cat([torch.arange(end - count, end) for count, end in zip(mixed, ends_of(lengths), strict=True)])
+        rows, part = beside_a_part(self.device, lengths, backend.block_size)
         got = backend.paged_attention(stored[rows.to(self.device)], cache, cache, part, softmax)
         if not same(expand(got.flatten(1), NO_ADAPTERS), expected[rows]):
             return "computes something else than the reference for latents of a decode beside a part of a prompt"
-        last = torch.tensor(ends_of(lengths)) - 1
+        last = torch.tensor(lengths).cumsum(0) - 1
         ones = last_tokens(self.device, (1, 1), lengths, backend.block_size)
         queries = stored[last.to(self.device)].clone()
 

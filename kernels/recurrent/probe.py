@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.gpu.faults import fault
-from quire.kernels.probe import Capture, replayed, same
+from quire.kernels.probe import BackendProbe, Capture, replayed, same
 from quire.kernels.recurrent.recurrence import Guesses, Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
@@ -24,11 +23,9 @@ _WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RuleProbe:
+class RuleProbe(BackendProbe):
     """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it."""
 
-    device: torch.device
-    dtype: torch.dtype
     rule: Any
     """A Recurrence."""
     value: int
@@ -36,18 +33,10 @@ class RuleProbe:
     capture: Capture | None = None
     """How decode steps will become graphs, if they will."""
 
-    @torch.inference_mode()
-    def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
-        try:
-            return self._try(backend)
-        except Exception as error:  # whatever a library raises, it is a reason not to choose it
-            return fault(error)
-
-    def _try(self, backend: Backend) -> str | None:
-        numbers = self._numbers()
+    def wrong(self, backend: Backend) -> str | None:
+        numbers, cpu = self._numbers(), torch.device("cpu")
         mine = _Kept(backend, self.rule, self.value, self.device, self.dtype)
-        judge = _Kept(Reference(), _on_cpu(self.rule), self.value, torch.device("cpu"), torch.float32)
+        judge = _Kept(Reference(), _on(self.rule, cpu), self.value, cpu, torch.float32)
         steps = (
             ("a prompt", _step([0, 0], _COUNTS, [0, 0], _COUNTS)),
             ("guesses", _step([9, 2], (12, 3), [9, 2], (10, 3))),
@@ -126,14 +115,9 @@ class _Kept:
         return compute
 
 
-def _on(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
-    moved = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
-    there: dict[str, Any] = {name: each.to(device) for name, each in moved.items() if isinstance(each, Tensor)}
-    guesses = metadata.guesses
-    kept = None if guesses is None else Guesses(guesses.seen.to(device), guesses.known.to(device))
-    return replace(metadata, **there, guesses=kept)
-
-
-def _on_cpu(rule: Any) -> Any:
-    moved = {each.name: getattr(rule, each.name) for each in fields(rule)}
-    return replace(rule, **{name: value.cpu() for name, value in moved.items() if isinstance(value, Tensor)})
+def _on(given: Any, device: torch.device) -> Any:
+    """A dataclass, with its tensors there."""
+    of = {each.name: getattr(given, each.name) for each in fields(given)}
+    there = {name: each.to(device) for name, each in of.items() if isinstance(each, Tensor)}
+    within = {name: _on(each, device) for name, each in of.items() if isinstance(each, Guesses)}
+    return replace(given, **there, **within)

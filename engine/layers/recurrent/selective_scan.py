@@ -6,40 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import MatrixState
-from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
+from quire.engine.layers.part import Making, Step, uneven
+from quire.engine.layers.recurrent.part import CONV, CONV_BIAS, MatrixPart, MatrixSpec
 from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
-from quire.kernels.recurrent.recurrence import Matrices
 from quire.kernels.recurrent.selective_scan import SelectiveScan
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
-_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+_NORMS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class SelectiveScanSpec(PartSpec):
-    heads: int
-    """So many times `value` channels,"""
-    value: int
-    """which are computed together."""
-    key: int
-    """Numbers of a channel's state, of b and of c."""
+class SelectiveScanSpec(MatrixSpec):
+    """Its heads are `value` channels each, which are computed together; `key`: numbers of a channel's state, of b and
+    of c."""
+
     rank: int
     """Numbers that a token's steps are projected from."""
-    width: int
-    """Tokens that a token sees through the convolution, itself included."""
-    norm: NormSpec
-    """Of what is read."""
     bias: bool = False
     """Of the first linear and of the last one."""
     conv_bias: bool = True
@@ -49,8 +38,11 @@ class SelectiveScanSpec(PartSpec):
     """Of these."""
 
     @property
-    def channels(self) -> int:
-        return self.heads * self.value
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        return ((self.heads, self.value),)
+
+    def beside(self, heads: int) -> int:
+        return heads * self.value + 2 * self.key
 
     @property
     def outputs(self) -> Mapping[str, int]:
@@ -58,101 +50,52 @@ class SelectiveScanSpec(PartSpec):
         projected = {"x_proj_dt": self.rank, "x_proj_b": self.key, "x_proj_c": self.key}
         return {"in_proj_x": self.channels, "in_proj_z": self.channels} | projected
 
-    @property
-    def state(self) -> MatrixState:
-        beside = self.channels + 2 * self.key
-        return MatrixState(self.channels, self.width - 1, self.heads, self.key, self.value, beside)
-
     def part(self, making: Making, layer: str) -> SelectiveScanPart:
         return SelectiveScanPart(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.heads % ranks:
-            channels = f"{self.channels} channels of selective scans, {self.value} of which are computed together,"
-            return f"the model's {channels} cannot be divided among {ranks} ranks"
-        return None
+        channels = f"{self.channels} channels of selective scans, {self.value} of which are computed together,"
+        return uneven(self.heads, channels, ranks)
 
 
-class SelectiveScanPart(Part):
+class SelectiveScanPart(MatrixPart):
     def __init__(self, spec: SelectiveScanSpec, making: Making, layer: str) -> None:
-        shard, channels = making.shard, spec.channels
-        self._spec, self._making, self._prefix = spec, making, f"{layer}.mamba"
-        self._heads = shard.span(spec.heads)
-        own = range(self._heads.start * spec.value, self._heads.stop * spec.value)
-        self._own, outs = own, shard.heads(self._heads, spec.value)
-        ins = Cut(ins=own, biased=shard.rank == 0) if shard.count > 1 else Cut()
-
-        def linear(inner: int, sizes: Mapping[str, int], cut: Cut, *, bias: bool = False) -> JoinedLinear:
-            parts = {f"{self._prefix}.{name}": size for name, size in sizes.items()}
-            cuts = dict.fromkeys(parts, cut)
-            return JoinedLinear(making.scheme, inner, parts, bias=bias, adapters=making.adapters, cuts=cuts)
-
+        super().__init__(spec, making, layer, "mamba")
+        self._spec, shard, channels, hidden = spec, making.shard, spec.channels, making.hidden_size
+        (self._own,), outs = self._spans, shard.heads(self._heads, spec.value)
+        ins = Cut(ins=self._own, biased=shard.rank == 0) if shard.count > 1 else Cut()
         self._x, self._z = (
-            linear(making.hidden_size, {f"in_proj_{name}": channels}, outs, bias=spec.bias) for name in "xz"
+            self._linear(hidden, {f"in_proj_{name}": (channels, outs)}, bias=spec.bias) for name in "xz"
         )
-        self._low = linear(channels, {"x_proj_dt": spec.rank}, ins)
-        self._bc = linear(channels, {f"x_proj_{name}": spec.key for name in "bc"}, ins)
-        self._steps = linear(spec.rank, {"dt_proj": channels}, outs)
-        self._out = linear(channels, {"out_proj": making.hidden_size}, ins, bias=spec.bias)
-        self._norm = f"{layer}.input_layernorm"
-        self._norms = NormWeights({self._norm: making.hidden_size}, making.dtype, spec.norm)
-        self._weights: dict[str, Tensor] = {}
+        self._low = self._linear(channels, {"x_proj_dt": (spec.rank, ins)})
+        self._bc = self._linear(channels, {f"x_proj_{name}": (spec.key, ins) for name in "bc"})
+        self._steps = self._linear(spec.rank, {"dt_proj": (channels, outs)})
+        self._out = self._linear(channels, {"out_proj": (hidden, ins)}, bias=spec.bias)
+        self._inner = {name: (size,) for name, size in zip(_NORMS, (spec.rank, spec.key, spec.key), strict=True)}
         if spec.inner_norm == "plain":
-            sizes = (spec.rank, spec.key, spec.key)
-            ones = [torch.ones(size, device=making.device) for size in sizes]
-            self._weights |= dict(zip(_NORMS, ones, strict=True))
+            self._weights |= {name: torch.ones(size, device=making.device) for name, size in self._inner.items()}
 
     def parameters(self) -> ParameterTable:
-        spec, table = self._spec, self._norms.parameters()
-        for linear in (self._x, self._z, self._low, self._bc, self._steps, self._out):
-            table |= linear.parameters()
+        spec = self._spec
+        table = parameters_of(self._norms, self._x, self._z, self._low, self._bc, self._steps, self._out)
         shapes = {"A_log": (spec.channels, spec.key), "D": (spec.channels,), "dt_proj.bias": (spec.channels,)}
-        shapes |= {"conv1d.weight": (spec.channels, 1, spec.width)}
-        shapes |= {"conv1d.bias": (spec.channels,)} if spec.conv_bias else {}
-        channels = partial(torch.narrow, dim=0, start=self._own.start, length=len(self._own))
-        for name, shape in shapes.items():
-            put = partial(self._weights.__setitem__, name)
-            table[f"{self._prefix}.{name}"] = Parameter(shape, torch.float32, put, channels)
-        if spec.inner_norm == "learned":
-            for name, size in zip(_NORMS, (spec.rank, spec.key, spec.key), strict=True):
-                put = partial(self._weights.__setitem__, name)
-                table[f"{self._prefix}.{name}.weight"] = Parameter((size,), torch.float32, put)
-        return table
-
-    def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
-        """The convolution's last columns; the channels' numbers; what of guesses these may have to take in later."""
-        spec, making, own = self._spec, self._making, len(self._own)
-        wide = torch.float64 if making.dtype == torch.float64 else torch.float32
-        return (
-            PageTensor((count, spec.width - 1 + drafts, own), making.dtype),
-            PageTensor((count, len(self._heads), spec.key, spec.value), wide),
-            PageTensor((count, drafts, 2 * own + 2 * spec.key), making.dtype),
-        )
+        shapes |= {CONV: (spec.channels, 1, spec.width)} | ({CONV_BIAS: (spec.channels,)} if spec.conv_bias else {})
+        table |= self._kept(shapes, rows_of(self._own))
+        return table | self._kept(self._inner if spec.inner_norm == "learned" else {})
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._norm, x, residual)
-        recent, matrices, guesses = step.pages
-        context, metadata, group = step.context, step.metadata, self._making.shard.group
+        context, group = step.context, self._making.shard.group
         x, z = (run.apply(each.packed, x, context) for each in (self._x, self._z))
-        x = run.short_conv(x, self._conv, Columns(None, 1, recent), metadata)
+        x = self._convolve(run, x, step)
         low, bc = (run.sum(run.apply(each.packed, x, context), group) for each in (self._low, self._bc))
-        if (norm := self._weights.get("dt_layernorm")) is not None:
+        if (norm := self._weights.get(_NORMS[0])) is not None:
             low = run.rms_norm(low, norm, self._spec.inner_eps)
         steps = run.apply(self._steps.packed, low, context)
-        found = run.recur(run.join(x, bc), z, steps, self._rule, Matrices(matrices, guesses), metadata)
-        if step.rows is not None:
-            found, residual, context = found[step.rows], residual[step.rows], context.at(step.rows)
-        return run.sum(run.apply(self._out.packed, found, context), group), residual
-
-    @cached_property
-    def _conv(self) -> ShortConv:
-        """Once its weights are there."""
-        weight = self._weights["conv1d.weight"][:, 0].t().contiguous()
-        return ShortConv(weight, self._weights.get("conv1d.bias"), gated=False)
+        return self._given(run, self._recur(run, run.join(x, bc), z, steps, step), residual, step)
 
     @cached_property
     def _rule(self) -> SelectiveScan:
-        """The same."""
         spec, weights = self._spec, self._weights
         rate = -weights["A_log"].exp().view(len(self._heads), spec.value, spec.key).transpose(1, 2)
         shift, skip = (weights[name].contiguous() for name in ("dt_proj.bias", "D"))

@@ -4,17 +4,16 @@ sequence keeps of these, its columns, kernels/recurrent/short_conv.py explains."
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import PIECE, ColumnState
-from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step
-from quire.kernels.backend import Operations, Pages
+from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
+from quire.engine.layers.part import Making, Normed, PageTensor, PartSpec, Step, uneven
+from quire.engine.layers.recurrent.part import RecurrentPart
+from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 
@@ -36,34 +35,24 @@ class ShortConvSpec(PartSpec):
         return ShortConvolution(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.channels % ranks:
-            return f"the model's {self.channels} channels of convolutions cannot be divided among {ranks} ranks"
-        return None
+        return uneven(self.channels, f"{self.channels} channels of convolutions", ranks)
 
 
-class ShortConvolution(Part):
+class ShortConvolution(RecurrentPart):
     def __init__(self, spec: ShortConvSpec, making: Making, layer: str) -> None:
-        channels, shard, hidden = spec.channels, making.shard, making.hidden_size
-        self._spec, self._making, self._own = spec, making, shard.span(channels)
-        self._prefix = prefix = f"{layer}.conv"
-        reads, out = [f"{prefix}.{name}_proj" for name in "bcx"], f"{prefix}.out_proj"
-        linear = partial(JoinedLinear, making.scheme, bias=spec.bias, adapters=making.adapters)
-        outs, ins = dict.fromkeys(reads, shard.outs(channels)), {out: shard.ins(channels)}
-        self._in = linear(hidden, dict.fromkeys(reads, channels), cuts=outs)
-        self._out = linear(channels, {out: hidden}, cuts=ins)
-        self._norm = f"{layer}.input_layernorm"
-        self._norms = NormWeights({self._norm: hidden}, making.dtype, spec.norm)
-        self._weights: dict[str, Tensor] = {}
+        super().__init__(making, layer, "conv", spec.norm)
+        self._spec, channels, shard, hidden = spec, spec.channels, making.shard, making.hidden_size
+        self._own = shard.span(channels)
+        reads = {f"{name}_proj": (channels, shard.outs(channels)) for name in "bcx"}
+        self._in = self._linear(hidden, reads, bias=spec.bias)
+        self._out = self._linear(channels, {"out_proj": (hidden, shard.ins(channels))}, bias=spec.bias)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | self._in.parameters() | self._out.parameters()
-        channels, own = self._spec.channels, self._own
-        shapes = {"weight": (channels, 1, self._spec.width)} | ({"bias": (channels,)} if self._spec.bias else {})
-        for name, shape in shapes.items():
-            cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
-            put = partial(self._weights.__setitem__, name)
-            table[f"{self._prefix}.conv.{name}"] = Parameter(shape, torch.float32, put, cut)
-        return table
+        channels, width = self._spec.channels, self._spec.width
+        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, 1, width)}
+        shapes |= {"conv.bias": (channels,)} if self._spec.bias else {}
+        kept = self._kept(shapes, rows_of(self._own))
+        return parameters_of(self._norms, self._in, self._out) | kept
 
     def normed(self) -> tuple[Normed, ...]:
         return (Normed(self._norm, self._spec.norm.offset, (self._in,)),)
@@ -86,18 +75,11 @@ class ShortConvolution(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._norm, x, residual)
-        bcx, context = run.apply(self._in.packed, x, step.context), step.context
-        convolved = run.short_conv(bcx, self._conv, self._columns(step.pages), step.metadata)
-        if step.rows is not None:
-            convolved, residual, context = convolved[step.rows], residual[step.rows], context.at(step.rows)
-        return run.sum(run.apply(self._out.packed, convolved, context), self._making.shard.group), residual
-
-    @staticmethod
-    def _columns(pages: Pages) -> Columns:
-        ends, recent = pages
-        return Columns(ends, PIECE, recent)
+        bcx, (ends, recent) = run.apply(self._in.packed, x, step.context), step.pages
+        convolved = run.short_conv(bcx, self._conv, Columns(ends, PIECE, recent), step.metadata)
+        return self._given(run, convolved, residual, step)
 
     @cached_property
     def _conv(self) -> ShortConv:
         """Once its weights are there."""
-        return ShortConv(self._weights["weight"][:, 0].t().contiguous(), self._weights.get("bias"))
+        return ShortConv(self._weights["conv.weight"][:, 0].t().contiguous(), self._weights.get("conv.bias"))

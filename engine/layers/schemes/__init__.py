@@ -66,9 +66,7 @@ class Unquantized(Scheme):
 
     def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
         weight = _joined([each["weight"] for each in linears.values()])
-        biases = [each["bias"] for each in linears.values() if "bias" in each]
-        bias = _joined(biases) if biases else None
-        return self._backend.pack_linear(weight, bias, wide=wide)
+        return self._backend.pack_linear(weight, joined_bias(linears), wide=wide)
 
     def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
         return tensors["weight"]
@@ -79,6 +77,12 @@ class Unquantized(Scheme):
     def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
         head = self._backend.pack_linear(weight, None, wide=True) if tied else None
         return Table(lambda ids: F.embedding(ids, weight), head)
+
+
+def joined_bias(linears: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
+    """That of linears side by side, as Scheme.pack has them."""
+    biases = [each["bias"] for each in linears.values() if "bias" in each]
+    return _joined(biases) if biases else None
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import Scheme, Stored, Unquantized
+from quire.engine.layers.schemes import Stored, Unquantized, joined_bias
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.kernels.backend import Backend, Linear, Table
 from quire.kernels.quantized import QuantizedWeight
@@ -27,7 +27,7 @@ class Format(ABC):
         Raises ModelError for tensors that contradict themselves."""
 
 
-class MixedScheme(Scheme):
+class MixedScheme(Unquantized):
     """Quantized linears and others, as `format_of` says it of each by its name; None: of floating-point numbers."""
 
     def __init__(
@@ -38,14 +38,12 @@ class MixedScheme(Scheme):
         table: Format | None = None,
     ) -> None:
         """`table`: of the embedding; None: it is of floating-point numbers."""
-        self._backend = backend
+        super().__init__(backend, dtype)
         self._table = table
-        self._dtype = dtype
         self._format_of = format_of
-        self._unquantized = Unquantized(backend, dtype)
 
     def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        stored = self._unquantized.tensors(linear, in_features, out_features, bias=bias)
+        stored = super().tensors(linear, in_features, out_features, bias=bias)
         if (weights := self._format_of(linear)) is None:
             return stored
         del stored["weight"]
@@ -55,19 +53,17 @@ class MixedScheme(Scheme):
         weights = {name: self._weights(name, tensors, cuts[name]) for name, tensors in linears.items()}
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
-            biases = [tensors["bias"] for tensors in linears.values() if "bias" in tensors]
-            bias = torch.cat(biases) if biases else None
-            return self._backend.pack_quantized(quantized, bias, dtype=self._dtype, wide=wide)
+            return self._backend.pack_quantized(quantized, joined_bias(linears), dtype=self._dtype, wide=wide)
         # Beside a part in full precision the others are computed in it too.
         whole = {name: tensors | {"weight": self._dense(weights[name])} for name, tensors in linears.items()}
-        return self._unquantized.pack(whole, cuts, wide=wide)
+        return super().pack(whole, cuts, wide=wide)
 
     def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
         return self._dense(self._weights(linear, tensors, cut))
 
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         if self._table is None:
-            return self._unquantized.table(vocab_size, hidden_size)
+            return super().table(vocab_size, hidden_size)
         return self._table.tensors(hidden_size, vocab_size)["weight"]
 
     def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
@@ -75,7 +71,7 @@ class MixedScheme(Scheme):
         if self._table is not None:
             form = cut.form(self._table.form({"weight": weight}, "the embedding"), "the embedding")
         if isinstance(form, Tensor):
-            return self._unquantized.pack_table(form, tied=tied)
+            return super().pack_table(form, tied=tied)
         return self._backend.pack_table(form, dtype=self._dtype, tied=tied)
 
     def _weights(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> QuantizedWeight | Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.kernels.activation import Activation
 from quire.kernels.backend import LinearContext, Operations, Table
@@ -41,7 +41,7 @@ class LayerInputs:
         self._spec, self._backend, self._scheme = spec, making.backend, making.scheme
         self._width, hidden = spec.size * spec.layers, making.hidden_size
         self._stored = making.scheme.table(spec.vocab_size, self._width)
-        self._table: Table | None = None
+        self._table: dict[str, Table] = {}
         # The factors of the model's own embeddings are rounded to its type too.
         self._scale = torch.tensor(spec.size**0.5, dtype=making.dtype).item()
         self._shrink = hidden**-0.5
@@ -50,19 +50,16 @@ class LayerInputs:
         self._norm = NormWeights({PROJECTION_NORM: spec.size}, making.dtype, spec.norm)
 
     def parameters(self) -> ParameterTable:
-        table = {f"{TABLE}.weight": Parameter(self._stored.shape, self._stored.dtype, self._put)}
-        return table | self._projection.parameters() | self._norm.parameters()
-
-    def _put(self, tensor: Tensor) -> None:
-        self._table = self._scheme.pack_table(tensor, tied=False)
+        stored, make = self._stored, partial(self._scheme.pack_table, tied=False)
+        table = {f"{TABLE}.weight": held(self._table, TABLE, stored.shape, stored.dtype, make)}
+        return table | parameters_of(self._projection, self._norm)
 
     def of(self, token_ids: Tensor, x: Tensor, images: Tensor | None, context: LinearContext) -> Tensor:
         """[T, layers * size] for tokens [T] and their embeddings x [T, hidden]; `images`: the places of those that
         stand for a part of an image."""
-        assert self._table is not None, "weights are not loaded"
         if images is not None:
             token_ids = token_ids.clone().index_fill_(0, images, self._spec.image_token)
-        own = self._table.look_up(token_ids) * self._scale
+        own = self._table[TABLE].look_up(token_ids) * self._scale
         projected = self._projection.packed(x, context) * self._shrink
         normed = self._norm.norm(self._backend, PROJECTION_NORM, projected.view(-1, self._spec.size))
         return (normed.view_as(own) + own) * 2.0**-0.5
@@ -79,9 +76,6 @@ class LayerInputSpec(PartSpec):
     def part(self, making: Making, layer: str) -> LayerInput:
         return LayerInput(self, making, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        return None
-
 
 class LayerInput(Part):
     """Each rank has all of it: it is small."""
@@ -95,7 +89,7 @@ class LayerInput(Part):
         self._norms = NormWeights({self._name: hidden}, making.dtype, spec.norm)
 
     def parameters(self) -> ParameterTable:
-        return self._norms.parameters() | self._gate.parameters() | self._projection.parameters()
+        return parameters_of(self._norms, self._gate, self._projection)
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         assert residual is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held
 from quire.engine.layers.part import Making, Part, PartSpec, Step, times
 from quire.kernels.backend import Operations
 
@@ -23,9 +24,6 @@ class OutputNormSpec(PartSpec):
 
     def part(self, making: Making, layer: str) -> OutputNorm:
         return OutputNorm(self, making, layer)
-
-    def indivisible(self, ranks: int) -> str | None:
-        return None
 
 
 class OutputNorm(Part):
@@ -51,19 +49,18 @@ class ScaleSpec(PartSpec):
     def part(self, making: Making, layer: str) -> Scale:
         return Scale(self, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        return None
-
 
 class Scale(Part):
     def __init__(self, spec: ScaleSpec, layer: str) -> None:
-        self._name, self._factor = f"{layer}.{spec.name}", 1.0
+        self._name, self._weights = f"{layer}.{spec.name}", dict[str, Tensor]()
 
     def parameters(self) -> ParameterTable:
-        return {self._name: Parameter((1,), torch.float32, self._put)}
+        return {self._name: held(self._weights, self._name, (1,), torch.float32)}
 
-    def _put(self, tensor: Tensor) -> None:
-        self._factor = tensor.item()
+    @cached_property
+    def _factor(self) -> float:
+        """Once its weight is there."""
+        return self._weights[self._name].item()
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         assert residual is not None

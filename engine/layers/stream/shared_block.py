@@ -15,8 +15,8 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.attention import Attention, AttentionSpec
 from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.parameters import ParameterTable, parameters_of
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, uneven
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import Cut
 from quire.kernels.activation import Activation
@@ -56,9 +56,7 @@ class SharedBlockSpec(PartSpec):
         return SharedBlock(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        if self.inner % ranks:
-            return f"the model's intermediate_size {self.inner} cannot be divided among {ranks} ranks"
-        return self.attention.indivisible(ranks)
+        return uneven(self.inner, f"intermediate_size {self.inner}", ranks) or self.attention.indivisible(ranks)
 
 
 class SharedBlock(Part):
@@ -90,10 +88,8 @@ class SharedBlock(Part):
         self._norms = NormWeights({self._norm: 2 * hidden}, making.dtype, spec.norm)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | self._attention.parameters()
-        for each in (self._gate, self._up, self._down, self._low, self._low_gate, self._low_up, self._linear_out):
-            table |= each.parameters()
-        return table
+        mlp = (self._gate, self._up, self._down, self._low, self._low_gate, self._low_up)
+        return parameters_of(self._norms, self._attention, *mlp, self._linear_out)
 
     def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
         return self._attention.pages(num_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,7 +18,7 @@ from quire.engine.checkpoint.adapted import first_position
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable, whole
-from quire.engine.layers.part import Making, PageTensor
+from quire.engine.layers.part import Making
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE
 from quire.engine.models.adapted.attention import Paged
@@ -43,7 +42,6 @@ from quire.engine.models.adapted.spec import ROUTERS, AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
 from quire.engine.models.decoder import Decoder, Features, KVCache, had_numbers
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
-from quire.kernels.kv_codes import scale_elements
 
 
 class _BodyOutput(BaseModelOutputWithPast):
@@ -74,12 +72,13 @@ class AdaptedDecoder(Decoder):
         spec, backend = self.spec, making.backend
         assert isinstance(spec, AdaptedSpec)
         self._spec, self._first, self._parts = spec, first_position(spec.given), making
-        self._attention, self.made_by = spec.of_rank(making.shard), spec.made_by
+        attention, self.made_by = spec.of_rank(making.shard), spec.made_by
+        self._layers = [[each.part(making, "")] for each in attention]
         self._linear = NO_ADAPTERS
         self._model = model = build(spec.given, making.dtype)
         self._division = UNDIVIDED if making.shard.count == 1 else division_of(model, making.shard.count)
         self._conversion = Conversion(model)
-        self._paged = Paged(backend, self._attention, self.groups, self.progress)
+        self._paged = Paged(backend, attention, self.groups, self.progress)
         # A GPU computes each number alike, wherever it stands.
         on_cpu = making.device.type == "cpu"
         self._by_rows: AbstractContextManager[object] = ByRows(backend) if on_cpu else nullcontext()
@@ -95,10 +94,6 @@ class AdaptedDecoder(Decoder):
     def parameters(self) -> ParameterTable:
         return dict(self._table)
 
-    @property
-    def elsewhere(self) -> tuple[str, ...]:
-        return ()
-
     def converted(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
         """Buffers, which not all checkpoints hold, go to their
         modules."""
@@ -108,38 +103,6 @@ class AdaptedDecoder(Decoder):
                 setattr(module, own, tensor.to(device=self.device, dtype=getattr(module, own).dtype))
             else:
                 yield name, tensor
-
-    def complete(self) -> None:
-        """Nothing is made of tensors that came one by one."""
-
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        found: list[tuple[PageTensor, ...]] = []
-        for place in range(self.groups.places):
-            each = self._attention[self.groups.place_of.index(place)]
-            shape = self._parts.backend.kv_cache_shape(num_blocks, each.num_kv_heads, each.head_dim, self.kv_dtype)
-            found.append((PageTensor(shape, self.kv_dtype), PageTensor(shape, self.kv_dtype)))
-        return found
-
-    def slots(self, count: int, drafts: int) -> list[tuple[PageTensor, ...]]:
-        """None: classes with states are refused."""
-        return [()] * self.groups.places
-
-    @property
-    def page_nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.pages(1) for tensor in layer)
-
-    def slot_nbytes(self, count: int, drafts: int) -> int:
-        return 0
-
-    def formula_of(self, places: int) -> str:
-        beside, size = scale_elements(self.kv_dtype), self.kv_dtype.itemsize
-        kinds = Counter((each.num_kv_heads, each.head_dim + beside) for each in self._attention)
-        slots = places * self.groups.count
-        counts = [slots] if len(kinds) == 1 else kinds.values()
-        return " + ".join(
-            f"2 x {self._parts.backend.block_size} tokens x {heads} heads x {dim} x {size} B x {count} layers"
-            for (heads, dim), count in zip(kinds, counts, strict=True)
-        )
 
     def forward_tapped(
         self,
@@ -186,10 +149,8 @@ class AdaptedDecoder(Decoder):
                 ours, own = self._our_linear(name, module, wide=module is head)
                 self._join(table, own)
                 _set(model, name, made.setdefault(id(module), ours))
-            elif (norm := our_norm(module, self._parts.backend)) is not None:
-                self._join(
-                    table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None)
-                )
+            elif (norm := our_norm(name, module, self._parts)) is not None:
+                self._join(table, norm.weights.parameters())
                 _set(model, name, made.setdefault(id(module), norm))
             elif type(module) is Conv1D and name in self._spec.called:
                 ours, own = self._our_linear(name, transposed(module), wide=module is head)

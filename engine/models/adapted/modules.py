@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import Parameter
+from quire.engine.layers.part import Making
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.engine.models.adapted.positions import StandIn
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear, LinearContext
@@ -55,45 +57,28 @@ class OurLinear(nn.Module):
 
 
 class OurNorm(nn.Module):
-    """A norm over the last axis; `offset` is added to each weight."""
+    """A norm over the last axis."""
 
-    def __init__(self, backend: Backend, size: int, eps: float, offset: float, *, centred: bool) -> None:
+    def __init__(self, name: str, size: int, making: Making, spec: NormSpec) -> None:
         super().__init__()
-        self._backend, self._size, self._eps, self._offset, self._centred = backend, size, eps, offset, centred
-        self.scales: Tensor | None = None
-        self.shifts: Tensor | None = None
-        self.weight = torch.empty(0)
-        self.variance_epsilon = self.eps = eps
-
-    def parameters_of(self, name: str, dtype: torch.dtype, *, biased: bool) -> ParameterTable:
-        """Its tensors, where a checkpoint calls it `name`."""
-        puts = {"weight": self.put_weight} | ({"bias": self.put_bias} if biased else {})
-        return {f"{name}.{own}": Parameter((self._size,), dtype, put) for own, put in puts.items()}
-
-    def put_weight(self, weight: Tensor) -> None:
-        self.scales = weight.float() + self._offset
-        self.weight = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        if self._centred and self.shifts is None:
-            self.shifts = torch.zeros_like(self.scales)
-
-    def put_bias(self, bias: Tensor) -> None:
-        self.shifts = bias.float()
+        self._name, self._size, self._backend = name, size, making.backend
+        self.weights = NormWeights({name: size}, making.dtype, spec)
+        self.weight = torch.empty(0, dtype=making.dtype, device=making.device)
+        """As OurLinear's."""
+        self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self._size).contiguous()
-        assert self.scales is not None, "weights are not loaded"
-        if self._centred:
-            assert self.shifts is not None
-            return self._backend.layer_norm(rows, self.scales, self.shifts, self._eps).view(x.shape)
-        return self._backend.rms_norm(rows, self.scales, self._eps).view(x.shape)
+        return self.weights.norm(self._backend, self._name, rows).view(x.shape)
 
 
-def our_norm(module: nn.Module, backend: Backend) -> OurNorm | None:
+def our_norm(name: str, module: nn.Module, making: Making) -> OurNorm | None:
     """Ours in the place of a norm on the meta device; None where it is not the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
-        return OurNorm(backend, module.normalized_shape[0], module.eps, 0.0, centred=True)
+        spec = NormSpec(module.eps, centred=True, bias=module.bias is not None)
+        return OurNorm(name, module.normalized_shape[0], making, spec)
     if not type(module).__name__.endswith("RMSNorm") or {name for name, _ in module.named_parameters()} != {"weight"}:
         return None
     weight = module.weight
@@ -102,7 +87,7 @@ def our_norm(module: nn.Module, backend: Backend) -> OurNorm | None:
         return None
     for offset in (0.0, 1.0):
         if _is_rms_norm(module, len(weight), eps, offset):
-            return OurNorm(backend, len(weight), eps, offset, centred=False)
+            return OurNorm(name, len(weight), making, NormSpec(eps, offset))
     return None
 
 

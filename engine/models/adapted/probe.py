@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import Attention, AttentionSpec
+from quire.engine.layers.attention import AttentionSpec, PagedPart
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import Making
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.part import Making, Step
 from quire.engine.models.adapted.build import body_of, stateful
 from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, allowed_by, attend_by
+from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
 """Norms are the class's."""
@@ -47,15 +49,18 @@ class AdaptedAttention(AttentionSpec):
     value_dim: int = 0
     """Numbers of a head's value; the rest of `head_dim` is zeros."""
 
-    def part(self, making: Making, layer: str) -> Attention:
-        _never()
-
-    def indivisible(self, ranks: int) -> str | None:
-        _never()
+    def part(self, making: Making, layer: str) -> PagedPart:
+        return _OfClass(self, making, self.num_kv_heads)
 
 
-def _never() -> NoReturn:
-    raise ModelError("model: transformers' class computes it, which does not go here")
+class _OfClass(PagedPart):
+    """What it keeps in pages; all else is the class's."""
+
+    def parameters(self) -> ParameterTable:
+        return {}
+
+    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        raise ModelError("model: transformers' class computes it, which does not go here")
 
 
 @dataclass(slots=True)

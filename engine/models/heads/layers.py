@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from torch import Tensor
 
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
@@ -34,10 +35,7 @@ class LayersHead(DraftHead):
         self.page_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
 
     def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
-        for part in (part for layer in self._layers for part in layer):
-            table |= part.parameters()
-        return table
+        return parameters_of(*chain.from_iterable(self._layers))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]

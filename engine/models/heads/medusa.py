@@ -4,12 +4,13 @@ each head's likeliest guess, no tree of several."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
@@ -35,10 +36,7 @@ class Medusa(DraftHead):
         ]
 
     def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
-        for part in (*(block for head in self._blocks for block in head), *self._last):
-            table |= part.parameters()
-        return table
+        return parameters_of(*chain.from_iterable(self._blocks), *self._last)
 
     def observe(
         self,

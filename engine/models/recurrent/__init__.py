@@ -68,7 +68,7 @@ def _delta_net(config: ModelConfig, norm: NormSpec) -> PartSpec:
         raise ModelError(f"model: config.json: linear_key_head_dim: expected an even number, got {key}")
     if value % 16:
         raise ModelError(f"model: config.json: linear_value_head_dim: expected a multiple of 16, got {value}")
-    return DeltaNetSpec(key_heads, heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm)
+    return DeltaNetSpec(heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm, key_heads)
 
 
 def _granite_hybrid(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:

@@ -21,4 +21,4 @@ def selective_scan(config: ModelConfig, norm: NormSpec, **rules: Any) -> Selecti
     if key % 2:
         raise ModelError(f"model: config.json: mamba_d_state: expected an even number, got {key}")
     biases = {"bias": bool(raw.get("mamba_proj_bias")), "conv_bias": raw.get("mamba_conv_bias") is not False}
-    return SelectiveScanSpec(heads, value, key, rank, width, norm, **(biases | rules))
+    return SelectiveScanSpec(heads, key, value, width, norm, rank, **(biases | rules))

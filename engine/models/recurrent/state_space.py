@@ -27,6 +27,5 @@ def state_space(config: ModelConfig, norm: NormSpec, **rules: Any) -> StateSpace
     least, most = raw.get("time_step_limit") or (0.0, float("inf"))
     bias = bool(raw.get("mamba_proj_bias"))
     chosen: dict[str, Any] = {"bias": bias, "out_bias": bias, "limits": (least, most)}
-    chosen |= {"norm": norm, "result_eps": config.norm_eps}
-    chosen |= {"conv_bias": raw.get("mamba_conv_bias") is not False}
-    return StateSpaceSpec(groups, heads, key, value, width, **(chosen | rules))
+    chosen |= {"result_eps": config.norm_eps, "conv_bias": raw.get("mamba_conv_bias") is not False}
+    return StateSpaceSpec(heads, key, value, width, norm, groups, **(chosen | rules))

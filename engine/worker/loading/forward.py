@@ -9,17 +9,35 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest, check_serves
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.loading.loader import Tensors
-from quire.engine.worker.loading.model import load_model
+from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of, prompts
+from quire.kernels.backend import Backend
 
 _LOGIT_ROWS = 256
 """How many rows of logits are held at once."""
 Logprobs = Tensor
 """Natural logarithms, float32: [n - 1] of each token behind those before it, or [n - 1, vocab] of all tokens there."""
+
+
+def load_alone(config: EngineConfig, tensors: Tensors | None = None) -> tuple[LoadedModel, Backend]:
+    """A model for a forward pass beside no engine, and what computes it. Raises ConfigError."""
+    set_up_cpu(config)
+    path = resolve_model(config.model, config.revision)
+    shape = read_model_config(path, config.model_impl)
+    chosen = choose(config, shape)
+    return load_model(config, path, shape, chosen, lambda: None, tensors), chosen.backend
+
+
+def computed(model: Decoder, block_size: int, tokens: Tensor, count: int) -> Tensor:
+    """Hidden states [count, hidden] of the first ones of these tokens [T] int32, on pages of their own."""
+    metadata = prompts(1, len(tokens), block_size, model.device, model.groups.count)
+    pages = allocate_pages(model, metadata.block_table.numel() * model.groups.count)
+    cache = layers_of(model, pages, allocate_states(model, 1, 0))
+    return model.forward(tokens, metadata, cache, torch.arange(count, device=model.device))
 
 
 class ForwardPass:
@@ -30,24 +48,16 @@ class ForwardPass:
     def load(cls, config: EngineConfig, tensors: Tensors | None) -> ForwardPass:
         """Of a model's files, or with its weights from `tensors`. Raises ConfigError, and InvalidRequest for a model
         that does not generate."""
-        set_up_cpu(config)
-        path = resolve_model(config.model, config.revision)
-        shape = read_model_config(path, config.model_impl)
-        chosen = choose(config, shape)
-        loaded = load_model(config, path, shape, chosen, lambda: None, tensors)
-        if "generate" not in loaded.tasks:
-            raise InvalidRequest(f"the model serves {' and '.join(loaded.tasks)}, not generate", param="model")
-        return cls(loaded.model, chosen.backend.block_size)
+        loaded, backend = load_alone(config, tensors)
+        check_serves("generate", loaded.tasks)
+        return cls(loaded.model, backend.block_size)
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """Raises InvalidRequest for token ids that are no sequence of the model's."""
         model, ids = self._model, self._checked(token_ids)
-        metadata = prompts(1, len(ids), self._block_size, model.device, model.groups.count)
-        pages = allocate_pages(model, metadata.block_table.numel() * model.groups.count)
-        cache = layers_of(model, pages, allocate_states(model, 1, 0))
         tokens = torch.tensor(ids, dtype=torch.int32, device=model.device)
-        hidden = model.forward(tokens, metadata, cache, torch.arange(len(ids) - 1, device=model.device))
+        hidden = computed(model, self._block_size, tokens, len(ids) - 1)
         found: list[Tensor] = []
         for first in range(0, len(hidden), _LOGIT_ROWS):
             part = torch.log_softmax(model.logits(hidden[first : first + _LOGIT_ROWS]), dim=-1)

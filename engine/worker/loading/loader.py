@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.safetensors import image_tensor, is_pickled, text_tensor, weight_files
 from quire.engine.errors import ModelError
-from quire.engine.folder import open_file
+from quire.engine.folder import open_needed
 from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
@@ -144,10 +144,7 @@ def stored_tensors(shard: Path, wanted: Callable[[str], bool] = lambda _: True) 
 def unpickled(file: Path) -> dict[str, Tensor]:
     """The tensors of a file of PyTorch's own format, of which nothing else is read; mapped, where it is no older than
     PyTorch 1.6. Raises ModelError."""
-    opened = open_file(file)
-    if opened is None:
-        raise ModelError(f"model: there is no {file.name}")
-    with opened:
+    with open_needed(file) as opened:
         maps = zipfile.is_zipfile(opened)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=maps)

@@ -7,8 +7,7 @@ import hashlib
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
-from quire.engine.folder import open_file
+from quire.engine.folder import open_needed
 from quire.engine.gguf.files import read_gguf
 
 _SAMPLES, _SAMPLE = 16, 4096
@@ -23,10 +22,7 @@ def sampled(config: EngineConfig) -> str:
     files = weight_files(path) if path.is_dir() else sorted({each.file for each in read_gguf(path).tensors.values()})
     digest = hashlib.sha256()
     for file in files:
-        opened = open_file(file)
-        if opened is None:
-            raise ModelError(f"model: there is no {file.name}")
-        with opened:
+        with open_needed(file) as opened:
             size = opened.seek(0, 2)
             digest.update(size.to_bytes(8, "little"))
             for number in range(_SAMPLES):

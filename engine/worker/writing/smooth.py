@@ -21,13 +21,9 @@ from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.part import Normed, Part
-from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import choose, set_up_cpu
+from quire.engine.worker.loading.forward import computed, load_alone
 from quire.engine.worker.loading.layout import Arrangement
 from quire.engine.worker.loading.loader import checkpoint_stream
-from quire.engine.worker.loading.model import load_model
-from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of, prompts
-from quire.kernels.backend import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +45,8 @@ def watch(path: Path, samples: Sequence[Sequence[int]]) -> list[Seen]:
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
-    set_up_cpu(config)
-    chosen = choose(config, model_config)
-    model = load_model(config, path, model_config, chosen, lambda: None).model
+    loaded, backend = load_alone(config)
+    model = loaded.model
     found = [each for layer in model.every_layer for each in _read_by_linears_alone(layer)]
     largest: list[Tensor | None] = [None] * len(found)
 
@@ -63,20 +58,13 @@ def watch(path: Path, samples: Sequence[Sequence[int]]) -> list[Seen]:
         for linear in each.linears:
             linear.watch(partial(note, at))
     for ids in samples:
-        _compute(model, chosen.backend, ids[:longest])
+        computed(model, backend.block_size, torch.tensor(ids[:longest], dtype=torch.int32), len(ids[:longest]))
     names = [tuple(name for linear in each.linears for name in linear.names) for each in found]
     return [
         Seen(each.norm, each.offset, own, peak)
         for each, own, peak in zip(found, names, largest, strict=True)
         if peak is not None
     ]
-
-
-def _compute(model: Decoder, backend: Backend, ids: Sequence[int]) -> None:
-    metadata = prompts(1, len(ids), backend.block_size, model.device, model.groups.count)
-    pages = allocate_pages(model, metadata.block_table.numel() * model.groups.count)
-    cache = layers_of(model, pages, allocate_states(model, 1, 0))
-    model.forward(torch.tensor(ids, dtype=torch.int32), metadata, cache, torch.arange(len(ids)))
 
 
 def _read_by_linears_alone(layer: Sequence[Part]) -> list[Normed]:

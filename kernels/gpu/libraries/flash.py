@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashPages, fresh
+from quire.kernels.gpu.libraries.paged import FlashLibrary, fresh, loaded
 from quire.kernels.softmax import Softmax
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"
@@ -22,17 +22,11 @@ INSTALL = f"pip install --no-build-isolation '{REQUIREMENT}'"
 _FIRST, _REFUSED = (2, 8), (2, 8, 4)
 
 
-class Flash(FlashPages):
+class Flash(FlashLibrary):
     name = "flash"
-    _library: ModuleType
-    """flash_attn; not there where something is missing."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        found = _load()
-        self._missing = found if isinstance(found, str) else None
-        if not isinstance(found, str):
-            self._library = found
+        super().__init__(_load(), deterministic=deterministic)
 
     def description(self) -> str:
         return f"flash-attn {self._library.__version__}"
@@ -88,16 +82,12 @@ class Flash(FlashPages):
 
 def _load() -> ModuleType | str:
     """The library, or why it cannot be used."""
-    try:
-        import flash_attn
-    except ModuleNotFoundError:
-        return f"flash-attn is not installed ({INSTALL})"
-    except ImportError as error:  # built for another PyTorch or CUDA
-        return f"flash-attn cannot be loaded, reinstall it for this PyTorch ({str(error).splitlines()[0]})"
-    if not hasattr(flash_attn, "flash_attn_with_kvcache"):  # flash-attn 4 shares the folder, as a namespace
+    found = loaded("flash_attn", "flash-attn", INSTALL)
+    if isinstance(found, str):
+        return found
+    if not hasattr(found, "flash_attn_with_kvcache"):  # flash-attn 4 shares the folder, as a namespace
         return f"what is installed as flash_attn is not flash-attn 2 ({INSTALL})"
-    module: ModuleType = flash_attn
-    return _refused(module.__version__) or module
+    return _refused(found.__version__) or found
 
 
 def _refused(version: str) -> str | None:

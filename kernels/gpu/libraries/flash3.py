@@ -5,14 +5,13 @@ Written against flash_attn_interface.py and flash_api.cpp of its repository, as 
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashPages, architecture_fault
+from quire.kernels.gpu.libraries.paged import FlashLibrary, architecture_fault, loaded
 from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"
@@ -20,19 +19,12 @@ _HOPPER = (9,)
 _BATCH = "its tiles depend on the number of queries, so --deterministic takes another backend"
 
 
-class Flash3(FlashPages):
+class Flash3(FlashLibrary):
     name = "flash3"
-    _library: ModuleType
+    package = "flash_attn_3"
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        found = _load()
-        self._missing = found if isinstance(found, str) else None
-        if not isinstance(found, str):
-            self._library = found
-
-    def description(self) -> str:
-        return f"flash-attn {_version()}"
+        super().__init__(_load(), deterministic=deterministic)
 
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
@@ -66,22 +58,5 @@ class Flash3(FlashPages):
         return out.squeeze(1) if one_each else out
 
 
-def _version() -> str:
-    try:
-        return version("flash_attn_3")
-    except PackageNotFoundError:
-        return "3, version unknown"
-
-
 def _load() -> ModuleType | str:
-    """The library, or why it cannot be used."""
-    try:
-        import flash_attn_interface
-    except ModuleNotFoundError as error:
-        if error.name != "flash_attn_interface":
-            return f"flash-attn 3 cannot be loaded, it lacks {error.name}"
-        return f"flash-attn 3 is not installed ({INSTALL})"
-    except (ImportError, OSError) as error:  # built for another PyTorch or CUDA
-        return f"flash-attn 3 cannot be loaded, install it for this PyTorch ({str(error).splitlines()[0]})"
-    module: ModuleType = flash_attn_interface
-    return module
+    return loaded("flash_attn_interface", "flash-attn 3", INSTALL)

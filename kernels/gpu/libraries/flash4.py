@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashPages, architecture_fault
+from quire.kernels.gpu.libraries.paged import FlashLibrary, architecture_fault, loaded
 from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
@@ -28,21 +27,14 @@ _KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Without it every start compiles anew. The folder is the temporary one, or what ..._CACHE_DIR names."""
 
 
-class Flash4(FlashPages):
+class Flash4(FlashLibrary):
     name = "flash4"
     block_size = 128
     """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
-    _library: Callable[..., tuple[Tensor, Tensor | None]]
+    package = "flash-attn-4"
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        found = _load()
-        self._missing = found if isinstance(found, str) else None
-        if not isinstance(found, str):
-            self._library = found
-
-    def description(self) -> str:
-        return f"flash-attn {_version()}"
+        super().__init__(_load(), deterministic=deterministic)
 
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
@@ -90,22 +82,8 @@ def _splits(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
-def _version() -> str:
-    try:
-        return version("flash-attn-4")
-    except PackageNotFoundError:
-        return "4, version unknown"
-
-
 def _load() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
     """Its function, or why it cannot be used."""
     os.environ.setdefault(_KEEP, "1")
-    try:
-        from flash_attn.cute import flash_attn_varlen_func
-    except ModuleNotFoundError as error:
-        if error.name not in ("flash_attn", "flash_attn.cute"):
-            return f"flash-attn 4 cannot be loaded, it lacks {error.name}"
-        return f"flash-attn 4 is not installed ({INSTALL})"
-    except (ImportError, OSError) as error:
-        return f"flash-attn 4 cannot be loaded ({str(error).splitlines()[0]})"
-    return cast(Callable[..., tuple[Tensor, Tensor | None]], flash_attn_varlen_func)
+    found = loaded("flash_attn.cute", "flash-attn 4", INSTALL)
+    return found if isinstance(found, str) else cast(Callable[..., Any], found.flash_attn_varlen_func)

@@ -6,6 +6,10 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +117,37 @@ class FlashPages(Reference):
 
     def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
         return self._for(weight.codes).pack_table(weight, dtype=dtype, tied=tied)
+
+
+class FlashLibrary(FlashPages):
+    """On a library, which may be missing."""
+
+    package = ""
+    """What pip calls it."""
+
+    def __init__(self, found: Any, *, deterministic: bool = False) -> None:
+        """`found`: the library, or why it cannot be used."""
+        super().__init__(deterministic=deterministic)
+        self._missing = found if isinstance(found, str) else None
+        self._library = found
+
+    def description(self) -> str:
+        try:
+            return f"flash-attn {version(self.package)}"
+        except PackageNotFoundError:
+            return f"flash-attn {self.name.removeprefix('flash')}, version unknown"
+
+
+def loaded(name: str, what: str, install: str) -> ModuleType | str:
+    """A library's module, or why it cannot be used. what: the library, for messages."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            return f"{what} cannot be loaded, it lacks {error.name}"
+        return f"{what} is not installed ({install})"
+    except (ImportError, OSError) as error:  # built for another PyTorch or CUDA
+        return f"{what} cannot be loaded, install it for this PyTorch ({str(error).splitlines()[0]})"
 
 
 def fresh(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
