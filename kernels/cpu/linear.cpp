@@ -146,11 +146,11 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
     for (int i = 0; i < kTileWords; ++i) prefetch(s + i);
   };
   if (rows > kTileRows) {
-    tile_more_rows(x, rows, steps, sums, words, fetch);
+    tile_more_rows(x, steps, rows, steps, sums, words, fetch);
   } else if (words) {
     constexpr long kAhead = 4L * kBlockWords;  // words; 16 KB, as far as it was measured
     tile_rows(
-        x, rows, steps, sums, [&](int s) { return words + static_cast<long>(s) * kPanel; },
+        x, steps, rows, steps, sums, [&](int s) { return words + static_cast<long>(s) * kPanel; },
         [&](int s) {
           fetch(s);
           const uint32_t* ahead = words + static_cast<long>(s) * kPanel + kAhead;
@@ -168,7 +168,7 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
       }
       return static_cast<const uint32_t*>(to);
     };
-    tile_rows(x, rows, steps, sums, source, [](int) {});
+    tile_rows(x, steps, rows, steps, sums, source, [](int) {});
   }
   for (int c = 0; c < kPanelColumns; ++c) {
     const long at = panel * kPanel + c * 16;

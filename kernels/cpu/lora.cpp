@@ -1,6 +1,7 @@
 // Adds what rows' adapters (Hu et al., 2021) add to a linear's outputs: out += up @ (down @ x). Rows of one adapter are
-// taken four at a time, so its weights are read once for them; many adapters may share a batch, as in Punica (Chen et
-// al., 2023). A row's sums are float32, each in one order of its own inputs, so they do not depend on the batch.
+// taken four at a time, or sixteen by matrix tiles (tiles/lora_tiles.h), so its weights are read once for them; many
+// adapters may share a batch, as in Punica (Chen et al., 2023). A row's sums are float32, each in one order of its own
+// inputs, so they do not depend on the batch.
 //
 // Both matrices are packed as panels of 16 outputs, which are contiguous streams: `down` as [outputs / 16][words][16],
 // words of inputs as in layout.h, `up` as [outputs / 16][inputs][16].
@@ -9,9 +10,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "tiles/lora_tiles.h"
+
 namespace {
 
-constexpr int kGroup = 4;  // rows
+constexpr int kFew = 4;
+template <class T>
+constexpr bool kByTiles = kTiles && sizeof(T) == 2;
+template <class T>
+constexpr int kGroup = kByTiles<T> ? kTileRows : kFew;  // rows
 
 // Rows of one adapter.
 struct Group {
@@ -62,19 +69,27 @@ INLINE void with_count(int count, const Work& work) {
     case 3:
       return work(std::integral_constant<int, 3>());
     default:
-      return work(std::integral_constant<int, kGroup>());
+      return work(std::integral_constant<int, kFew>());
   }
 }
 
-// Panels [begin, end) of down @ x, to middle [kGroup][all panels * 16].
+// Panels [begin, end) of down @ x, to middle [kGroup<T>][all panels * 16].
 template <class T>
 void shrink(const LoraLinear& l, const Group& group, const T* x, float* middle, int begin, int end) {
-  const uint32_t* rows[kGroup];
-  for (int r = 0; r < group.count; ++r)
-    rows[r] = reinterpret_cast<const uint32_t*>(x + static_cast<long>(group.rows[r]) * l.in);
   const long width = static_cast<long>(group.adapter->panels) * 16;
   const uint32_t* down = static_cast<const uint32_t*>(group.adapter->down);
   const int steps = l.in / kPack<T>;
+  if constexpr (kByTiles<T>) {
+    const Gathered gathered(x, l.in, group.rows, group.count);
+    shape_tiles(group.count, 0);
+    for (int p = begin; p < end; ++p)
+      shrink_panel(gathered, group.count, down + static_cast<long>(p) * steps * 16, steps, middle + p * 16, width,
+                   kAhead);
+    return;
+  }
+  const uint32_t* rows[kGroup<T>];
+  for (int r = 0; r < group.count; ++r)
+    rows[r] = reinterpret_cast<const uint32_t*>(x + static_cast<long>(group.rows[r]) * l.in);
   with_count(group.count, [&](auto count) {
     constexpr int R = count();
     for (int p = begin; p < end; ++p) {
@@ -85,10 +100,39 @@ void shrink(const LoraLinear& l, const Group& group, const T* x, float* middle, 
   });
 }
 
+// Adds panels [begin, end) of a part's up @ middle to out, by matrix tiles.
+template <class O>
+void expand_by_tiles(const LoraLinear& l, const Group& group, const LoraPart& part, const float* middle, long width,
+                     O* out, long begin, long end) {
+  static thread_local std::vector<uint32_t> pairs;
+  pairs.resize(group.count * (part.rank + 15L));
+  split_floats(middle + part.first_rank, width, group.count, part.rank, pairs.data());
+  shape_tiles(group.count, 0);
+  for (long p = begin; p < end; ++p) {
+    alignas(64) float sums[kTileNumbers];
+    const bf16* up = static_cast<const bf16*>(part.up) + p * part.rank * 16;
+    for (int i = 0; i < part.rank; i += 2) __builtin_prefetch(reinterpret_cast<const char*>(up + i * 16) + kAhead);
+    expand_panel(pairs.data(), up, part.rank, sums);
+    const int left = static_cast<int>(part.outs - p * 16);
+    for (int r = 0; r < group.count; ++r) {
+      O* at = out + static_cast<long>(group.rows[r]) * l.outs + part.first + p * 16;
+      vstore_first(at, vadd(vload_first(at, left), vload(sums + r * 16)), left);
+    }
+  }
+}
+
 // Adds panels [panels * piece / pieces, panels * (piece + 1) / pieces) of each part's up @ middle to out.
 template <class T, class O>
 void expand(const LoraLinear& l, const Group& group, const float* middle, O* out, int piece, int pieces) {
   const long width = static_cast<long>(group.adapter->panels) * 16;
+  if constexpr (kByTiles<T>) {
+    for (int k = 0; k < group.adapter->count; ++k) {
+      const LoraPart& part = group.adapter->parts[k];
+      const long panels = (part.outs + 15) / 16;
+      expand_by_tiles(l, group, part, middle, width, out, panels * piece / pieces, panels * (piece + 1) / pieces);
+    }
+    return;
+  }
   with_count(group.count, [&](auto count) {
     constexpr int R = count();
     for (int k = 0; k < group.adapter->count; ++k) {
@@ -118,7 +162,7 @@ struct Groups {
   std::vector<Group> groups;
   int most_panels;
 
-  void find(const LoraLinear& l, const int64_t* adapters, long count) {
+  void find(const LoraLinear& l, const int64_t* adapters, long count, int together) {
     const auto has = [&](long i) { return adapters[i] > 0 && adapters[i] <= l.slots; };
     ends.assign(l.slots + 1, 0);
     rows.resize(count);
@@ -133,8 +177,8 @@ struct Groups {
       const LoraAdapter& adapter = l.adapters[s];
       if (adapter.count == 0) continue;
       if (ends[s] > begin && adapter.panels > most_panels) most_panels = adapter.panels;
-      for (int i = begin; i < ends[s]; i += kGroup)
-        groups.push_back({&adapter, rows.data() + i, ends[s] - i < kGroup ? ends[s] - i : kGroup});
+      for (int i = begin; i < ends[s]; i += together)
+        groups.push_back({&adapter, rows.data() + i, ends[s] - i < together ? ends[s] - i : together});
     }
   }
 };
@@ -143,15 +187,16 @@ template <class T, class O>
 void add(const LoraLinear& l, const int64_t* adapters, const T* x, O* out, long rows, int threads) {
   static thread_local Groups found;
   static thread_local std::vector<float> memory;
-  found.find(l, adapters, rows);
-  const long count = static_cast<long>(found.groups.size()), size = static_cast<long>(found.most_panels) * 16 * kGroup;
+  found.find(l, adapters, rows, kGroup<T>);
+  const long count = static_cast<long>(found.groups.size()),
+             size = static_cast<long>(found.most_panels) * 16 * kGroup<T>;
   if (count == 0) return;
   if (static_cast<long>(memory.size()) < count * size) memory.resize(count * size);
   const Group* groups = found.groups.data();
   float* middles = memory.data();
   // Below this many products one thread does it all, as waking others takes it 3 microseconds.
   constexpr long kOneThreadWork = 400000;
-  const long each = static_cast<long>(found.most_panels) * 16 * kGroup * (l.in + l.outs);
+  const long each = static_cast<long>(found.most_panels) * 16 * kGroup<T> * (l.in + l.outs);
   if (count * each < kOneThreadWork) threads = 1;
   if (count >= threads)
     return parallel_for(threads, count, [&](long g) {

@@ -5,55 +5,19 @@
 //
 // Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. 4-bit codes are made bytes
 // on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
+// Where there are matrix tiles they multiply (tiles/quantized_tiles.h), and give the same bits.
 #include "kernels.h"
 
 #include <vector>
 
-#include "quantized.h"
+#include "quantization/panel.h"
+#include "tiles/quantized_tiles.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-tree-pre")  // which moves half of the sums into memory
 #endif
 
 namespace {
-
-constexpr long kAhead = 4096;  // bytes: how far ahead a weight that is read once is prefetched
-
-// What to prefetch while a tile is multiplied: until `end`, some cache lines in every kTogether steps, and the lines of
-// `extra`.
-struct Ahead {
-  const char *at = nullptr, *end = nullptr;
-  int lines = 0;
-  Fetch::Lines extra = {};
-
-  Ahead() = default;
-  Ahead(const uint8_t* begin, long bytes, long times)
-      : at(reinterpret_cast<const char*>(begin)),
-        end(at + bytes),
-        lines(static_cast<int>((bytes + 64 * times - 1) / (64 * times))) {}
-
-  __attribute__((always_inline)) void step() {
-    if (extra.region != extra.last)
-      for (int i = 0; i < kTogether; ++i) extra.step();
-    if (at >= end) return;
-    const char* from = at;
-    for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
-    at = from;
-  }
-};
-
-// A panel of a part: its groups, and its codes as bytes where they are kept elsewhere.
-struct Panel {
-  const QuantizedPart& part;
-  const uint8_t *groups, *end;
-  long group_bytes, header;
-  int block, per_group;         // inputs of a block; blocks of a group
-  long first;                   // the first output's place in a row of the result
-  int outs;                     // from 1 to kOuts
-  const float *factors, *bias;  // of the first output; bias may be null
-  uint8_t* kept = nullptr;      // [inner][kOuts]; null: none
-  bool is_kept = false;         // the bytes are there already; else they are written
-};
 
 template <bool kNibbles>
 struct Codes {
@@ -90,16 +54,6 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
   }
 }
 
-// R rows of x, and where their results go.
-template <class O>
-struct Tile {
-  const int8_t* x;
-  long lows;  // how far behind x its low codes are
-  const BlockOfRow* blocks;
-  O* out;  // the first row's first output of the panel
-  long stride;
-};
-
 template <int R, int C, class O>
 INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Vec (&sums)[R][C]) {
   for (int c = 0; c < C; ++c) {
@@ -110,9 +64,6 @@ INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Ve
     for (int r = 0; r < R; ++r) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
   }
 }
-
-// What a group has beside its codes.
-enum Form { kCodes, kScales, kOffsets };
 
 // Multiplies a tile of R rows with C columns of 16 outputs of a panel.
 template <int R, int C, bool kNibbles, Form kForm, class O>
@@ -184,13 +135,16 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
     if (next) ahead = {next + from, next_bytes * (t - begin + 1) / count - from, times};
     if (count == 1) ahead = {panel.groups + kAhead, panel.end - panel.groups, times};
     if (meanwhile && t > begin) ahead.extra = meanwhile->take(times * kTogether);
-    const Tile<O> tile = {rows.codes + row * rows.inner * kCodeBytes, rows.lows, rows.of_rows + row * rows.blocks,
-                          out + row * stride + panel.first, stride};
-    with_rows(next_row - row, [&](auto r) {
-      const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
-      const auto multiply = nibbles ? multiply_panel<r(), true, O> : multiply_panel<r(), false, O>;
-      multiply(panel, tile, ahead);
-    });
+    const Tile<O> tile = {rows.codes_of(t), rows.lows, rows.blocks_of(t), out + row * stride + panel.first, stride};
+    if constexpr (kTiles) {
+      multiply_by_tiles(panel, rows, tile, static_cast<int>(next_row - row), ahead);
+    } else {
+      with_rows(next_row - row, [&](auto r) {
+        const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
+        const auto multiply = nibbles ? multiply_panel<r(), true, O> : multiply_panel<r(), false, O>;
+        multiply(panel, tile, ahead);
+      });
+    }
     panel.is_kept = panel.kept != nullptr;
     row = next_row;
   }
@@ -240,8 +194,11 @@ void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, in
         }
         quantize_row(row, l.in, to, t, r, peaks);
       }
-      for (int b = 0; b < to.blocks; ++b)
+      for (int b = 0; b < to.blocks; ++b) {
         for (long r = 1; r < rows; ++r) blocks[b * rows].low |= blocks[b * rows + r].low;
+        if (kTiles && !blocks[b * rows].low)  // then the high codes are not shifted; both give the same bits
+          for (long r = 0; r < rows; ++r) blocks[b * rows + r].scale *= 256;
+      }
     }
   });
 }
@@ -296,9 +253,9 @@ void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
     for (int i = 0; i < part.group && g * part.group + i < l.in; ++i) {
       const int step = i / 4, byte = i % 4;
       const int nibble = part.bits == 4 ? codes[step / 2 * kStepBytes + byte] >> step % 2 * 4 & 15 : 0;
-      const int code = part.bits == 4 ? part.table[nibble] : codes[step * kStepBytes + byte];
+      const int code = part.bits == 4 ? part.table[nibble] - 128 : value_of(codes[step * kStepBytes + byte]);
       const int from = g * part.group + i;
-      const float value = (static_cast<float>(code - 128) * scale + offset) * part.factors[id];
+      const float value = (static_cast<float>(code) * scale + offset) * part.factors[id];
       vstore_first(out + (l.quantized->order ? l.quantized->order[from] : from), vset(value), 1);
     }
   }
@@ -330,9 +287,9 @@ EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, cons
   const QuantizedPart& part = *to;
   const int groups = inner / part.group;
   const auto code = [&](long out, int i) -> int {
-    if (out >= part.outs || i >= in) return part.bits == 4 ? 0 : 128;
-    if (part.bits == 4) return codes[(out * in + i) / 2] >> i % 2 * 4 & 15;
-    return codes[out * in + i] ^ 0x80;
+    const bool there = out < part.outs && i < in;
+    if (part.bits == 4) return there ? codes[(out * in + i) / 2] >> i % 2 * 4 & 15 : 0;
+    return code_of(there ? codes[out * in + i] : 0);
   };
   parallel_for(threads, panels_of(part), [&](long panel) {
     uint8_t* group = part.packed + panel * panel_bytes(part, inner);

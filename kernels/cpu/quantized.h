@@ -10,11 +10,13 @@
 //
 // Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if there are
 // any, as half floats, then its codes. Codes are unsigned, as the instructions want them: a value plus 128, for which a
-// sum starts at -128 times the sum of x. A step is 4 inputs for 32 outputs: 32 words, the inputs of an output beside
-// each other. Of 4-bit codes, the low halves of 128 bytes are one step, the high halves are the next.
+// sum starts at -128 times the sum of x. Those of matrix tiles are the values, signed. A step is 4 inputs for 32
+// outputs: 32 words, the inputs of an output beside each other. Of 4-bit codes, the low halves of 128 bytes are one
+// step, the high halves are the next.
 #pragma once
 
 #include "panels.h"
+#include "tiles/tiles.h"
 
 constexpr int kOuts = 32;  // of a panel: with more, a tile would need two passes through what memory brings
 // Columns of 16 outputs that are multiplied with kRows rows. With AVX-512 their integers and their float32 sums are all
@@ -31,38 +33,76 @@ INLINE long group_bytes(const QuantizedPart& part) {
 INLINE long panel_bytes(const QuantizedPart& part, int inner) { return inner / part.group * group_bytes(part); }
 INLINE long panels_of(const QuantizedPart& part) { return (part.outs + kOuts - 1) / kOuts; }
 
+// A code of 8 bits for a value of -128 to 127, which is given as a byte, and the value of a code.
+constexpr uint8_t kZeroCode = kTiles ? 0 : 128;
+INLINE uint8_t code_of(uint8_t value) { return value ^ kZeroCode; }
+INLINE int value_of(uint8_t code) { return static_cast<int8_t>(code ^ kZeroCode); }
+
 // What belongs to a block of a row.
 struct BlockOfRow {
-  float scale;
+  float scale;     // with matrix tiles, where no row of the tile has low codes: of the high codes alone
   uint32_t start;  // -128 times the sum of the integers, less what idot takes itself
   float moment;    // scale times the sum of the integers
   bool low;        // whether any row of the tile has low codes; in the tile's first row
 };
 constexpr float kMost = 127.0f;
 
-// Quantized rows of x, in tiles of up to kRows rows, of nearly equal size (8 rows are 4 + 4). A tile of R rows is
-// [inner / 16][R][16] codes of kCodeBytes (in the order of store_codes) and [blocks][R] BlockOfRow. Codes of one byte
-// are the high ones; the low ones lie `lows` bytes behind.
+constexpr int kMostTogether = kTiles ? kTileRows : kRows;
+
+// How a row's codes lie: `inputs` of them beside each other, in a line of `bytes`, in which they are what one
+// instruction multiplies. A block has whole lines.
+struct Line {
+  int inputs = 16, bytes = 16 * kCodeBytes;
+
+  explicit Line(int block) {
+    if (!kTiles) return;
+    inputs = block <= 64 ? block : block % 32 ? 16 : block / 2;
+    bytes = inputs <= 16 ? 16 : inputs <= 32 ? 32 : 64;
+  }
+  // Bytes of so many inputs of a row, whole lines.
+  long of(int some) const {
+    return kTiles ? static_cast<long>(some / inputs) * bytes : static_cast<long>(some) * kCodeBytes;
+  }
+  // How far the codes behind 16 * (i + 1) inputs of a block are from those behind 16 * i, where a row's next line is
+  // `stride` bytes behind this one.
+  __attribute__((always_inline)) long step(int i, long stride) const {
+    if (!kTiles) return stride;
+    const int steps = inputs / 16;
+    return (i + 1) % steps ? 16 : stride - 16 * (steps - 1);
+  }
+};
+
+// Quantized rows of x, in tiles of up to kMostTogether rows, of nearly equal size (of six, 8 rows are 4 + 4). A tile of
+// R rows is [inner / line.inputs][R] lines of codes (in the order of store_codes) and [blocks][R] BlockOfRow. Codes of
+// one byte are the high ones; the low ones lie `lows` bytes behind.
 struct QuantizedRows {
   int inner, blocks;  // of a row; inner is a whole number of blocks, the last one padded with zeros
   float outliers;
-  long rows, tiles, lows;
+  Line line;
+  long rows, tiles, row_bytes, lows;
   BlockOfRow* of_rows;
   int8_t* codes;
 
-  static size_t bytes(long rows, int inner, int blocks) { return rows * (2 * inner + sizeof(BlockOfRow) * blocks); }
+  static size_t bytes(long rows, int inner, int blocks) {
+    const long codes = Line(inner / blocks).of(inner) * (kCodeBytes == 1 ? 2 : 1);
+    return rows * (codes + sizeof(BlockOfRow) * blocks) + (kTiles ? 64 : 0);
+  }
   QuantizedRows(char* at, long rows, int inner, int blocks, float outliers)
       : inner(inner),
         blocks(blocks),
         outliers(outliers),
+        line(inner / blocks),
         rows(rows),
-        tiles((rows + kRows - 1) / kRows),
-        lows(rows * inner),
+        tiles((rows + kMostTogether - 1) / kMostTogether),
+        row_bytes(line.of(inner)),
+        lows(rows * row_bytes),
         of_rows(reinterpret_cast<BlockOfRow*>(at)),
-        codes(reinterpret_cast<int8_t*>(of_rows + rows * blocks)) {}
+        codes(reinterpret_cast<int8_t*>(of_rows + rows * blocks)) {
+    if (kTiles) codes += -reinterpret_cast<uintptr_t>(codes) % 64;
+  }
 
   long first(long tile) const { return rows * tile / tiles; }  // row
-  int8_t* codes_of(long tile) const { return codes + first(tile) * inner * kCodeBytes; }
+  int8_t* codes_of(long tile) const { return codes + first(tile) * row_bytes; }
   BlockOfRow* blocks_of(long tile) const { return of_rows + first(tile) * blocks; }
 };
 
@@ -101,15 +141,16 @@ INLINE float outlier_above(const float* peaks, int blocks, float outliers) {
   return outliers * __builtin_sqrtf(sum / static_cast<float>(blocks));
 }
 
-// Quantizes up to 16 blocks of N * 16 inputs, of which `in` are there. Sixteen codes are written each `stride` bytes,
-// and what belongs to a block each `rows` elements of `to`. The steps of a block wait for each other, so all blocks
-// take one step before any takes the next.
+// Quantizes up to 16 blocks of N * 16 inputs, of which `in` are there, of one of a tile's `rows`. What belongs to a
+// block is written each `rows` elements of `to`. The steps of a block wait for each other, so all blocks take one step
+// before any takes the next.
 template <int N, class T>
-INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, float above, int8_t* codes, long lows,
-                            long stride, BlockOfRow* to, long rows) {
+INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, float above, int8_t* codes,
+                            const QuantizedRows& all, BlockOfRow* to, long rows) {
   constexpr float kSmallest = 1e-30f;  // smaller numbers become 0: 32512 / x must be finite
   alignas(64) float factors[16], scales[16];
   uint32_t sums[16];
+  const long stride = (kTiles ? all.line.bytes : 16 * kCodeBytes) * rows;
   const Vec peak = vmax(vload(peaks), vset(kSmallest));
   vstore(factors, vdiv(vset(kMost), peak));
   vstore(scales, vdiv(peak, vset(256 * kMost)));
@@ -119,14 +160,14 @@ INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, 
     load_block<N>(x + b * 16 * N, in - b * 16 * N, v);
     const bool outlier = peaks[b] > above;
     const Vec factor = vset(outlier ? 256 * factors[b] : factors[b]);
-    for (int i = 0; i < N; ++i, codes += stride) {
+    for (int i = 0; i < N; codes += all.line.step(i++, stride)) {
       const Words rounded = to_integers(vmul(v[i], factor)), integers = outlier ? rounded : wtimes256(rounded);
       sum = wadd(sum, integers);
       if constexpr (kCodeBytes == 2) {
         store_codes(codes, integers);
       } else {
         store_codes(codes, wby256(wadd(integers, wset(128))));
-        store_codes(codes + lows, integers);  // the low bytes, as numbers from -128 to 127
+        store_codes(codes + all.lows, integers);  // the low bytes, as numbers from -128 to 127
       }
     }
     sums[b] = static_cast<uint32_t>(wsum(sum));
@@ -142,10 +183,9 @@ INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, 
 
 template <class T>
 INLINE void quantize_row(const T* x, int in, const QuantizedRows& to, long tile, long row, float* peaks) {
-  constexpr long kStored = 16 * kCodeBytes;
   const long first = to.first(tile), rows = to.first(tile + 1) - first;
   BlockOfRow* of_row = to.blocks_of(tile) + (row - first);
-  int8_t* codes = to.codes_of(tile) + (row - first) * kStored;
+  int8_t* codes = to.codes_of(tile) + (row - first) * to.line.bytes;
   bool finite = true;
   with_rows<kMostInBlock / 16>(to.inner / to.blocks / 16, [&](auto n) {
     const auto each = [&](const auto& work) {
@@ -155,8 +195,8 @@ INLINE void quantize_row(const T* x, int in, const QuantizedRows& to, long tile,
     each([&](int b, int blocks, int at) { finite &= find_peaks<n()>(x + at, in - at, blocks, peaks + b); });
     const float above = outlier_above(peaks, to.blocks, to.outliers);
     each([&](int b, int blocks, int at) {
-      quantize_blocks<n()>(x + at, in - at, blocks, peaks + b, above, codes + at * kCodeBytes * rows, to.lows,
-                           kStored * rows, of_row + b * rows, rows);
+      quantize_blocks<n()>(x + at, in - at, blocks, peaks + b, above, codes + to.line.of(at) * rows, to,
+                           of_row + b * rows, rows);
     });
   });
   if (!finite)  // the whole result is NaN, then

@@ -1,13 +1,17 @@
 // x @ weight.T + bias for weights of 8-bit floats (float8.h), which become bfloat16 on the way; x is not rounded. Each
 // output is the sum of its blocks of inputs in order, a block's the sum of its products in order, times the block's
-// scale: so a row's result has the same bits in every batch.
+// scale: so a row's result has the same bits in every batch. Matrix tiles multiply where x is bfloat16, in their own
+// order, 32 of a block's inputs at a time.
 //
 // Panels, rows and threads are those of linear.cpp. A panel is packed as [steps of 4 inputs][64 words]. Where the rows
 // are so many that a panel is read several times, its bfloat16 numbers are kept for the next rows.
 #include "float8.h"
 
+#include <algorithm>
+
 #include "../kernels.h"
 #include "../panels.h"
+#include "../tiles/linear_tiles.h"
 
 namespace {
 
@@ -99,15 +103,73 @@ void multiply_panel(const Panel& panel, const T* x, O* out, long out_stride, Ahe
   }
 }
 
+// Makes pairs of the codes of `steps` words of a row from input `begin` on; to [steps][64].
+INLINE void expand_pairs(const uint8_t* codes, int begin, int steps, uint32_t* to) {
+  for (int s = 0; s < steps; s += 2, to += 2 * kPanel) {
+    const auto* from = reinterpret_cast<const uint32_t*>(codes + (begin / 4 + s / 2) * kStep);
+    for (int c = 0; c < kPanel; c += 16) {
+      const Words four = wload(from + c);
+      wstore(to + c, upper_pairs(four));
+      wstore(to + kPanel + c, lower_pairs(four));
+    }
+  }
+}
+
+// Multiplies up to 16 rows with a panel, by matrix tiles, or up to 32 whose pairs are kept. Pairs that are to be kept
+// are written.
+template <class O>
+void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long out_stride, Ahead& ahead) {
+  alignas(64) float sums[4 * kMostTileRows * 16], totals[4 * kMostTileRows * 16];
+  alignas(64) uint32_t expanded[kBlockWords];
+  const int apart = rows > kTileRows ? kMostTileRows : kTileRows;  // rows from one column of 16 outputs to the next
+  std::fill_n(totals, 64 * apart, 0.0f);
+  const auto fetch = [&](int) {
+    for (int i = 0; i < kTileWords / 2; ++i) ahead.step();
+  };
+  for (int begin = 0; begin < panel.in; begin += panel.block) {
+    const int steps = (begin + panel.block < panel.in ? panel.block : panel.in - begin) / 2;
+    const auto* from = reinterpret_cast<const uint32_t*>(x + begin);
+    uint32_t* kept = panel.kept ? panel.kept + begin / 2 * kPanel : nullptr;
+    const auto pairs = [&](int s) {
+      uint32_t* to = kept ? kept + s * kPanel : expanded;
+      if (!panel.is_kept) expand_pairs(panel.codes, begin + 2 * s, std::min(kTileWords, steps - s), to);
+      return static_cast<const uint32_t*>(to);
+    };
+    if (rows > kTileRows)
+      tile_more_rows(from, panel.in / 2, rows, steps, sums, kept, fetch);
+    else
+      tile_rows(from, panel.in / 2, rows, steps, sums, pairs, fetch);
+    for (int c = 0; c < kPanelColumns; ++c) {
+      const Vec scale = vload(panel.scales + begin / panel.block * kPanel + c * 16);
+      for (int r = 0; r < rows; ++r) {
+        float* total = totals + (c * apart + r) * 16;
+        vstore(total, vfma(vload(sums + (c * apart + r) * 16), scale, vload(total)));
+      }
+    }
+  }
+  for (int at = 0; at < panel.outs; at += 16) {
+    const int left = std::min(16, panel.outs - at);
+    const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
+    for (int r = 0; r < rows; ++r)
+      vstore_first(out + r * out_stride + at, vadd(vload(totals + at * apart + r * 16), bias), left);
+  }
+}
+
 // Multiplies `count` rows with one panel. `next` is the panel to prefetch, or null.
 template <class T, class O>
 void multiply_rows(Panel panel, const T* x, long count, O* out, long out_stride, const uint8_t* next,
                    Fetch* meanwhile) {
-  const long groups = (count + kRows - 1) / kRows;  // of nearly equal size
+  // Groups of rows: of nearly equal size, or by tiles 16, which expand the codes for all others, and 32 at a time.
+  constexpr bool kByTiles = kTiles && sizeof(T) == 2;
+  constexpr long kMost = kByTiles ? kMostTileRows : kRows, kFirst = kByTiles ? kTileRows : kRows;
+  const long groups = (count + kMost - kFirst + kMost - 1) / kMost;
+  const auto first = [&](long g) {
+    return kByTiles ? (g ? std::min(count, kFirst + (g - 1) * kMost) : 0) : count * g / groups;
+  };
   const long steps = panel.in / 4, bytes = steps * kStep;
   if (groups > 1) panel.kept = reinterpret_cast<uint32_t*>(scratch(2 * bytes));
   for (long g = 0; g < groups; ++g) {
-    const long row = count * g / groups, rows = count * (g + 1) / groups - row;
+    const long row = first(g), rows = first(g + 1) - row;
     Ahead ahead;
     const auto prefetch = [&](const uint8_t* from, long begin, long end) {
       const auto* base = reinterpret_cast<const char*>(from);
@@ -116,10 +178,16 @@ void multiply_rows(Panel panel, const T* x, long count, O* out, long out_stride,
     if (next) prefetch(next, bytes * g / groups / 64 * 64, bytes * (g + 1) / groups);
     if (groups == 1) prefetch(panel.codes + kAhead, 0, bytes);
     if (meanwhile && g > 0) ahead.extra = meanwhile->take(steps);
-    with_rows(rows, [&](auto r) {
-      const auto multiply = panel.is_kept ? multiply_panel<true, r(), T, O> : multiply_panel<false, r(), T, O>;
-      multiply(panel, x + row * panel.in, out + row * out_stride, out_stride, ahead);
-    });
+    const T* x_row = x + row * panel.in;
+    O* out_row = out + row * out_stride;
+    if constexpr (kByTiles) {
+      multiply_by_tiles(panel, x_row, static_cast<int>(rows), out_row, out_stride, ahead);
+    } else {
+      with_rows(rows, [&](auto r) {
+        const auto multiply = panel.is_kept ? multiply_panel<true, r(), T, O> : multiply_panel<false, r(), T, O>;
+        multiply(panel, x_row, out_row, out_stride, ahead);
+      });
+    }
     panel.is_kept = panel.kept != nullptr;
   }
 }

@@ -1,4 +1,4 @@
-// A panel's 64 outputs of up to 32 rows of bfloat16, by tiles. Only linear.cpp includes it.
+// A panel's 64 outputs of up to 32 rows of bfloat16, by tiles: linear.cpp, and quantization/float8.cpp.
 //
 // The inner dimension is cut into blocks of 32 inputs from its beginning, always; what is left of it is filled up with
 // zeros. So a row's result has the same bits with any number of rows beside it.
@@ -22,10 +22,11 @@ struct Rest {
   }
 };
 
-// Up to 16 rows: the weight is read once, block after block. source(s) gives the words of the block from step s on, of
-// which the last has `steps % 16` steps alone; sums [4][16][16].
+// Up to 16 rows, `row_words` apart: the weight is read once, block after block. source(s) gives the words of the block
+// from step s on, of which the last has `steps % 16` steps alone; sums [4][16][16].
 template <class Source, class Fetch>
-void tile_rows(const uint32_t* x, int rows, int steps, float* sums, const Source& source, const Fetch& fetch) {
+void tile_rows(const uint32_t* x, long row_words, int rows, int steps, float* sums, const Source& source,
+               const Fetch& fetch) {
   shape_tiles(rows, 0);
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   const auto multiply = [](const uint32_t* x, long stride, const uint32_t* words) {
@@ -41,11 +42,11 @@ void tile_rows(const uint32_t* x, int rows, int steps, float* sums, const Source
   };
   int s = 0;
   for (; s + kTileWords <= steps; s += kTileWords) {
-    multiply(x + s, 4L * steps, source(s));
+    multiply(x + s, 4 * row_words, source(s));
     fetch(s);
   }
   if (s < steps) {
-    Rest rest(x, steps, rows, s, steps);
+    Rest rest(x, row_words, rows, s, steps);
     std::memcpy(rest.words, source(s), 4L * kPanel * (steps - s));
     multiply(rest.x[0], 4 * kTileWords, rest.words);
   }
@@ -54,10 +55,11 @@ void tile_rows(const uint32_t* x, int rows, int steps, float* sums, const Source
 
 // 17 to 32 rows, with the words of a whole panel; sums [4][32][16].
 template <class Fetch>
-void tile_more_rows(const uint32_t* x, int rows, int steps, float* sums, const uint32_t* words, const Fetch& fetch) {
+void tile_more_rows(const uint32_t* x, long row_words, int rows, int steps, float* sums, const uint32_t* words,
+                    const Fetch& fetch) {
   shape_tiles(kTileRows, rows - kTileRows);
   const int whole = steps / kTileWords * kTileWords;
-  Rest rest(x, steps, rows, whole, steps);
+  Rest rest(x, row_words, rows, whole, steps);
   std::memcpy(rest.words, words + static_cast<long>(whole) * kPanel, 4L * kPanel * (steps - whole));
   for (int half = 0; half < 2; ++half) {
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
@@ -72,7 +74,7 @@ void tile_more_rows(const uint32_t* x, int rows, int steps, float* sums, const u
       tile_dot<3, 5, 7>();
     };
     for (int s = 0; s < whole; s += kTileWords) {
-      multiply(x + s, 4L * steps, words + static_cast<long>(s) * kPanel);
+      multiply(x + s, 4 * row_words, words + static_cast<long>(s) * kPanel);
       if (half) fetch(s);
     }
     if (whole < steps) multiply(rest.x[0], 4 * kTileWords, rest.words);

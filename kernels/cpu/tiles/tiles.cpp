@@ -12,28 +12,37 @@ struct Shapes {  // as the instruction reads them
 };
 static_assert(sizeof(Shapes) == 64);
 
-thread_local int first_rows = 0, second_rows = 0;  // 0: the thread's tiles have no shapes
+thread_local int first_rows = 0, second_rows = 0, x_bytes = 0;  // 0: the thread's tiles have no shapes
 
-Shapes shapes_of(int first, int second) {
+// Notes the shapes that a thread's tiles get. False: they have them already.
+bool are_new(int first, int second, int bytes) {
+  if (first == first_rows && second == second_rows && bytes == x_bytes) return false;
+  first_rows = first, second_rows = second, x_bytes = bytes;
+  return true;
+}
+
+Shapes shapes_of(int first, int second, int bytes) {
   Shapes shapes;
-  const int rows[8] = {first, first, second ? second : first, second ? second : first, first, second ? second : 16,
-                       16,    16};
-  for (int tile = 0; tile < 8; ++tile) shapes.bytes[tile] = 64, shapes.rows[tile] = static_cast<uint8_t>(rows[tile]);
+  const int later = second ? second : first, deep = bytes / 4;
+  const int rows[8] = {first, first, later, later, first, second ? second : deep, deep, deep};
+  for (int tile = 0; tile < 8; ++tile) {
+    const bool of_x = tile == 4 || (tile == 5 && second);
+    shapes.bytes[tile] = static_cast<uint16_t>(of_x ? bytes : 64);
+    shapes.rows[tile] = static_cast<uint8_t>(rows[tile]);
+  }
   return shapes;
 }
 
 }  // namespace
 
 #ifdef TILE_INSTRUCTIONS
-void shape_tiles(int first, int second) {
-  if (first == first_rows && second == second_rows) return;
-  const Shapes shapes = shapes_of(first, second);
+void shape_tiles(int first, int second, int bytes) {
+  if (!are_new(first, second, bytes)) return;
+  const Shapes shapes = shapes_of(first, second, bytes);
   asm volatile("ldtilecfg %0" ::"m"(shapes));
-  first_rows = first, second_rows = second;
 }
 void release_tiles() {
-  if (first_rows) asm volatile("tilerelease");
-  first_rows = second_rows = 0;
+  if (are_new(0, 0, 0)) asm volatile("tilerelease");
 }
 #else
 // What the instructions do, one number after the other.
@@ -53,13 +62,12 @@ float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysi
 
 }  // namespace
 
-void shape_tiles(int first, int second) {
-  if (first == first_rows && second == second_rows) return;
-  shaped = shapes_of(first, second);
+void shape_tiles(int first, int second, int bytes) {
+  if (!are_new(first, second, bytes)) return;
+  shaped = shapes_of(first, second, bytes);
   std::memset(tiles, 0, sizeof tiles);
-  first_rows = first, second_rows = second;
 }
-void release_tiles() { first_rows = second_rows = 0; }
+void release_tiles() { are_new(0, 0, 0); }
 
 void emulate_zero(int tile) { std::memset(tiles[tile], 0, sizeof tiles[tile]); }
 void emulate_load(int tile, const void* from, long stride) {
@@ -84,5 +92,15 @@ void emulate_dot(int sums, int x, int weight) {
       sum = flushed(flushed(sum) + flushed(even + odd));
       std::memcpy(&tiles[sums][r][column], &sum, 4);
     }
+}
+void emulate_dot_bytes(int sums, int x, int weight) {
+  for (int r = 0; r < shaped.rows[sums]; ++r)
+    for (int column = 0; column < 16; ++column)
+      for (int word = 0; word < shaped.rows[weight]; ++word)
+        for (int shift = 0; shift < 32; shift += 8) {
+          const auto a = static_cast<int8_t>(tiles[x][r][word] >> shift);
+          const auto b = static_cast<int8_t>(tiles[weight][word][column] >> shift);
+          tiles[sums][r][column] += static_cast<uint32_t>(a * b);
+        }
 }
 #endif

@@ -1,0 +1,62 @@
+// What multiplying a tile of rows with a panel of a quantized weight is given: quantized.cpp and
+// tiles/quantized_tiles.h.
+#pragma once
+
+#include "../fetch.h"
+#include "../quantized.h"
+
+namespace {
+
+constexpr long kAhead = 4096;  // bytes: how far ahead a weight that is read once is prefetched
+
+// What to prefetch while a tile is multiplied: until `end`, some cache lines in every kTogether steps, and the lines of
+// `extra`.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  int lines = 0;
+  Fetch::Lines extra = {};
+
+  Ahead() = default;
+  Ahead(const uint8_t* begin, long bytes, long times)
+      : at(reinterpret_cast<const char*>(begin)),
+        end(at + bytes),
+        lines(static_cast<int>((bytes + 64 * times - 1) / (64 * times))) {}
+
+  __attribute__((always_inline)) void step() {
+    if (extra.region != extra.last)
+      for (int i = 0; i < kTogether; ++i) extra.step();
+    if (at >= end) return;
+    const char* from = at;
+    for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
+    at = from;
+  }
+};
+
+// A panel of a part: its groups, and its codes as bytes where they are kept elsewhere.
+struct Panel {
+  const QuantizedPart& part;
+  const uint8_t *groups, *end;
+  long group_bytes, header;
+  int block, per_group;         // inputs of a block; blocks of a group
+  long first;                   // the first output's place in a row of the result
+  int outs;                     // from 1 to kOuts
+  const float *factors, *bias;  // of the first output; bias may be null
+  uint8_t* kept = nullptr;      // [inner][kOuts]; null: none
+  bool is_kept = false;         // the bytes are there already; else they are written
+};
+
+// R rows of x, and where their results go.
+template <class O>
+struct Tile {
+  const int8_t* x;
+  long lows;  // how far behind x its low codes are
+  const BlockOfRow* blocks;
+  O* out;  // the first row's first output of the panel
+  long stride;
+};
+
+// What a group has beside its codes.
+enum Form { kCodes, kScales, kOffsets };
+INLINE Form form_of(const QuantizedPart& part) { return part.offsets ? kOffsets : part.scales ? kScales : kCodes; }
+
+}  // namespace
