@@ -15,7 +15,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.layers.shard import WHOLE, Cut, Shard
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Operations
 from quire.kernels.routing import Experts, Mixture, Routing
@@ -36,6 +36,17 @@ class SharedSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NarrowSpec:
+    """Experts that read and give smaller vectors than the layer has: a linear makes those of what the layer reads, and
+    another one makes the layer's of what the experts give together (Nemotron 3 Super, NVIDIA, 2026)."""
+
+    size: int
+    names: tuple[str, str]
+    """Of the two linears in a checkpoint, behind the layer's."""
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec(PartSpec):
     """The shape of one layer's experts, and the switches by which families differ."""
 
@@ -45,6 +56,8 @@ class ExpertsSpec(PartSpec):
     """Of one expert."""
     norm: NormSpec
     shared: SharedSpec | None = None
+    narrow: NarrowSpec | None = None
+    """None: experts read what the router does, as wide as the layer."""
     input_norm: bool = True
     """Norm of what is read."""
     output_norm: bool = False
@@ -100,8 +113,9 @@ class ExpertsSpec(PartSpec):
 
 
 class Moe(Part):
-    """The sparse feed-forward part of a layer. Of its linears those of shared experts have room for adapters. Each rank
-    has a part of every expert, or some of them whole, and the whole router."""
+    """The sparse feed-forward part of a layer. Of its linears those of shared experts, and those around experts of
+    smaller vectors, have room for adapters. Each rank has a part of every expert, or some of them whole, and the whole
+    router."""
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
         backend, scheme = making.experts or (making.backend, making.scheme)
@@ -112,7 +126,9 @@ class Moe(Part):
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
         names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
-        shard, own = WHOLE if spec.whole else making.shard, replace(making, scheme=scheme)
+        self._narrow = None if spec.narrow is None else _Narrow(spec.narrow, making, layer)
+        own = replace(making, scheme=scheme, hidden_size=hidden if spec.narrow is None else spec.narrow.size)
+        shard = WHOLE if spec.whole else making.shard
         linears = [_mlp(own, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
         self._here = making.shard.span(spec.count) if spec.whole else range(spec.count)
         self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
@@ -129,7 +145,9 @@ class Moe(Part):
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
+        table = self._norms.parameters()
+        for beside in (self._shared, self._narrow):
+            table |= {} if beside is None else beside.parameters()
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
         for linear in chain.from_iterable(self._elsewhere):
@@ -167,7 +185,9 @@ class Moe(Part):
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         routed = x if self._router_norm is None else run.rms_norm(residual, self._router_norm, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
-        x = run.mix(self._mixture, x, routed)
+        narrow = self._narrow
+        x = run.mix(self._mixture, x if narrow is None else narrow.read(run, x, step), routed)
+        x = x if narrow is None else narrow.given(run, x, step)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
         x = self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group))
         return run.add(x, before) if self._spec.parallel else x, residual
@@ -217,6 +237,28 @@ class _Shared:
     def added(self, run: Operations, own: Tensor, gate: Tensor | None, mixed: Tensor) -> Tensor:
         """That and what the experts have given, which it may overwrite."""
         return run.add(own, mixed) if gate is None else run.add_gated(own, gate, mixed)
+
+
+class _Narrow:
+    """What stands around experts of smaller vectors, whole on every rank: the second linear takes what this rank's
+    experts give, so that its results are summed with those of the shared ones."""
+
+    def __init__(self, spec: NarrowSpec, making: Making, layer: str) -> None:
+        (read, given), hidden, size = (f"{layer}.{name}" for name in spec.names), making.hidden_size, spec.size
+        scheme, bias, adapters = making.scheme, spec.bias, making.adapters
+        summed = {given: Cut(biased=making.shard.rank == 0)}
+        self._read = JoinedLinear(scheme, hidden, {read: size}, bias=bias, adapters=adapters)
+        self._given = JoinedLinear(scheme, size, {given: hidden}, bias=bias, adapters=adapters, cuts=summed)
+
+    def parameters(self) -> ParameterTable:
+        return self._read.parameters() | self._given.parameters()
+
+    def read(self, run: Operations, x: Tensor, step: Step) -> Tensor:
+        """What the experts read. x [T, hidden] stays."""
+        return self._read.apply(run, x, step.context)
+
+    def given(self, run: Operations, x: Tensor, step: Step) -> Tensor:
+        return self._given.apply(run, x, step.context)
 
 
 def _whole(
