@@ -177,6 +177,8 @@ def write_layers(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_finetuned(config.get("position_embedding_type") == "rope")
     if arch == "nemotron_h_moe":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])

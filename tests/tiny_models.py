@@ -414,6 +414,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **NEMOTRON_H,
         "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
     },
+    "nemotron_h-latent": {
+        "model_type": "nemotron_h",
+        **NEMOTRON_H,
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_latent_size": 40,
+        "mlp_bias": True,
+    },
     "zamba2": {"model_type": "zamba2", **ZAMBA2, "num_key_value_heads": 2, "attention_head_dim": 24},
     "zamba2-blocks": {
         "model_type": "zamba2",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import save_tiny_model
 
-NEMOTRON = ("nemotron_h",)
+NEMOTRON = ("nemotron_h", "nemotron_h-latent")
 """Families with two layers below it, which are one part each."""
 BELOW = ("llama", "qwen3_5", "qwen3_5-moe", "qwen3-next")
 """Families whose layer is below `mtp.`, as Qwen's; those of the others are behind the model's, as DeepSeek's."""

@@ -142,6 +142,9 @@ GATED = DELTA_NETS
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
 _SHARED |= {"nemotron_h": "mixer.shared_experts"}
+NARROW = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
+"""In a layer whose experts read and give smaller vectors (moe_latent_size): what makes these of the layer's, and the
+layer's of them."""
 _SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp")
 STACKED = (
     *(

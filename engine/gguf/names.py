@@ -72,6 +72,7 @@ _OF_JAMBA |= {"ffn_gate_inp": "feed_forward.router"}
 _OF_NEMOTRON_H = _OF_SPACES | {
     name: own.replace("mlp.", "mixer.") for name, own in _WITH_SHARED.items() if name not in _INSIDE
 }
+_OF_NEMOTRON_H |= {"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"}
 _OF_GRANITE_HYBRID = _OF_GRANITE | state_spaces.INSIDE
 _OF_GRANITE_HYBRID |= {f"ffn_{name}": f"shared_mlp.{name}_proj" for name in ("gate", "up", "down")}
 _CORRECTIONS = {

@@ -16,7 +16,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
 from quire.engine.layers.part import Making, Part, PartSpec, Step, uneven
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.layers.shard import WHOLE, Cut, Shard
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Operations
 from quire.kernels.routing import Experts, Mixture, Routing
@@ -37,6 +37,17 @@ class SharedSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NarrowSpec:
+    """Experts that read and give smaller vectors than the layer has: a linear makes those of what the layer reads, and
+    another one makes the layer's of what the experts give together (Nemotron 3 Super, NVIDIA, 2026)."""
+
+    size: int
+    names: tuple[str, str]
+    """Of the two linears in a checkpoint, behind the layer's."""
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec(PartSpec):
     """The shape of one layer's experts, and the switches by which families differ."""
 
@@ -46,6 +57,8 @@ class ExpertsSpec(PartSpec):
     """Of one expert."""
     norm: NormSpec
     shared: SharedSpec | None = None
+    narrow: NarrowSpec | None = None
+    """None: experts read what the router does, as wide as the layer."""
     input_norm: bool = True
     """Norm of what is read."""
     output_norm: bool = False
@@ -98,8 +111,9 @@ class ExpertsSpec(PartSpec):
 
 
 class Moe(Part):
-    """The sparse feed-forward part of a layer. Of its linears those of shared experts have room for adapters. Each rank
-    has a part of every expert, or some of them whole, and the whole router."""
+    """The sparse feed-forward part of a layer. Of its linears those of shared experts, and those around experts of
+    smaller vectors, have room for adapters. Each rank has a part of every expert, or some of them whole, and the whole
+    router."""
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
         backend, scheme = making.experts or (making.backend, making.scheme)
@@ -110,7 +124,9 @@ class Moe(Part):
         self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
         each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
         names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
-        shard, own = WHOLE if spec.whole else making.shard, replace(making, scheme=scheme)
+        self._narrow = None if spec.narrow is None else _Narrow(spec.narrow, making, layer)
+        own = replace(making, scheme=scheme, hidden_size=hidden if spec.narrow is None else spec.narrow.size)
+        shard = WHOLE if spec.whole else making.shard
         linears = [_mlp(own, inner, name, names, bias=spec.bias, adapters=None, shard=shard) for name in each]
         self._here = making.shard.span(spec.count) if spec.whole else range(spec.count)
         self._elsewhere = [linear for place, linear in enumerate(linears) if place not in self._here]
@@ -125,7 +141,7 @@ class Moe(Part):
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
 
     def parameters(self) -> ParameterTable:
-        spec, table = self._spec, parameters_of(self._norms, self._shared, self._router, *self._gate_up, *self._down)
+        spec, table = self._spec, parameters_of(self._norms, self._shared, self._narrow, self._router, *self._gate_up, *self._down)
         elsewhere = parameters_of(*chain.from_iterable(self._elsewhere))
         table |= {name: replace(each, put=_drop, cut=_nothing) for name, each in elsewhere.items()}
         learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (
@@ -151,7 +167,9 @@ class Moe(Part):
         scale = self._learned.get(self._spec.router_scale)
         routed = x if scale is None else run.rms_norm(residual, scale, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
-        x = run.mix(self._mixture, x, routed)
+        narrow = self._narrow
+        x = run.mix(self._mixture, x if narrow is None else narrow.read(run, x, step), routed)
+        x = x if narrow is None else narrow.given(run, x, step)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
         x = self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group))
         return run.add(x, before) if self._spec.parallel else x, residual
@@ -200,6 +218,28 @@ class _Shared:
     def added(self, run: Operations, own: Tensor, gate: Tensor | None, mixed: Tensor) -> Tensor:
         """That and what the experts have given, which it may overwrite."""
         return run.add(own, mixed) if gate is None else run.add_gated(own, gate, mixed)
+
+
+class _Narrow:
+    """What stands around experts of smaller vectors, whole on every rank: the second linear takes what this rank's
+    experts give, so that its results are summed with those of the shared ones."""
+
+    def __init__(self, spec: NarrowSpec, making: Making, layer: str) -> None:
+        (read, given), hidden, size = (f"{layer}.{name}" for name in spec.names), making.hidden_size, spec.size
+        scheme, bias, adapters = making.scheme, spec.bias, making.adapters
+        summed = {given: Cut(biased=making.shard.rank == 0)}
+        self._read = JoinedLinear(scheme, hidden, {read: size}, bias=bias, adapters=adapters)
+        self._given = JoinedLinear(scheme, size, {given: hidden}, bias=bias, adapters=adapters, cuts=summed)
+
+    def parameters(self) -> ParameterTable:
+        return self._read.parameters() | self._given.parameters()
+
+    def read(self, run: Operations, x: Tensor, step: Step) -> Tensor:
+        """What the experts read. x [T, hidden] stays."""
+        return self._read.apply(run, x, step.context)
+
+    def given(self, run: Operations, x: Tensor, step: Step) -> Tensor:
+        return self._given.apply(run, x, step.context)
 
 
 def _whole(

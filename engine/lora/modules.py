@@ -11,6 +11,7 @@ from quire.engine.checkpoint.families import (
     GATED,
     LATENT,
     LATENT_SIZES,
+    NARROW,
     SELECTIVE_SCANS,
     STATE_SPACES,
     WITH_EXPERTS,
@@ -83,9 +84,11 @@ def _linears(
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """Of the MLP beside a layer's experts, by its name in a layer."""
+    """Of the MLP beside a layer's experts, by its name in a layer, and what stands around experts of smaller vectors."""
     name, width = shared_experts(raw)
-    return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
+    size = int(raw.get("moe_latent_size") or 0)
+    around = dict(zip(NARROW, ((hidden, size), (size, hidden)), strict=True)) if size else {}
+    return around | (_gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {})
 
 
 def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:

@@ -58,6 +58,7 @@ SHAPES += [
     "mamba2",
     "falcon_h1",
     "nemotron_h",
+    "nemotron_h-latent",
     "gemma4",
     "gemma4-small",
     "gemma4-moe",

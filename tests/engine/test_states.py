@@ -40,7 +40,7 @@ __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 FAMILIES = ["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]
 FAMILIES += ["mamba2", "mamba2-tied", "bamba", "granite-hybrid", "falcon_h1", "falcon_h1-normed", "nemotron_h"]
-FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba", "zamba2", "zamba2-blocks"]
+FAMILIES += ["mamba", "mamba-tied", "falcon_mamba", "jamba", "zamba2", "zamba2-blocks", "nemotron_h-latent"]
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},

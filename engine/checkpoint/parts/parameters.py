@@ -128,10 +128,13 @@ def mlp_numbers(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int,
     shared_width = width if kind in ("llama4", "llama4_text") else shared_experts(text)[1]
     matrices = 2 if kind == "nemotron_h" else 3
     shared = matrices * hidden * shared_width + (hidden if kind in _GATED_SHARED and shared_width else 0)
-    shared += 2 * shared_width + hidden if biased and shared_width else 0
+    shared += (matrices - 1) * shared_width + hidden if biased and shared_width else 0
+    read = text.get("moe_latent_size")  # what experts read, where it is not as wide as the layer
+    shared += 2 * hidden * read + (hidden + read if biased else 0) if isinstance(read, int) else 0
+    read = read if isinstance(read, int) else hidden
     biases = 2 * width + hidden if kind == "gpt_oss" else 0
     router = hidden + (kind == "gpt_oss" or kind in _CORRECTED)
-    return dense, matrices * hidden * width + biases, router, shared, sum(sparse_layers(text, layers))
+    return dense, matrices * read * width + biases, router, shared, sum(sparse_layers(text, layers))
 
 
 def norm_numbers(text: Mapping[str, Any], hidden: int) -> int:

@@ -1,10 +1,11 @@
 """Nemotron-H (NVIDIA, 2025) and Nemotron 3: layers that are one part each, a state space, attention without positions,
-an MLP, or experts; all without gates. Of limits of steps it has time_step_min alone, as transformers reads it."""
+an MLP, or experts, these also of smaller vectors; all without gates. Of limits of steps it has time_step_min alone, as transformers reads it."""
 
+from quire.engine.checkpoint.families import NARROW
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.moe import NarrowSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import PartSpec
 from quire.engine.models.experts import GROUPED, expert_size, mixture, shared
@@ -12,10 +13,17 @@ from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.models.values import flag
 
+
+def _narrow(config: ModelConfig) -> NarrowSpec | None:
+    size = config.raw.get("moe_latent_size")
+    return NarrowSpec(size, NARROW, bool(config.raw.get("mlp_bias"))) if size else None
+
+
 _EXPERTS = mixture(
     GROUPED,
     size=expert_size,
     beside=shared(always=True, bias=flag("mlp_bias")),
+    narrow=_narrow,
     shares_norm=True,
     gated=False,
     correction="gate.e_score_correction_bias",
@@ -41,6 +49,4 @@ def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
         case "mlp":
             width = config.intermediate_size
             return MlpSpec(width, norm, bias=bias, gated=False, activation="relu2", shares_norm=True)
-    if config.raw.get("moe_latent_size"):
-        raise ModelError("model: config.json: moe_latent_size: experts between smaller vectors are not served yet")
     return _EXPERTS(config, norm)

@@ -12,7 +12,7 @@ namespace {
 // Memory for intermediate results. It grows to what the largest call needs and is kept.
 template <class T>
 struct Workspace {
-  std::vector<float> scores, shares, sums;  // [rows, experts], [rows, chosen], [rows, hidden]
+  std::vector<float> scores, shares, sums;  // [rows, experts], [rows, chosen], [rows, what experts read]
   std::vector<float> wide, memory;          // x for a router in float32; what `route` needs of each row
   std::vector<int> chosen, numbers;         // [rows, chosen]; the same
   std::vector<long> starts, order;          // per expert, the first of its entries in `order`: row * chosen + rank
@@ -132,7 +132,7 @@ void run_expert(const Experts& experts, int place, const T* x, const long* order
 template <class T>
 void mix(const Experts& experts, const T* x, const T* routed, T* out, long rows, Workspace<T>& work,
          Workspace<T>& ahead, int threads) {
-  const int hidden = experts.router->in, count = experts.count, chosen = experts.routing.chosen;
+  const int hidden = experts.gate_up[0].in, count = experts.count, chosen = experts.routing.chosen;
   fit(work.scores, rows * count);
   fit(work.shares, rows * chosen);
   fit(work.chosen, rows * chosen);

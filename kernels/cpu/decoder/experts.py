@@ -45,7 +45,8 @@ class CompiledMixture:
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._keeps = experts  # alive: what the pointers below point to
-        self._hidden, self._dtype, held = router.inner, linears[0].dtype, len(experts.down)
+        self._dtype, held = linears[0].dtype, len(experts.down)
+        self._widths = linears[0].inner, router.inner
         self._gate_up, self._down = (
             (native.PackedLinear * held)(*(each.native for each in some)) for some in (linears[:held], linears[held:])
         )
@@ -64,10 +65,10 @@ class CompiledMixture:
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
         routed = x if routed is None else routed
-        for each in (x, routed):
-            if each.dtype != self._dtype or each.shape != (len(x), self._hidden):
+        for each, width in zip((x, routed), self._widths, strict=True):
+            if each.dtype != self._dtype or each.shape != (len(x), width):
                 shape = f"{list(each.shape)} of {each.dtype}"
-                raise TypeError(f"experts of {self._dtype} from {self._hidden} cannot take {shape}")
+                raise TypeError(f"experts of {self._dtype} from {width} cannot take {shape}")
         x, routed = x.contiguous(), routed.contiguous()
         out = torch.empty_like(x)
         pointers = (each.data_ptr() for each in (x, routed, out))

@@ -21,7 +21,7 @@ from tests.tiny_models import save_tiny_model
         ("deepseek_v3", {"n_group": 5}, "num_experts_per_tok, n_group, topk_group: 12 experts in 5 groups"),
         ("lfm2", {"layer_types": 3 * ["conv"]}, "layer_types: no layer has attention or a state space"),
         ("mamba2", {"n_groups": 3}, "n_groups: 3 do not divide 8 heads"),
-        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size"),
+        ("nemotron_h", {"moe_latent_size": 8}, "config.json means"),
         ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings: where it is false"),
         ("mamba", {"state_size": 7}, "state_size: expected an even number, got 7"),
         ("mamba", {"intermediate_size": 120}, "intermediate_size: expected a multiple of 16 channels, got 120"),

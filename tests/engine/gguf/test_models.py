@@ -163,6 +163,7 @@ SPACES: dict[str, dict[str, Any]] = {
     "falcon_h1-normed-behind": {},
     "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"]},
     "nemotron_h-dense": _NEMOTRON_DENSE,
+    "nemotron_h-latent": {"moe_latent_size": 64, "mlp_bias": False},
 }
 """As FAMILIES."""
 
@@ -176,7 +177,7 @@ def test_state_spaces_and_selective_scans(family: str, kind: str, tmp_path: Path
     wide |= {"moe_shared_expert_intermediate_size": 32, "time_step_rank": 32, "mamba_dt_rank": 32}
     wide |= {"expand": 1, "mamba_expand": 1}
     folder = save_tiny_model(
-        tmp_path / "folder", family.removesuffix("-dense") if "nemotron" in family else family, **wide, **SPACES[family]
+        tmp_path / "folder", family.replace("nemotron_h-dense", "nemotron_h"), **wide, **SPACES[family]
     )
     file = write_space_gguf(folder, tmp_path / "model.gguf", lambda _: "F32" if "falcon_h1" in family else kind)
     theirs, ours = answers(folder), answers(file)

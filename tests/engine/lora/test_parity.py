@@ -99,6 +99,7 @@ JOINED = {
     "mamba": ("in_proj", "x_proj", "out_proj"),
     "jamba-dense": ("q_proj", "in_proj", "x_proj", "out_proj", "gate_proj", "down_proj"),
     "nemotron_h": ("q_proj", "in_proj", "out_proj", "up_proj", "down_proj"),
+    "nemotron_h-latent": ("q_proj", "in_proj", "fc1_latent_proj", "fc2_latent_proj"),
     "falcon_h1": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
     "zamba2": ("q_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj", "linear"),
     "granite-hybrid-dense": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),

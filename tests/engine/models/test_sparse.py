@@ -43,6 +43,7 @@ FAMILIES += [
     "deepseek_v2-lite",
     "deepseek_v3",
     "glm4_moe_lite",
+    "nemotron_h-latent",
 ]
 
 
