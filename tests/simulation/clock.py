@@ -6,9 +6,10 @@ import asyncio
 import random
 import selectors
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -29,6 +30,8 @@ class Owned:
     """A process, as the loop sees it."""
 
     dead = False
+    asks = False
+    """Whether its threads wait for other processes."""
 
     def __init__(self) -> None:
         self.tasks: dict[asyncio.Task[Any], None] = {}
@@ -90,14 +93,77 @@ class Loop(asyncio.SelectorEventLoop):
             if not future.done():
                 future.set_exception(Gone())
             return
-        try:
-            result = func(*args)
-        except BaseException as error:
-            if not future.done():
-                future.set_exception(error)
+        thread = _Thread(func, args, future)
+        if process is not None and process.asks:
+            thread.begin()
         else:
-            if not future.done():
-                future.set_result(result)
+            thread.do()
+            thread.tell()
+
+
+class _Thread:
+    """What a thread does. One that waits for other processes is a real one: it runs, or the loop does, never both."""
+
+    here = threading.local()
+    """Its `thread` is the one that runs."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], future: asyncio.Future[Any]) -> None:
+        self._func, self._args, self._future = func, args, future
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._its_turn, self._our_turn = threading.Semaphore(0), threading.Semaphore(0)
+
+    def do(self) -> None:
+        try:
+            self._result = self._func(*self._args)
+        except BaseException as error:
+            self._error = error
+        self._ended = True
+
+    def tell(self) -> None:
+        if not self._ended or self._future.done():
+            return
+        if self._error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(self._error)
+
+    def begin(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+        self._our_turn.acquire()
+        self.tell()
+
+    def _run(self) -> None:
+        self.here.thread = self
+        self.do()
+        self._our_turn.release()
+
+    def wait(self) -> None:
+        """In the thread: give the loop its turn, until `go_on`."""
+        self._our_turn.release()
+        self._its_turn.acquire()
+
+    def go_on(self) -> None:
+        self._its_turn.release()
+        self._our_turn.acquire()
+        self.tell()
+
+
+class _Awaited:
+    """What a thread gets from the loop."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._thread: _Thread = _Thread.here.thread
+        self._process = PROCESS.get()
+        self._task = loop.create_task(coroutine)
+        self._task.add_done_callback(lambda _: self._thread.go_on())
+
+    def result(self) -> Any:
+        self._thread.wait()
+        if self._task.cancelled() or (self._process is not None and self._process.dead):
+            raise Gone
+        return self._task.result()
 
 
 class _Task(asyncio.Task[Any]):
@@ -135,6 +201,7 @@ def virtual_time(rng: random.Random) -> Iterator[Loop]:
         patch.setattr("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4))
         patch.setattr("secrets.randbits", rng.getrandbits)
         patch.setattr("anyio.to_thread.run_sync", _in_turn)
+        patch.setattr("asyncio.run_coroutine_threadsafe", _Awaited)
         try:
             yield loop
         finally:

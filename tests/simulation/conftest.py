@@ -7,11 +7,17 @@ import pytest
 
 from tests.simulation.clock import PROCESS
 from tests.simulation.server import Program
+from tests.simulation.several import programs
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return Program(tmp_path_factory.mktemp("program"))
+
+
+@pytest.fixture(scope="module")
+def api_programs(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
+    return programs(tmp_path_factory.mktemp("programs"), 3)
 
 
 class _OfTheLiving(logging.Filter):
@@ -25,7 +31,7 @@ class _OfTheLiving(logging.Filter):
 @pytest.fixture(autouse=True)
 def logs() -> Iterator[None]:
     known, of_living = (
-        [logging.getLogger(f"quire.{name}") for name in ("server", "supervisor", "client")],
+        [logging.getLogger(f"quire.{name}") for name in ("server", "supervisor", "client", "hub")],
         _OfTheLiving(),
     )
     for each in known:

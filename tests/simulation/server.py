@@ -23,7 +23,7 @@ from quire.server.config import ServerConfig
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME, VOCAB_SIZE
-from tests.simulation.clock import PROCESS
+from tests.simulation.clock import PROCESS, Owned
 from tests.simulation.disk import Disk, WithDisk
 from tests.simulation.engine import Alive
 from tests.texts import CHATML, byte_level_tokenizer
@@ -33,20 +33,22 @@ class Program:
     """The application, which the processes of all simulations run, one at a time: to build it takes longer than a
     simulation does."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        """`folder`: where its data_dir is put, a link to the folder of the process."""
+    def __init__(self, folder: Path, *, link: Any = None, **options: Any) -> None:
+        """`folder`: where its data_dir is put, a link to the folder of the process. `link`: stands for the HubLink of
+        the API process that runs it."""
         self.data_dir = folder / "data"
         self._client: EngineClient
+        self.link = link
         config = ServerConfig(served_model_name=[NAME], data_dir=self.data_dir, **options)
         tokenizer = byte_level_tokenizer(CHATML).tokenizer
         self._source = ModelSource(config, tokenizer, VOCAB_SIZE, {})
-        self.app = application(config, Tenants(config), self._opened)
+        self.app = application(config, Tenants(config), self._opened, link=link)
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path, client: EngineClient) -> None:
         """What is in the folder is what the next process finds."""
         self.data_dir.unlink(missing_ok=True)
         self.data_dir.symlink_to(folder)
-        self._client = EngineClient(ProcessLink(EngineConfig()))
+        self._client = client
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Models]:
@@ -58,25 +60,21 @@ class Cut(Exception):
     """A connection has ended before its answer was whole."""
 
 
-class ServerProcess(WithDisk):
-    """It lives from `start` to `kill` or `stop`."""
+class AppProcess(Owned):
+    """A process that answers clients, from its start to its end. It does nothing that anybody sees once it is dead."""
 
-    def __init__(self, program: Program, folder: Path, rng: random.Random, engines: Alive) -> None:
+    def __init__(self, app: FastAPI) -> None:
         super().__init__()
-        self.disk = Disk(folder, rng)
-        self.engines = engines
-        """Its own."""
         self.app: FastAPI | None = None
+        """None while it does not answer."""
         self.server: Server
         """Once it answers."""
         self.connections: dict[Connection, None] = {}
         self.ended = asyncio.Event()
         self._stopping = asyncio.Event()
-        program.begin(folder)
-        context = copy_context()
-        context.run(PROCESS.set, self)
-        self.context = context
-        self.task = context.run(asyncio.create_task, self._live(program.app))
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.task = self.context.run(asyncio.create_task, self._live(app))
 
     @property
     def answers(self) -> bool:
@@ -89,39 +87,80 @@ class ServerProcess(WithDisk):
     async def _live(self, app: FastAPI) -> None:
         async with app.router.lifespan_context(app):
             self.app, self.server = app, app.state.server
+            self._serves()
             await self._stopping.wait()
             self.app = None
         self.dead = True
         self.ended.set()
 
-    async def stop(self) -> None:
-        """As it is asked to: connections end first."""
+    def _serves(self) -> None:
+        """It answers from now on."""
+
+    def cut_off(self) -> None:
+        """End its connections."""
         for connection in list(self.connections):
             connection.break_off()
+
+    def ask_to_stop(self) -> None:
+        """Connections end first."""
+        self.cut_off()
         self._stopping.set()
+
+
+class ServerProcess(AppProcess, WithDisk):
+    """It lives from `start` to `kill` or `stop`."""
+
+    def __init__(self, program: Program, folder: Path, rng: random.Random, engines: Alive) -> None:
+        self.disk = Disk(folder, rng)
+        self.engines = engines
+        """Its own."""
+        program.begin(folder, EngineClient(ProcessLink(EngineConfig())))
+        super().__init__(program.app)
+
+    @property
+    def answering(self) -> list[AppProcess]:
+        """Those that answer clients."""
+        return [self] if self.answers else []
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [self.runtime.client]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it could not start."""
+        return self.task.exception() if self.task.done() else None
+
+    async def stop(self) -> None:
+        """As it is asked to."""
+        self.ask_to_stop()
         await self.ended.wait()
 
     async def kill(self, folder: Path, *, power: bool = False) -> None:
         """End it in the middle of whatever it does. What its next one finds is in `folder`."""
         if not self.dead:
             self.die(folder, power=power)
-        for _ in range(1000):
-            if not self.tasks:
-                break
-            for task in list(self.tasks):
-                task.cancel()
-            await asyncio.sleep(0)
-        assert not self.tasks, f"cannot be ended: {list(self.tasks)}"
+        await end_tasks(self)
         self.ended.set()
 
     def die(self, folder: Path, *, power: bool) -> None:
         """From this moment on it does nothing that anybody sees."""
         self.disk.left(folder, power=power)
         self.dead = True
-        for connection in list(self.connections):
-            connection.break_off()
+        self.cut_off()
         for engine in list(self.engines):
             engine.exit()
+
+
+async def end_tasks(process: Owned) -> None:
+    """Those of a process that is dead."""
+    for _ in range(1000):
+        if not process.tasks:
+            break
+        for task in list(process.tasks):
+            task.cancel()
+        await asyncio.sleep(0)
+    assert not process.tasks, f"cannot be ended: {list(process.tasks)}"
 
 
 class Connection:
@@ -129,7 +168,7 @@ class Connection:
 
     def __init__(
         self,
-        server: ServerProcess,
+        server: AppProcess,
         rng: random.Random,
         method: str,
         url: str,

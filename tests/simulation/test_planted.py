@@ -133,7 +133,7 @@ def test_a_planted_fault_is_found(
     for seed in range(SEEDS):
         (folder := tmp_path / str(seed)).mkdir()
         try:
-            simulate(seed, folder, program)
+            simulate(seed, folder, [program])
         except (Exception, BaseExceptionGroup) as error:
             print(f"seed {seed}: {error!r}")
             return

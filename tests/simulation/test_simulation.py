@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,32 @@ from tests.simulation import clients, disk
 from tests.simulation.clock import virtual_time
 from tests.simulation.engine import Alive, SimulatedProcess
 from tests.simulation.server import Connection, Program, ServerProcess
+from tests.simulation.several import ApiProcess, SharedServer, in_place
+from tests.simulation.wire import Network
 
 LONGEST = 600.0
 """Seconds, of the simulation's, in which everything has ended."""
 KINDS = (clients.Streaming, clients.Streaming, clients.Streaming, clients.Whole, clients.InBackground, clients.Batching)
 GIGABYTE = 1 << 30
+FAULTS = ("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade")
+OF_SEVERAL = ("api", "api", "api", "late", *FAULTS)
 
 
 class World:
     """Servers one after another in the same folder, their clients, and what befalls them."""
 
-    def __init__(self, seed: int, folder: Path, program: Program) -> None:
-        self._program = program
+    def __init__(self, seed: int, folder: Path, programs: Sequence[Program]) -> None:
+        """`programs`: of the API processes; one alone is the server itself."""
+        self._programs = programs
         self.rng = random.Random(seed)
+        self.network = Network(self.rng)
         self._excused = self.upgraded = -1.0
         self.version = 0
         self._folder = folder
         self._number = 0
         self._engines: Alive = {}
         self.seeds: dict[str, int] = {}
-        self._server: ServerProcess | None = None
+        self._server: ServerProcess | SharedServer | None = None
         self._up = asyncio.Event()
         self.told: list[str] = []
         self._crashes = 0
@@ -60,7 +66,9 @@ class World:
     ) -> Connection:
         while self._server is None or not self._server.answers:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        return Connection(self._server, self.rng, method, url, body, headers)
+        answering = self._server.answering
+        process = answering[0] if len(answering) == 1 else self.rng.choice(answering)
+        return Connection(process, self.rng, method, url, body, headers)
 
     async def run(self) -> None:
         (self._folder / "0").mkdir()
@@ -70,18 +78,24 @@ class World:
             for number in range(count):
                 group.create_task(self.rng.choice(KINDS)(self, number).run())
             group.create_task(self._befall())
-        await asyncio.sleep(10)
+        late = max(self.network.late_until.values(), default=0.0) - asyncio.get_running_loop().time()
+        await asyncio.sleep(10 + max(0.0, late))
         self._check_rest()
         assert self._server is not None
-        assert self._server.server.durable is not None
-        self._counted = (await self._server.server.durable.look()).sizes
+        process = self._server.answering[0]
+        assert process.server.durable is not None
+        looked = process.context.copy().run(asyncio.create_task, process.server.durable.look())
+        self._counted = (await looked).sizes
         await self._server.stop()
         self._check_kept()
 
     async def _start(self) -> None:
-        self._server = ServerProcess(self._program, self._path, self.rng, self._engines)
+        if len(self._programs) == 1:
+            self._server = ServerProcess(self._programs[0], self._path, self.rng, self._engines)
+        else:
+            self._server = SharedServer(self._programs, self._path, self.rng, self._engines)
         while not self._server.answers:
-            assert not self._server.task.done(), self._server.task.exception()
+            assert self._server.failure is None, self._server.failure
             await asyncio.sleep(0.05)
 
     @property
@@ -95,7 +109,7 @@ class World:
         """All that goes wrong."""
         for _ in range(self._faults):
             await self._some_time()
-            what = self.rng.choice(("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade"))
+            what = self.rng.choice(FAULTS if len(self._programs) == 1 else OF_SEVERAL)
             if what == "crash" and self._crashes:  # a request that is there each time is given up
                 what = "engine"
             self._crashes += what == "crash"
@@ -120,6 +134,16 @@ class World:
                     await self._fill()
                 case "statement":
                     await self._end_in_statement()
+                case "api":
+                    self._one_of_several().die()
+                case "late":
+                    seconds = self.rng.choice((1.0, 5.0, 15.0))
+                    until = asyncio.get_running_loop().time() + seconds
+                    self.network.late_until[self._one_of_several().identity.encode()] = until
+
+    def _one_of_several(self) -> ApiProcess:
+        assert isinstance(self._server, SharedServer)
+        return self.rng.choice(list(self._server.apis.values()))
 
     async def _some_time(self) -> None:
         """A moment by the clock, or some turns of the loop from now."""
@@ -182,16 +206,18 @@ class World:
     def _check_rest(self) -> None:
         """Nobody wants anything any more: nothing runs, and nothing is taken."""
         assert self._server is not None
-        client, server = self._server.runtime.client, self._server.server
-        assert client.alive
-        assert not client.num_open, "a request goes on for nobody"
-        assert not client.queued_tokens
-        assert not client.open_by_tenant
+        assert len(self._server.answering) == len(self._programs)
+        for client in self._server.clients:
+            assert client.alive
+            assert not client.num_open, "a request goes on for nobody"
+            assert not client.queued_tokens
+            assert not client.open_by_tenant
         assert not any(engine.running for engine in self._engines)
-        assert server.batches is not None
-        assert not server.batches.num_open
-        assert server.streams is not None
-        assert not server.streams.num_running, "a stream that has ended is still noted"
+        for process in self._server.answering:
+            assert process.server.batches is not None
+            assert not process.server.batches.num_open
+            assert process.server.streams is not None
+            assert not process.server.streams.num_running, "a stream that has ended is still noted"
 
     def _check_kept(self) -> None:
         """What the last process counted is what is there."""
@@ -205,11 +231,12 @@ class World:
             kept.close()
 
 
-def simulate(seed: int, folder: Path, program: Program) -> list[str]:
+def simulate(seed: int, folder: Path, programs: Sequence[Program]) -> list[str]:
     """Returns what happened."""
-    world = World(seed, folder, program)
+    world = World(seed, folder, programs)
     with virtual_time(random.Random(-seed)) as loop, pytest.MonkeyPatch.context() as patch:
         patch.setattr("sqlite3.connect", disk.connect)
+        in_place(patch, world.network)
         loop.run_until_complete(_run(world, patch))
     return [*world.told, f"{loop.selector.turns} turns"]
 
@@ -228,21 +255,39 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
 
 FOUND = (240, 1022)
 """Seeds above those of every day that found something."""
+FOUND_BY_SEVERAL = ()
+"""The same with several API processes."""
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND])
 def test_one(seed: int, tmp_path: Path, program: Program) -> None:
-    simulate(seed, tmp_path, program)
+    simulate(seed, tmp_path, [program])
+
+
+@pytest.mark.parametrize("seed", [*range(20), *FOUND_BY_SEVERAL])
+def test_several(seed: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+    simulate(seed, tmp_path, api_programs)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(2, 100))
 def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
+    _simulate_hundred(hundred, tmp_path, [program])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("hundred", range(30))
+def test_hundreds_of_several(hundred: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+    _simulate_hundred(hundred, tmp_path, api_programs)
+
+
+def _simulate_hundred(hundred: int, tmp_path: Path, programs: Sequence[Program]) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         (folder := tmp_path / str(seed)).mkdir()
         try:
-            simulate(seed, folder, program)
+            simulate(seed, folder, programs)
         except BaseException:
             print(f"seed {seed}")
             raise

@@ -1,0 +1,223 @@
+"""A server of several API processes: the real command of its parent, hub and links, over simulated sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from quire.engine.config import EngineConfig
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.supervisor import ProcessLink
+from quire.server.cli import api_processes
+from quire.server.cli.api_processes import ApiProcesses, Setup
+from quire.server.config import ServerConfig
+from quire.server.store.tail import PREFIX
+from tests.server.api import NAME
+from tests.simulation.clock import PROCESS
+from tests.simulation.disk import Disk, WithDisk
+from tests.simulation.engine import Alive
+from tests.simulation.server import AppProcess, Program, end_tasks
+from tests.simulation.wire import Network, SimulatedWire
+
+KILLED = -signal.SIGKILL
+
+
+class CurrentLink:
+    """Stands for the link of the API process that runs a program."""
+
+    link: HubLink
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
+def programs(folder: Path, number: int) -> list[Program]:
+    """Those of so many API processes."""
+    made = []
+    for each in range(number):
+        (own := folder / str(each)).mkdir()
+        made.append(Program(own, link=CurrentLink()))
+    return made
+
+
+class ApiProcess(AppProcess):
+    asks = True
+
+    def __init__(self, program: Program, folder: Path, setup: Setup) -> None:
+        self.identity = setup.identity
+        self._tail = folder / f"{PREFIX}{setup.identity}"
+        self._link = HubLink(EngineConfig(), setup.hub, setup.identity)
+        program.link.link = self._link
+        program.begin(folder, EngineClient(self._link))
+        self.code = 0
+        super().__init__(program.app)
+
+    async def _live(self, app: FastAPI) -> None:
+        self._link.launch()
+        try:
+            await super()._live(app)
+        except Exception:  # as one that cannot start
+            if not self.dead:
+                self.die(1)
+                raise
+
+    def _serves(self) -> None:
+        self._link.tell_serving("serving")
+
+    def die(self, code: int = KILLED) -> None:
+        """From this moment on it does nothing that anybody sees."""
+        if self.dead:
+            return
+        self.dead, self.code = True, code
+        self.cut_off()
+        left = self._tail.read_bytes() if self._tail.exists() else None
+        Context().run(asyncio.create_task, self._end(left))
+
+    async def _end(self, left: bytes | None) -> None:
+        await end_tasks(self)
+        if left is not None:  # whatever its tasks did when they were cancelled
+            self._tail.unlink(missing_ok=True)
+            self._tail.write_bytes(left)
+        self.ended.set()
+
+
+class _Child:
+    """Stands for Child."""
+
+    def __init__(self, arguments: Sequence[str], configuration: bytes) -> None:
+        server = PROCESS.get()
+        assert isinstance(server, SharedServer)
+        self._api = server.begin(msgspec.json.decode(configuration, type=Setup))
+        self.process = self
+        self.pid = os.getpid()
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGTERM
+        self._api.ask_to_stop()
+
+    def kill(self) -> Any:
+        """Of Popen, and of Child, who await it."""
+        self._api.die()
+        return self.exited()
+
+    async def exited(self) -> int:
+        await self._api.ended.wait()
+        return self._api.code
+
+
+class _Listener:
+    family = 2
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("127.0.0.1", 8000)
+
+
+class _Sockets:
+    numbers = count()
+
+    def __init__(self) -> None:
+        self.hub = next(self.numbers)
+
+    def close(self) -> None:
+        pass
+
+
+class SharedServer(WithDisk):
+    """The process that has engine and data, with its API processes, which end with it."""
+
+    def __init__(self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive) -> None:
+        super().__init__()
+        self.disk = Disk(folder, rng)
+        self.engines = engines
+        self.apis: dict[int, ApiProcess] = {}
+        """By number: those that were started last."""
+        self.on_signal: Callable[[int], None]
+        self._programs = programs
+        self._folder = folder
+        config = ServerConfig(served_model_name=[NAME], data_dir=folder, api_server_count=len(programs))
+        context = copy_context()
+        context.run(PROCESS.set, self)
+        self._processes = context.run(ApiProcesses, config, _Listener(), 0.0)  # type: ignore[arg-type]
+        self._client = self._processes._client
+        self.task = context.run(asyncio.create_task, self._live())
+
+    async def _live(self) -> None:
+        await self._processes.run()
+        self.dead = True
+
+    def begin(self, setup: Setup) -> ApiProcess:
+        number = int(setup.identity.partition(".")[0])
+        api = self.apis[number] = Context().run(ApiProcess, self._programs[number], self._folder, setup)
+        return api
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.answering)
+
+    @property
+    def answering(self) -> list[AppProcess]:
+        return [] if self.dead else [each for each in self.apis.values() if each.answers]
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [self._client, *(each.runtime.client for each in self.answering)]
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self.task.exception() if self.task.done() else None
+
+    async def stop(self) -> None:
+        self.on_signal(signal.SIGTERM)
+        await asyncio.wait([self.task])
+        self.task.result()
+
+    async def kill(self, folder: Path, *, power: bool = False) -> None:
+        if not self.dead:
+            self.die(folder, power=power)
+        await end_tasks(self)
+        for each in self.apis.values():
+            await each.ended.wait()
+
+    def die(self, folder: Path, *, power: bool) -> None:
+        """The API processes end at the same moment: the kernel sees to it."""
+        self.disk.left(folder, power=power)
+        self.dead = True
+        for each in self.apis.values():
+            each.die()
+        for engine in list(self.engines):
+            engine.exit()
+
+
+@contextmanager
+def _signals_told(tell: Callable[[int], None]) -> Iterator[None]:
+    server = PROCESS.get()
+    assert isinstance(server, SharedServer)
+    server.on_signal = tell
+    yield
+
+
+def in_place(patch: pytest.MonkeyPatch, network: Network) -> None:
+    """What stands for the machine's processes and sockets."""
+
+    def wire(*given: Any, **named: Any) -> SimulatedWire:
+        return SimulatedWire(network, *given, **named)
+
+    patch.setattr("quire.engine.link.hub.Wire", wire)
+    patch.setattr("quire.engine.link.hub_link.Wire", wire)
+    patch.setattr(api_processes, "Child", _Child)
+    patch.setattr(api_processes, "SocketFolder", _Sockets)
+    patch.setattr(api_processes, "signals_told", _signals_told)
+    patch.setattr(api_processes, "processes", lambda config: EngineClient(ProcessLink(EngineConfig())))
