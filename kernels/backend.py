@@ -137,6 +137,8 @@ class AttentionMetadata:
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
     sequences: Sequences | None = None  # None: of matrices too a sequence is what it is of attention
     parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
+    shapes: tuple[tuple[int, int], ...] = ()
+    """(queries, keys) of each sequence, where the host knows them: what looks ahead on a GPU does not wait then."""
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""

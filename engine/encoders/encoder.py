@@ -12,12 +12,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.pieces import BEFORE, ROWS, finished, parts_of, weight
+from quire.engine.encoders.pieces import BEFORE, ROWS, finished, pages_of, parts_of, positions_of, weight
 from quire.engine.errors import ModelError
 from quire.engine.layers.heads import Stage
 from quire.engine.layers.linear import JoinedLinear
@@ -27,7 +28,8 @@ from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.kernels.activation import GELU, sigmoid
 from quire.kernels.activation import Activation as Elementwise
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
+from quire.kernels.backend import NO_ADAPTERS, Backend
+from quire.kernels.gpu.transfer import upload
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 
@@ -258,40 +260,33 @@ class Encoder:
             )
         return table | parameters_of(self._embedding_norm, self._final_norm, *self._layers)
 
-    def forward(self, token_ids: Tensor, segments: Tensor | None, metadata: AttentionMetadata) -> Tensor:
-        """Hidden states [T, hidden] of whole prompts. segments [T] int64: which of two texts a token is of; None: all
-        are of the first. The metadata's pages are of this call alone; they begin at 0."""
-        return self.encode(self._embedded(token_ids, segments, metadata.positions), metadata)
-
-    def encode(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The same of embedded tokens [T, hidden]."""
-        return finished(self.pieces(x, metadata, cut=False))[0]
+    def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
+        """Hidden states [T, hidden] of whole prompts of these lengths [S] int64. segments [T] int64: which of two texts
+        a token is of; None: all are of the first."""
+        (positions,) = upload([positions_of(lengths)], self.device)
+        return finished(self.pieces(self._embedded(token_ids, segments, positions), [lengths], cut=False))[0]
 
     def pieces(
         self,
         x: Tensor,
-        metadata: AttentionMetadata,
+        lengths: Sequence[np.ndarray],
         turns: Tensor | None = None,
         taps: Sequence[int] = (),
         *,
         cut: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
         """The same of images' patches, in pieces (engine/encoders/pieces.py); and what the layers `taps` give,
-        ascending. turns [T, head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces
-        together weigh what `weight` says of the patches. cut: a piece may be some of the tokens, all of which see each
-        other then, wherever they stand."""
+        ascending. lengths: for each group of layers, of the sequences whose tokens see each other. turns [T, head_dim]
+        float32: of each patch, as Rope.cos_sin has it for a position. All pieces together weigh what `weight` says of
+        the patches. cut: a piece may be some of the tokens, all of which see each other then, wherever they stand."""
         backend, spec, tapped = self._backend, self.spec, list[Tensor]()
-        bias = self._tables.get(spec.names.relative or "")
-        if turns is not None:
-            every = torch.arange(len(x), device=self.device)
-            others = tuple(replace(each, turns=every) for each in metadata.others)
-            metadata = replace(metadata, turns=every, others=others)
-        pages = 1 + max(int(each.block_table.max()) for each in (metadata, *metadata.others))
+        bias, size = self._tables.get(spec.names.relative or ""), self._backend.block_size
+        pages = max(pages_of(each, size) for each in lengths)
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        groups = [
-            (parts_of(each, ROWS if cut else len(x)), each.max_context_len) for each in (metadata, *metadata.others)
-        ]
+        rows = ROWS if cut else None
+        turned = turns is not None
+        groups = [(parts_of(each, size, self.device, rows, turned=turned), int(each.max())) for each in lengths]
         for index, layer in enumerate(self._layers):
             parts, seen = groups[spec.groups[index] if spec.groups else 0]
             rope = layer.rope if turns is None else replace(layer.rope, cos_sin=turns)

@@ -4,19 +4,21 @@ piece changes a bit of what comes out, for kernels compute each token as if it w
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.transfer import upload
 
 _T = TypeVar("_T")
 ROWS = 1024
 """Tokens that a piece computes at most. Linears gain nothing by more."""
 BEFORE = 0.25
 """The part of a layer's linears that comes before its attention: three of twelve squares of the hidden size."""
+Parts = list[tuple[slice, AttentionMetadata]]
+"""A step as several, each with the place of its tokens."""
 
 
 def finished(pieces: Generator[float, None, _T]) -> _T:
@@ -34,37 +36,46 @@ def weight(tokens: float, seen: float, hidden: int) -> float:
     return tokens * (1 + seen / (4 * hidden))
 
 
-def parts_of(metadata: AttentionMetadata, rows: int) -> list[tuple[slice, AttentionMetadata]]:
-    """A step of whole prompts as several of at most so many tokens, each with the place of its own: all of them attend
-    to the same keys, once these are stored."""
-    count = len(metadata.positions)
-    if count <= rows:
-        return [(slice(0, count), metadata)]
-    return [
-        (slice(at, min(at + rows, count)), _part(metadata, at, min(at + rows, count))) for at in range(0, count, rows)
-    ]
+def positions_of(lengths: np.ndarray) -> np.ndarray:
+    """Of all tokens of prompts of these lengths [S] int64, [T] int64."""
+    starts = np.cumsum(lengths) - lengths
+    counted: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    return counted
 
 
-def _part(metadata: AttentionMetadata, begin: int, end: int) -> AttentionMetadata:
-    """The tokens `begin` to `end` alone."""
-    starts = metadata.query_start.long()
-    own = (starts[:-1] < end) & (starts[1:] > begin)
-    queries, contexts = starts.clamp(begin, end).diff()[own], metadata.context_lens[own]
-    return replace(
-        metadata,
-        query_start=_summed(queries),
-        context_lens=contexts,
-        key_start=_summed(contexts),
-        block_table=metadata.block_table[own],
-        positions=metadata.positions[begin:end],
-        slots=metadata.slots[begin:end],
-        max_query_len=int(queries.max()),
-        max_context_len=int(contexts.max()),
-        turns=None if metadata.turns is None else metadata.turns[begin:end],
-        others=(),
-    )
+def pages_of(lengths: np.ndarray, block_size: int) -> int:
+    """That prompts of these lengths have, each its own."""
+    return int((-(-lengths // block_size)).sum())
 
 
-def _summed(counts: Tensor) -> Tensor:
-    """[S] to [S + 1] int32."""
-    return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+def parts_of(
+    lengths: np.ndarray, block_size: int, device: torch.device, rows: int | None = None, *, turned: bool = False
+) -> Parts:
+    """A step that computes prompts of these lengths [S] int64 from their beginning, each on pages of its own; as
+    several of at most so many `rows` (None: as one), all of whose tokens see the same keys, once these are stored.
+    turned: tokens are turned by what a table says of their place in the step. Nothing waits for the device."""
+    pages = -(-lengths // block_size)
+    first, starts = np.cumsum(pages) - pages, np.concatenate(([0], np.cumsum(lengths)))
+    longest, count = int(lengths.max()), int(lengths.sum())
+    table = np.minimum(first[:, None] + np.arange(-(-longest // block_size)), pages.sum() - 1)
+    positions = positions_of(lengths)
+    slots = np.repeat(first * block_size, lengths) + positions
+    found: Parts = []
+    for begin in range(0, count, rows or count):
+        end = min(begin + (rows or count), count)
+        own = (starts[:-1] < end) & (starts[1:] > begin)
+        queries, contexts = np.diff(np.clip(starts, begin, end))[own], lengths[own]
+        narrow = (_summed(queries), contexts, _summed(contexts), table[own])
+        wide = (positions[begin:end], slots[begin:end], np.arange(begin, end))
+        there = upload([*(each.astype(np.int32) for each in narrow), *wide], device)
+        shapes = tuple(zip(queries.tolist(), contexts.tolist(), strict=True))
+        turns = there[6] if turned else None
+        longest_here = int(queries.max()), int(contexts.max())
+        made = AttentionMetadata(*there[:6], *longest_here, turns=turns, shapes=shapes)
+        found.append((slice(begin, end), made))
+    return found
+
+
+def _summed(counts: np.ndarray) -> np.ndarray:
+    """[S] to [S + 1]."""
+    return np.concatenate(([0], counts.cumsum()))

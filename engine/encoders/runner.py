@@ -15,7 +15,6 @@ from quire.engine.core.batch import Admission, Batch, Row, StepOutput
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import PooledRow, Pooler, finished_rows
 from quire.engine.types import PoolingParams
-from quire.kernels.backend import AttentionMetadata
 
 
 class Computed:
@@ -40,15 +39,13 @@ class EncoderRunner:
         self,
         model: Encoder,
         pooler: Pooler,
-        block_size: int,
         images: ImageVectors | None = None,
         padding: int | None = None,
     ) -> None:
-        """`block_size`: tokens of a page of the backend's kernels. `images`: where they have vectors too. `padding`:
-        the token that prompts are filled up with; None: they are not."""
+        """`images`: where they have vectors too. `padding`: the token that prompts are filled up with; None: they are
+        not."""
         self._model = model
         self._pooler = pooler
-        self._block_size = block_size
         self._images, self._padding = images, padding
         self._owners: dict[int, Admission] = {}
 
@@ -83,8 +80,7 @@ class EncoderRunner:
             begin += filled.count
         lengths = np.array([len(each) for each in ids], dtype=np.int64)
         token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
-        metadata = whole_prompts(lengths, self._block_size, self._model.device)
-        hidden = self._model.forward(token_ids, self._segments(pooled), metadata)
+        hidden = self._model.forward(token_ids, self._segments(pooled), lengths)
         vectors = self._pooler.take(pooled, hidden).cpu()
         return finished_rows(pooled, vectors, self._pooler.pooling)
 
@@ -117,26 +113,3 @@ class EncoderRunner:
             if each.params.second_segment is not None:
                 segments[each.begin + each.params.second_segment : each.begin + each.length] = 1
         return torch.from_numpy(segments).to(self._model.device)
-
-
-def whole_prompts(lengths: np.ndarray, block_size: int, device: torch.device) -> AttentionMetadata:
-    """A step that computes prompts of these lengths [S] int64 from their beginning, each on pages of its own."""
-    pages = -(-lengths // block_size)
-    first, starts = np.cumsum(pages) - pages, np.cumsum(lengths) - lengths
-    longest = int(lengths.max())
-    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    table = np.minimum(first[:, None] + np.arange(-(-longest // block_size)), pages.sum() - 1)
-    ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    slots = np.repeat(first * block_size, lengths) + positions
-    narrow = (ends, lengths.astype(np.int32), table.astype(np.int32))
-    query_start, context_lens, block_table = (torch.from_numpy(each).to(device) for each in narrow)
-    return AttentionMetadata(
-        query_start=query_start,
-        context_lens=context_lens,
-        key_start=query_start,
-        block_table=block_table,
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        max_query_len=longest,
-        max_context_len=longest,
-    )

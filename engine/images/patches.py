@@ -67,8 +67,12 @@ class Patched(Merging):
 
     def work(self, content: Content) -> int:
         """With what merges patches, each as half a layer."""
-        mergers = self._patches(content) * (1 + len(self.tapped)) / 2 / self.shape.num_layers
+        mergers = self.patches(content) * (1 + len(self.tapped)) / 2 / self.shape.num_layers
         return Vision.work(self, content) + math.ceil(mergers)
+
+    @property
+    def turns(self) -> bool:
+        return True
 
     def grid(self, content: Content) -> tuple[int, int]:
         return content.height // self.unit, content.width // self.unit

@@ -116,19 +116,24 @@ class Vision(ABC):
 
     def seen(self, content: Content) -> float:
         """How many patches a patch of a content sees, in the mean of the tower's layers."""
-        return self._patches(content)
+        return self.patches(content)
 
     def work(self, content: Content) -> int:
         """What reading a content weighs, in tokens of a step's budget: a patch about as much as a token, for towers are
         narrower than text parts, and more the more patches it sees: attention among 1,024 of 768 numbers was measured
         to take a third of the time of the linears."""
-        return math.ceil(self._patches(content) * (1 + self.seen(content) / (4 * self.shape.hidden_size)))
+        return math.ceil(self.patches(content) * (1 + self.seen(content) / (4 * self.shape.hidden_size)))
 
-    def _patches(self, content: Content) -> int:
+    def patches(self, content: Content) -> int:
         return content.height * content.width // self.shape.patch_size**2
 
+    @property
+    def turns(self) -> bool:
+        """Whether the text part's rotations tell apart where the tokens of a content stand."""
+        return False
+
     def grid(self, content: Content) -> tuple[int, int] | None:
-        """Rows and columns in which the tokens of a content stand, where the text part's rotations tell them apart."""
+        """Rows and columns in which the tokens of a content stand, where it `turns`."""
         return None
 
     @abstractmethod

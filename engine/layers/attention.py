@@ -118,6 +118,10 @@ class Attention(PagedPart):
         super().__init__(spec, making, len(kv_heads))
         self._kv_scales = making.kv_scales.get(layer, UNSCALED)
         self._cos_sin = None if spec.rope is None else making.rope_table(spec.rope, dim)
+        self._which: Tensor | None = None
+        if spec.axes is not None:
+            rest = dim // 2 - len(spec.axes)  # frequencies that are not turned at all
+            self._which = torch.tensor([*spec.axes, *[0] * rest] * 2, device=making.device)
         self._prefix = prefix = f"{layer}.self_attn"
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
         q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
@@ -170,7 +174,7 @@ class Attention(PagedPart):
         gate = None if self._gate is None else self._gate.apply(run, x, context)
         rope, turned = self.rope, metadata
         if metadata.axes is not None and self._spec.axes is not None:
-            rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x)))
+            rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x), device=x.device))
         qkv = run.cast(self._qkv.apply(run, x, context), self._making.attended_in)
         q = run.rope_store(qkv, rope, k_cache, v_cache, turned)
         attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
@@ -199,11 +203,7 @@ class Attention(PagedPart):
         """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
         are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
         assert self._cos_sin is not None
-        assert self._spec.axes is not None
-        which = torch.tensor(self._spec.axes)
-        rest = self._spec.head_dim // 2 - len(which)  # frequencies that are not turned at all
-        which = torch.cat((which, which.new_zeros(rest))).repeat(2)
-        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, which]))
+        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, self._which]))
 
     @cached_property
     def _softmax(self) -> Softmax:

@@ -256,7 +256,9 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     check_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, held), spec, tried=tried)
     of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
-    return Chosen(spec, device, dtype, held, types.changed, of_text, why, backend)
+    # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
+    of_images = type(backend)() if config.deterministic and device.type == "cuda" else backend
+    return Chosen(spec, device, dtype, held, types.changed, of_text, why, of_images)
 
 
 def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:

@@ -18,8 +18,8 @@ from quire.engine.worker.inputs import ForwardInputs, Owner, Slots
 from quire.engine.worker.memory import layers_of
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import rules_of
-from quire.engine.worker.transfer import Download, upload
 from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.transfer import Download, upload
 
 
 class _Going(NamedTuple):

@@ -82,7 +82,7 @@ def start_encoder(
         no_images=images.why_not,
     )
     return Worker(
-        runner=EncoderRunner(model, pooler, backend.block_size, images.features, padding),
+        runner=EncoderRunner(model, pooler, images.features, padding),
         plan=plan,
         info=info,
         pooling=pooling,

@@ -24,9 +24,9 @@ from torch import Tensor
 from quire.engine.core.batch import Batch
 from quire.engine.errors import ConfigError
 from quire.engine.worker.inputs import Picks, Slots
-from quire.engine.worker.transfer import put
 from quire.kernels.collective import RankEnded
 from quire.kernels.gpu.faults import fault
+from quire.kernels.gpu.transfer import put
 from quire.kernels.probe import Capture
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

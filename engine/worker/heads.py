@@ -18,8 +18,8 @@ from quire.engine.worker.costs import CONTEXT, measured
 from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.transfer import Download, upload
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.transfer import Download, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,6 @@ class Heads:
         self._states = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
         """Of each slot, at the places before its last picks."""
         self._kept: dict[int, _Kept] = {}
-        self._turned: Tensor | None = None
-        """[slots] int64: how far behind a slot's images tokens are rotated by other positions than their own; None: no
-        request had any yet."""
 
     @property
     def reads_all(self) -> bool:
@@ -79,10 +76,6 @@ class Heads:
             assert found.every is not None
             states = self.head.observe(following, found.every, found.tapped, inputs.metadata, self._kv_cache)
             states = states[inputs.sampled]
-            if inputs.metadata.turns is not None and self._turned is None:
-                self._turned = torch.zeros(len(slots.owners), dtype=torch.int64, device=slots.device)
-            if self._turned is not None:
-                self._turned[picks.slots_there] = (inputs.metadata.turned - at)[inputs.sampled]
         else:
             states = self.head.observe(picks.slots_there, found.before_picks, (), None, [])
         firsts = np.array([row.start + row.count - len(row.draft_ids) for row in picks.rows], dtype=np.int64)
@@ -156,7 +149,7 @@ class Heads:
             slots=page.long() * size + positions % size,
             max_query_len=1,
             max_context_len=longest,
-            turns=None if self._turned is None else positions + self._turned[slots],
+            turns=self._slots.turns(slots, positions),
         )
 
     def measure_costs(self) -> list[tuple[int, float]]:

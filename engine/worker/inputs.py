@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules, SamplingRow
-from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 from quire.kernels.gpu.mixed import Division
+from quire.kernels.gpu.transfer import upload
 from quire.kernels.recurrent.recurrence import Guesses, Sequences
 
 
@@ -93,6 +93,9 @@ class Slots:
         self._tables: Tensor | None = None
         self._seen_there: Tensor | None = None
         """`_seen` on the device, where graphs need it."""
+        self._behind: Tensor | None = None
+        """[slots] int64: what is added to positions behind the last image of a slot's prompt for what they are rotated
+        by; None: nothing ever is."""
         if scratch_page is not None:
             if self.keeps_guesses:
                 self._seen_there = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -107,6 +110,17 @@ class Slots:
         self._seen[admission.slot] = -1
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids
+
+    def turn_behind(self, slot: int, more: int) -> None:
+        """Rotate tokens of this slot by so many `more` than their positions, but those that a step's metadata says
+        otherwise of."""
+        if self._behind is None:
+            self._behind = torch.zeros(len(self.owners) + 1, dtype=torch.int64, device=self.device)
+        self._behind[slot].fill_(more)
+
+    def turns(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """AttentionMetadata.turns of tokens [T] of these slots at these positions, both [T] int64."""
+        return None if self._behind is None else positions + self._behind[slots]
 
     def owner(self, slot: int) -> Owner:
         owner = self.owners[slot]
@@ -211,6 +225,7 @@ class Slots:
             max_context_len=pages * self.block_size,
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
             state_slots=slots,
+            turns=self.turns(slots, positions),
             sequences=self._sequences(slots, positions),
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
@@ -331,6 +346,7 @@ class Slots:
             whole=not starts.any(),
             state_slots=state_slots,
             guesses=Guesses(*lens) if lens else None,
+            turns=self.turns(owners, at),
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         if division is not None:

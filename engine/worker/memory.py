@@ -25,6 +25,7 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import PageCopy, SlotCopy
 from quire.engine.errors import ConfigError, QuireError
+from quire.engine.images.config import KEPT_BYTES
 from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
@@ -85,9 +86,13 @@ def most_tokens(config: EngineConfig, token_bytes: int, device: torch.device, bl
     return max(budget // token_bytes, block_size)
 
 
-def available_bytes(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
-    """What the model's device has for the KV cache. Of ranks on GPUs all must call it at the same time."""
-    return kv_budget(config, model.device, set_aside(model, model_config, backend, config))
+def available_bytes(
+    model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, reading: int = 0
+) -> int:
+    """What the model's device has for the KV cache. reading: bytes that an image takes on a GPU while it is read,
+    beside the features of those that are kept. Of ranks on GPUs all must call it at the same time."""
+    step = set_aside(model, model_config, backend, config)
+    return kv_budget(config, model.device, max(step, reading) + (KEPT_BYTES if reading else 0))
 
 
 def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:

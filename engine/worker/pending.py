@@ -12,7 +12,7 @@ from quire.engine.types import TokenLogprob
 from quire.engine.worker.inputs import Owner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import token_logprobs, with_picked
-from quire.engine.worker.transfer import Download
+from quire.kernels.gpu.transfer import Download
 
 
 @dataclass(frozen=True, slots=True)

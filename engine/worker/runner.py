@@ -28,9 +28,9 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, listed_tokens, rules_of
-from quire.engine.worker.transfer import Download, upload
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.others import is_other
+from quire.kernels.gpu.transfer import Download, upload
 
 _LOGIT_ROWS = 256
 """How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
@@ -69,6 +69,8 @@ class Runner:
         hidden states, on the same slots. `features`: of images, where requests may have some."""
         self._model = model
         self._features = features
+        if features is not None and features.places.turns:
+            slots.turn_behind(slots.scratch_slot, 0)
         self._pages = pages
         self._kv_cache = layers_of(model, pages, slots.states)
         self._slots = slots
@@ -116,15 +118,14 @@ class Runner:
         picks = self._slots.picks(batch)
         if not batch.rows:
             return Begun(batch, picks, None)
-        captured = self.graphs is not None and self.graphs.fit(batch) and self._slots.see(batch.rows)
+        images = self._features
+        shown = images is not None and images.places.reach(batch.rows, self._admission)
+        captured = self.graphs is not None and not shown and self.graphs.fit(batch) and self._slots.see(batch.rows)
         inputs = None if captured else self._slots.build(batch)
-        features = None
-        if self._features is not None:
-            features = self._features.of(batch.rows, self._admission)
-            if inputs is not None:
-                placed = self._features.places.put(inputs.metadata, batch.rows, self._admission)
-                inputs = inputs if placed is inputs.metadata else replace(inputs, metadata=placed)
-        return Begun(batch, picks, inputs, features)
+        if images is None or inputs is None or not shown:
+            return Begun(batch, picks, inputs)
+        placed = images.places.put(inputs.metadata, batch.rows, self._admission)
+        return Begun(batch, picks, replace(inputs, metadata=placed), images.of(batch.rows, self._admission))
 
     def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
@@ -190,8 +191,11 @@ class Runner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Compute short prompts on the scratch page. Kernels come in kinds by the number of queries, and a kind is
-        compiled, for seconds, when it is first called; the kind for long prompts was, when a step was measured."""
+        """Compute short prompts on the scratch page, and read a small image. Kernels come in kinds by the number of
+        queries, and a kind is compiled, for seconds, when it is first called; the kind for long prompts was, when a
+        step was measured."""
+        if self._features is not None:
+            self._features.warm_up()
         for length in _WARM_PROMPTS:
             inputs = self._slots.scratch_prompt(length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
@@ -226,6 +230,8 @@ class Runner:
             params = admission.params
             rules = rules_of(SamplingParams() if isinstance(params, PoolingParams) else params, self._eos)
             self._slots.admit(Owner(admission, rules))
+            if self._features is not None and self._features.places.turns:
+                self._slots.turn_behind(admission.slot, self._features.places.behind(admission))
             self._grammars.admit(admission)
 
     def _pooled(self, rows: list[Row]) -> list[PooledRow]:

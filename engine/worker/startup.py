@@ -125,7 +125,8 @@ def _start(
         weight_bytes = tower.weight_bytes + elsewhere + held
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
-    plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
+    available = partial(available_bytes, model, model_config, backend, config, tower.step_bytes)
+    plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks, available)
     room = _allocate(config, chosen, loaded, plan, ranks)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
@@ -297,13 +298,14 @@ def plan_pages(
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
     ranks: SingleProcess,
+    available_here: Callable[[], int],
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
     each, slot = whole_page_bytes(model, places) * count, slot_bytes(model, config) * count
-    available = ranks.available(partial(available_bytes, model, model_config, backend, config))
+    available = ranks.available(available_here)
     large, cached = model.spec.needs_snapshots, config.enable_prefix_caching
     most = config.max_num_seqs
     shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached)

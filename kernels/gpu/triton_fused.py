@@ -197,7 +197,7 @@ def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metada
     if tokens:
         _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
             q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), keys, values, k_scales,
-            v_scales, metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, scales.key,
+            v_scales, metadata.turned, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, scales.key,
             scales.value, heads, kv_heads, dim, half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None,
             cos_sin is not None, held, num_warps=2,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.latents import attention as latents
 from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
 from quire.kernels.gpu.latents.triton_store import latent_store
+from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.recurrent import recur
@@ -75,6 +76,11 @@ class Triton(Reference):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
+        if softmax.ahead != 0:
+            if self.deterministic or not serves(k_cache, softmax):
+                return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
+
         def attend(rows: Tensor, part: AttentionMetadata) -> Tensor:
             if softmax.values is not None:
                 return latents.attention(rows, k_cache, part, softmax, fixed=self.deterministic)

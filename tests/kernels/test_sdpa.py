@@ -9,11 +9,14 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
+from quire.kernels.backend import Backend
+from quire.kernels.gpu.libraries import flash
 from quire.kernels.gpu.libraries.sdpa import Sdpa
 from quire.kernels.probe import Probe
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
+from tests.kernels.fake_flash import FakeFlashAttn
 from tests.kernels.ragged import attend, error, random_part
 from tests.tiny_models import save_tiny_model
 
@@ -30,6 +33,21 @@ def test_it_computes_what_the_reference_does(
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in mix]
     wanted = attend(Reference(), parts, window=window)
     for found, judged in zip(attend(Sdpa(), parts, window=window), wanted, strict=True):
+        assert error(found, judged) < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
+def test_what_looks_ahead(
+    backend: str, window: int | None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the pages of every backend, beside what was never written; sequences of one shape together."""
+    mix = [(300, 20), (40, 40), (40, 40), (40, 40), (5, 5), (130, 130), (77, 1)]
+    parts = [random_part(keys, queries, 6, 2, 24, torch.float64, generator) for keys, queries in mix]
+    monkeypatch.setattr(flash, "_load", FakeFlashAttn)
+    made: Backend = Sdpa() if backend == "sdpa" else flash.Flash()
+    wanted = attend(Reference(), parts, window=window, ahead=None)
+    for found, judged in zip(attend(made, parts, window=window, ahead=None), wanted, strict=True):
         assert error(found, judged) < 1e-12
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.pieces import weight
-from quire.engine.encoders.vision.tower import CPU, ColourPatches, Reading, Tower, TowerMaking, apart, normalised
+from quire.engine.encoders.pieces import pages_of, parts_of, weight
+from quire.engine.encoders.vision.tower import ColourPatches, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
@@ -47,7 +47,7 @@ class Gemma4Tower(Tower):
         )
         mlp = MlpSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
         scheme = Clippable(making.scheme, clipped=vision.clipped)
-        kinds = (making.dtype, making.dtype, CPU, vision.most_tokens * vision.pool)
+        kinds = (making.dtype, making.dtype, making.device, vision.most_tokens * vision.pool)
         parts = Making(making.backend, scheme, shape.hidden_size, *kinds, {})
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
         self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
@@ -98,7 +98,9 @@ class Gemma4Tower(Tower):
         means = means * vision.shape.hidden_size**0.5
         if vision.standardized:
             means = (means - self._moved["std_bias"]) * self._moved["std_scale"]
-        normed = backend.rms_norm(means.to(x.dtype).contiguous(), torch.ones(x.shape[1]), vision.shape.eps)
+        normed = backend.rms_norm(
+            means.to(x.dtype).contiguous(), torch.ones(x.shape[1], device=x.device), vision.shape.eps
+        )
         return self._project.packed(normed, NO_ADAPTERS)
 
     def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
@@ -107,18 +109,20 @@ class Gemma4Tower(Tower):
         assert self._positions is not None, "weights are not loaded"
         size = self._vision.shape.patch_size
         rows, columns = image.height // size, image.width // size
-        pixels = 2 * (normalised(image, self._vision.colours) - 0.5)
-        place = torch.arange(rows * columns)
+        device = self._making.device
+        pixels = 2 * (normalised(image, self._vision.colours, device) - 0.5)
+        place = torch.arange(rows * columns, device=device)
         x = self._patches(pixels) + (self._positions[0, place % columns] + self._positions[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
     def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:
         """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
-        backend, vision = self._making.backend, self._vision
-        metadata = replace(apart(len(x) // images, images, backend), axes=places)
-        pages = 1 + int(metadata.block_table.max())
-        shape = backend.kv_cache_shape(pages, vision.kv_heads, vision.head_dim, x.dtype)
-        step = Step(metadata, (torch.empty(shape, dtype=x.dtype), torch.empty(shape, dtype=x.dtype)), None)
+        backend, vision, device = self._making.backend, self._vision, self._making.device
+        (lengths,), size = apart(len(x) // images, images), backend.block_size
+        ((_, metadata),) = parts_of(lengths, size, device)
+        shape = backend.kv_cache_shape(pages_of(lengths, size), vision.kv_heads, vision.head_dim, x.dtype)
+        keys, values = (torch.empty(shape, dtype=x.dtype, device=device) for _ in range(2))
+        step = Step(replace(metadata, axes=places), (keys, values), None)
         residual: Tensor | None = None
         each = weight(len(x), len(x) // images, vision.shape.hidden_size) / len(self._layers) / 2
         for layer in self._layers:

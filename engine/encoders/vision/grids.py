@@ -13,9 +13,7 @@ from torch import Tensor
 
 from quire.engine.encoders.encoder import EncoderNames
 from quire.engine.encoders.pieces import ROWS
-from quire.engine.encoders.runner import whole_prompts
 from quire.engine.encoders.vision.tower import (
-    CPU,
     Patches,
     Reading,
     Tower,
@@ -32,7 +30,8 @@ from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.types import Image
 from quire.kernels.activation import GELU
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.transfer import upload
 
 _PLAIN = ("mlp.fc1",), "mlp.fc2"
 _GATED = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
@@ -69,19 +68,19 @@ class GridTower(Tower):
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
-        vision, shape, count = self._vision, self._vision.shape, len(images)
+        vision, shape, count, device = self._vision, self._vision.shape, len(images), self._making.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
-        order, metadata = self._ordered(rows, columns, count)
-        x = torch.cat([self._patches(normalised(each, vision.colours))[order] for each in images])
+        ordered, lengths = self._ordered(rows, columns, count)
+        order, tokens = upload([ordered, self._tokens(ordered, columns)], device)
+        x = torch.cat([self._patches(normalised(each, vision.colours, device))[order] for each in images])
         if vision.table:
             x = x + self._interpolated(rows, columns)[order].repeat(count, 1)
-        alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0)
+        alike = frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0, device)
         turns = axial_turns(order // columns, order % columns, alike, alike).repeat(count, 1)
-        hidden, tapped = yield from self._encoder.pieces(x, metadata, turns, vision.tapped)
+        hidden, tapped = yield from self._encoder.pieces(x, lengths, turns, vision.tapped)
         merged = []
         for merge, each in zip((self._merger, *self._deep), (hidden, *tapped), strict=True):
             merged.append((yield from self._merged(merge, each)))
-        tokens = self._tokens(order, columns)
         return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
     def _merged(self, merge: Merger, hidden: Tensor) -> Generator[float, None, Tensor]:
@@ -92,31 +91,33 @@ class GridTower(Tower):
             yield len(part) / 2 / self._vision.shape.num_layers
         return torch.cat(parts)
 
-    def _ordered(self, rows: int, columns: int, images: int) -> tuple[Tensor, AttentionMetadata]:
-        """The patches of an image in the order of the encoder, those of a token side by side, those of a window too;
-        and who sees whom of so many images', in the second group within a window alone."""
-        merge, backend = self._vision.merge, self._making.backend
-        places = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge).transpose(1, 2)
-        metadata = apart(rows * columns, images, backend)
+    def _ordered(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The patches of an image in the order of the encoder [T] int64, those of a token side by side, those of a
+        window too; and the lengths of who sees each other of so many images', in the second group within a window
+        alone."""
+        merge = self._vision.merge
+        places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
+        lengths = apart(rows * columns, images)
         if not self._vision.window:
-            return places.flatten(), metadata
+            return places.flatten(), lengths
         window = self._vision.window // self._vision.unit
-        squares = [part.flatten() for band in places.split(window) for part in band.split(window, dim=1)]
-        within = whole_prompts(np.array([len(each) for each in squares] * images), backend.block_size, CPU)
-        return torch.cat(squares), replace(metadata, others=(within,))
+        bands = (places[top : top + window] for top in range(0, rows // merge, window))
+        squares = [band[:, at : at + window].flatten() for band in bands for at in range(0, columns // merge, window)]
+        return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
-    def _tokens(self, order: Tensor, columns: int) -> Tensor:
+    def _tokens(self, order: np.ndarray, columns: int) -> np.ndarray:
         """[tokens] int64: where in the encoder's order each token is, by rows."""
         merge = self._vision.merge
         first = order[:: merge**2]
-        return torch.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
+        found: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
+        return found
 
     def _interpolated(self, rows: int, columns: int) -> Tensor:
         """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
         own, corners on corners. In float32."""
         assert self._positions is not None, "weights are not loaded"
         side = isqrt(self._vision.table)
-        down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
+        down, right = (torch.linspace(0, side - 1, count, device=self._making.device) for count in (rows, columns))
         parts = []
         for at, high in ((down, 0), (down, 1)):
             for along, wide in ((right, 0), (right, 1)):

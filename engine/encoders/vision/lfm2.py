@@ -49,10 +49,9 @@ class Lfm2Tower(Tower):
         size = self._vision.shape.patch_size
         rows, columns = images[0].height // size, images[0].width // size
         places = self._placed(rows, columns)
-        pixels = (normalised(each, self._vision.colours) for each in images)
+        pixels = (normalised(each, self._vision.colours, self._making.device) for each in images)
         x = torch.cat([self._patches(each) + places for each in pixels])
-        metadata = apart(rows * columns, len(images), self._making.backend)
-        hidden, _ = yield from self._encoder.pieces(x, metadata)
+        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images)))
         return [self._connector.of(each, rows, columns) for each in hidden.chunk(len(images))]
 
     def _placed(self, rows: int, columns: int) -> Tensor:

@@ -40,8 +40,8 @@ class LlavaTower(Tower):
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
-        side, colours = self._vision.side, self._vision.colours
-        squares = [square for each in images for square in normalised(each, colours).split(side)]
+        pixels = (normalised(each, self._vision.colours, self._making.device) for each in images)
+        squares = [square for each in pixels for square in each.split(self._vision.side)]
         found = yield from self._square.read(squares)
         each = len(found) // len(images)
         return [self._joined(image, found[at * each :][:each]) for at, image in enumerate(images)]

@@ -60,14 +60,14 @@ class PixtralTower(Tower):
         return table | (self._norm.parameters() | self._merger.parameters() if self._vision.merges else {})
 
     def reading(self, images: Sequence[Image]) -> Reading:
-        vision, shape, backend = self._vision, self._vision.shape, self._making.backend
+        vision, shape, backend, device = self._vision, self._vision.shape, self._making.backend, self._making.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
-        x = torch.cat([self._patches(normalised(each, vision.colours)) for each in images])
+        x = torch.cat([self._patches(normalised(each, vision.colours, device)) for each in images])
         x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
-        places = torch.arange(rows * columns)
-        each = frequencies(shape.hidden_size // shape.num_heads, vision.theta)
+        places = torch.arange(rows * columns, device=device)
+        each = frequencies(shape.hidden_size // shape.num_heads, vision.theta, device)
         turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2]).repeat(len(images), 1)
-        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images), backend), turns)
+        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images)), turns)
         merged = (self._merged(one, rows, columns) if vision.merges else one for one in hidden.chunk(len(images)))
         return [self._connector(one) for one in merged]
 

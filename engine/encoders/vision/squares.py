@@ -109,6 +109,7 @@ class SquareTower(Tower):
         of them."""
         self.unused = unused
         self._spec, self._shape, self._colours, self._dtype = spec, shape, colours, making.dtype
+        self._device = making.device
         self._classes = 1 if spec.class_token is not None else 0
         self._places, self._trained = places, trained
         self._patches = Patches(making, shape, spec.patches, bias=spec.patch_bias)
@@ -132,13 +133,12 @@ class SquareTower(Tower):
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
-        return self.read([normalised(each, self._colours) for each in images])
+        return self.read([normalised(each, self._colours, self._device) for each in images])
 
     def read(self, squares: Sequence[Tensor]) -> Reading:
         """The same of squares' pixels, each [side, side, 3] float32."""
         x = torch.cat([self._embedded(each) for each in squares])
-        metadata = apart(len(x) // len(squares), len(squares), self._backend)
-        hidden, _ = yield from self._encoder.pieces(x, metadata)
+        hidden, _ = yield from self._encoder.pieces(x, apart(len(x) // len(squares), len(squares)))
         return [self._connector(each) for each in hidden.chunk(len(squares))]
 
     def _embedded(self, pixels: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class SquareTower(Tower):
     def _put_positions(self, table: Tensor) -> None:
         table = table.view(-1, self._shape.hidden_size)
         rows = torch.cat((torch.arange(self._classes), self._places + self._classes))
-        self._positions = F.embedding(rows, table)
+        self._positions = F.embedding(rows.to(table.device), table)
 
     def _put_class(self, token: Tensor) -> None:
         self._class = token.view(1, -1)

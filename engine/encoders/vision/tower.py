@@ -13,15 +13,15 @@ from torch import Tensor
 
 from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, activation_of
 from quire.engine.encoders.pieces import finished
-from quire.engine.encoders.runner import whole_prompts
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.types import Image
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
+from quire.kernels.backend import NO_ADAPTERS, Backend
+from quire.kernels.gpu.transfer import upload
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 Reading = Generator[float, None, list[Tensor]]
 
 
@@ -37,6 +37,7 @@ class TowerMaking:
     """Of the hidden states that features take the place of."""
     progress: Callable[[], None]
     """Called after every layer."""
+    device: torch.device = _CPU
 
     def encoder(self, spec: EncoderSpec) -> Encoder:
         """Of the tower's layers, which have no table of rotations."""
@@ -45,7 +46,7 @@ class TowerMaking:
             self.backend,
             self.scheme,
             dtype=self.dtype,
-            device=CPU,
+            device=self.device,
             max_model_len=1,
             progress=self.progress,
         )
@@ -119,11 +120,11 @@ class ColourPatches:
         return self._linear.packed(cut.to(self._dtype).contiguous(), NO_ADAPTERS)
 
 
-def normalised(image: Image, colours: Colours) -> Tensor:
+def normalised(image: Image, colours: Colours, device: torch.device = _CPU) -> Tensor:
     """Its pixels as the tower reads them, float32 [height, width, 3]."""
-    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.height, image.width, 3)
-    mean, std = (torch.tensor(each, dtype=torch.float32) for each in (colours.mean, colours.std))
-    return pixels.float().mul_(colours.rescale).sub_(mean).div_(std)
+    pixels = np.frombuffer(bytearray(image.pixels), dtype=np.uint8).reshape(image.height, image.width, 3)
+    there = upload([pixels, *(np.array(each, dtype=np.float32) for each in (colours.mean, colours.std))], device)
+    return there[0].float().mul_(colours.rescale).sub_(there[1]).div_(there[2])
 
 
 def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
@@ -146,9 +147,9 @@ def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
     )
 
 
-def apart(tokens: int, images: int, backend: Backend) -> AttentionMetadata:
-    """A step of so many sequences of so many tokens each."""
-    return whole_prompts(np.full(images, tokens), backend.block_size, CPU)
+def apart(tokens: int, images: int) -> list[np.ndarray]:
+    """The lengths of so many sequences of so many tokens each, in one group of layers."""
+    return [np.full(images, tokens)]
 
 
 def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
@@ -158,6 +159,6 @@ def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def frequencies(size: int, theta: float) -> Tensor:
+def frequencies(size: int, theta: float, device: torch.device) -> Tensor:
     """Of a rotation of so many numbers, [size / 2] float32."""
-    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from quire.engine.images.vision import Vision
 from quire.engine.models.decoder import Features
 from quire.engine.types import Image, Span
 from quire.engine.worker.images.places import ImagePlaces
+from quire.kernels.gpu.transfer import upload
 
 Key = tuple[str, bytes]
 """Salt and content. Salts are apart, so that nobody can tell by the time that it takes whether another tenant has shown
@@ -41,9 +43,12 @@ class _Begun:
 
 
 class ImageFeatures:
-    def __init__(self, tower: Tower | None, vision: Vision, most_bytes: int = KEPT_BYTES) -> None:
-        """tower: None where another stage of a pipeline has it."""
-        self._tower, self._vision = tower, vision
+    def __init__(
+        self, tower: Tower | None, vision: Vision, most_bytes: int = KEPT_BYTES, *, apart: bool = False
+    ) -> None:
+        """tower: None where another stage of a pipeline has it. apart: no image is read beside others, whose number
+        would change its bits."""
+        self._tower, self._vision, self._apart = tower, vision, apart
         self.places = ImagePlaces(vision)
         self._most = most_bytes
         self._kept: OrderedDict[Key, Tensor] = OrderedDict()
@@ -69,7 +74,7 @@ class ImageFeatures:
                 begun = next((each for each in self._begun.values() if each.key == key), None)
                 if key in self._kept:
                     self._kept.move_to_end(key)
-                elif begun is None and look.ends:
+                elif begun is None and look.ends and not self._apart:
                     whole.setdefault((image.height, image.width), {})[key] = image
                 else:
                     begun = begun or _Begun(key, self._tower.reading([image]), self._vision.work(image))
@@ -79,7 +84,7 @@ class ImageFeatures:
 
     def of(self, rows: Iterable[Row], owner: Callable[[Row], Admission]) -> Features | None:
         """For the tokens of these rows, in their order, that stand for a part of an image; None where none does."""
-        places: list[Tensor] = []
+        places: list[np.ndarray] = []
         values: list[Tensor] = []
         begin = 0
         for row in rows if self._tower is not None else ():
@@ -90,9 +95,17 @@ class ImageFeatures:
                 if first < last:
                     at = span.start - span.offset
                     values.append(self._features(admission, span)[first - at : last - at])
-                    places.append(torch.arange(begin + first - row.start, begin + last - row.start))
+                    places.append(np.arange(begin + first - row.start, begin + last - row.start))
             begin += row.count
-        return Features(torch.cat(places), torch.cat(values)) if places else None
+        if not places:
+            return None
+        (standing,) = upload([np.concatenate(places)], values[0].device)
+        return Features(standing, torch.cat(values))
+
+    def warm_up(self) -> None:
+        """Read an image that nobody has shown."""
+        if self._tower is not None:
+            self._tower.features([largest(self._vision, 256)])
 
     def vectors(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> Tensor:
         """Of rows each of which is one image, whose features are its vector: [rows, size]."""
@@ -129,6 +142,14 @@ class ImageFeatures:
         while self._bytes > self._most and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= dropped.nbytes
+
+
+def largest(vision: Vision, side: int) -> Image:
+    """What has most patches of what a square of so many black pixels becomes."""
+    from PIL import Image as Pillow  # no start but a GPU's needs it
+
+    black = Pillow.new("RGB", (side, side))
+    return max(vision.layout(side, side).contents(black), key=vision.patches)
 
 
 def _content(admission: Admission, digest: bytes) -> Image:

@@ -21,11 +21,17 @@ from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import Chosen
-from quire.engine.worker.images.features import ImageFeatures
+from quire.engine.worker.images.features import ImageFeatures, largest
 from quire.engine.worker.loading.loader import dummy_stream, image_stream, load_weights
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.libraries.sdpa import Sdpa
+from quire.kernels.gpu.patches_probe import PatchesProbe
 
-_ON_CPUS = "images are read on CPUs alone so far (--device cpu)"
+_LARGEST = 5000
+"""By each side, in pixels: what is decoded has no more in all."""
+_HELD = 12
+"""Numbers of a tower's width that are held for each patch while an image is read: the stream, keys and values in pages
+and beside them, queries, what attention gives, and what they are made of."""
 
 
 class LoadedTower(NamedTuple):
@@ -34,6 +40,8 @@ class LoadedTower(NamedTuple):
     features: ImageFeatures | None
     why_not: str = ""
     weight_bytes: int = 0
+    step_bytes: int = 0
+    """What reading takes on a GPU, where room must be left for it."""
 
 
 def load_tower(
@@ -53,11 +61,13 @@ def load_tower(
         return LoadedTower(None, TEXT_ALONE)
     if (why := cannot_see(config, chosen, vision, model_config)) is not None:
         return LoadedTower(None, why)
-    backend, dtype = chosen.of_images, chosen.dtype
+    backend, dtype, device = chosen.of_images, chosen.dtype, chosen.device
     few = config.at_load
     scheme = Unquantized(backend, dtype) if few is None else AtLoad(backend, dtype, few)
-    making = TowerMaking(backend, scheme, dtype, model_config.hidden_size, progress)
-    loaded = _loaded(config, vision, making, chosen.device, reads=not stage)
+    making = TowerMaking(backend, scheme, dtype, model_config.hidden_size, progress, device)
+    loaded = _loaded(config, vision, making, reads=not stage)
+    if device.type == "cuda":
+        loaded = loaded._replace(step_bytes=_step_bytes(vision, dtype))
     if few is None or not backend.keeps_bits or not loaded.weight_bytes:
         return loaded
     saved = round(vision.linear_numbers * (dtype.itemsize - QUANTIZED_BITS[few] / 8))
@@ -79,14 +89,15 @@ def load_vectors(
     if vision is None:
         return LoadedTower(None, TEXT_ALONE)
     if device.type != "cpu":
-        return LoadedTower(None, _ON_CPUS)
-    return _loaded(config, vision, TowerMaking(backend, Unquantized(backend, dtype), dtype, size, progress), device)
+        backend = Sdpa()
+        if (why := cannot_read(backend, vision, dtype, device)) is not None:
+            return LoadedTower(None, why)
+    scheme = Unquantized(backend, dtype)
+    return _loaded(config, vision, TowerMaking(backend, scheme, dtype, size, progress, device))
 
 
-def _loaded(
-    config: EngineConfig, vision: Vision, making: TowerMaking, device: torch.device, *, reads: bool = True
-) -> LoadedTower:
-    tower = tower_of(vision, making)
+def _loaded(config: EngineConfig, vision: Vision, making: TowerMaking, *, reads: bool = True) -> LoadedTower:
+    tower, device = tower_of(vision, making), making.device
     table = tower.parameters()
     if config.load_format == "dummy":
         stream = dummy_stream(table, config.seed, device)
@@ -97,13 +108,30 @@ def _loaded(
         stream = chain((first,), stream)
     if not reads:
         return LoadedTower(ImageFeatures(None, vision))
-    return LoadedTower(ImageFeatures(tower, vision), "", load_weights(table, stream, device=device))
+    apart = config.deterministic and device.type != "cpu"
+    return LoadedTower(ImageFeatures(tower, vision, apart=apart), "", load_weights(table, stream, device=device))
+
+
+def _step_bytes(vision: Vision, dtype: torch.dtype) -> int:
+    """Of reading the largest image there may be."""
+    shape, most = vision.shape, vision.patches(largest(vision, _LARGEST))
+    pixels = 3 * shape.patch_size**2 * (torch.float32.itemsize + 2 * dtype.itemsize)
+    return most * (_HELD * shape.hidden_size * dtype.itemsize + pixels)
+
+
+def cannot_read(backend: Backend, vision: Vision, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why this backend cannot compute a tower on a device that is no CPU, by a trial of what towers are made of."""
+    shape, wide = vision.shape, vision.whole
+    tried = PatchesProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, windowed=wide)
+    why = tried(backend)
+    return None if why is None else f"images cannot be read on {device.type} by {backend.name}: {why}"
 
 
 def cannot_see(config: EngineConfig, chosen: Chosen, vision: Vision, model_config: ModelConfig) -> str | None:
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
-    if chosen.device.type != "cpu":
-        return _ON_CPUS
+    device = chosen.device
+    if device.type != "cpu" and (why := cannot_read(chosen.of_images, vision, chosen.dtype, device)) is not None:
+        return why
     first = stage_layers(model_config.num_layers, config.pipeline_parallel_size)[0]
     if len(first) < vision.deep:
         after = f"features are added behind the first {vision.deep} layers"

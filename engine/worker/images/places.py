@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from quire.engine.core.batch import Admission, Row
 from quire.engine.images.vision import Vision
 from quire.kernels.backend import AttentionMetadata, Together
+from quire.kernels.gpu.transfer import upload
 
 
 class ImagePlaces:
@@ -18,8 +18,15 @@ class ImagePlaces:
 
     def __init__(self, vision: Vision) -> None:
         self._vision = vision
+        self.turns = vision.turns
+        """Whether positions behind an image are rotated by others than their own."""
         self._known: dict[int, tuple[Admission, np.ndarray]] = {}
         """By slot: the last owner's admission, and `coordinates` of it."""
+
+    def reach(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> bool:
+        """Whether some of these rows' tokens do not stand behind all images of their prompt."""
+        ends = ((row.start, owner(row).spans) for row in rows)
+        return any(spans and start < spans[-1].start + spans[-1].count for start, spans in ends)
 
     def put(
         self, metadata: AttentionMetadata, rows: Sequence[Row], owner: Callable[[Row], Admission]
@@ -41,18 +48,27 @@ class ImagePlaces:
             np.arange(row.start, row.start + row.count)[:, None].repeat(3, 1) if part is None else part
             for row, part in zip(rows, parts, strict=True)
         )
-        axes = torch.from_numpy(np.concatenate(list(counted)))
-        turns, given = axes[:, 0].contiguous(), None if (axes == axes[:, :1]).all() else axes
-        return _changed(metadata, lambda each: replace(each, turns=turns, axes=given))
+        axes = np.concatenate(list(counted))
+        apart = bool((axes != axes[:, :1]).any())
+        turns, *given = upload([axes[:, 0], *([axes] if apart else [])], metadata.positions.device)
+        return _changed(metadata, lambda each: replace(each, turns=turns, axes=given[0] if given else None))
+
+    def behind(self, admission: Admission) -> int:
+        """What is added to the position of a token behind a prompt's last image for what it is rotated by."""
+        table = self._table(admission)
+        return int(table[-1].max()) + 1 - len(table) if len(table) else 0
+
+    def _table(self, admission: Admission) -> np.ndarray:
+        known = self._known.get(admission.slot)
+        if known is None or known[0] is not admission:
+            self._known[admission.slot] = known = admission, coordinates(admission, self._vision)
+        return known[1]
 
     def _coordinates(self, row: Row, admission: Admission) -> np.ndarray | None:
         """Of a row's tokens, [count, 3] int64; None where each has its position in all three."""
         if not admission.spans:
             return None
-        known = self._known.get(row.slot)
-        if known is None or known[0] is not admission:
-            self._known[row.slot] = known = admission, coordinates(admission, self._vision)
-        table, end = known[1], row.start + row.count
+        table, end = self._table(admission), row.start + row.count
         if not len(table):
             return None
         behind = np.arange(max(row.start, len(table)), end) - len(table) + 1 + table[-1].max()
@@ -73,20 +89,24 @@ class ImagePlaces:
             begin += row.count
         if not found:
             return metadata
-        owners, _, counts, ends = (torch.tensor(each) for each in zip(*found, strict=True))
-        places = torch.cat([torch.arange(first, first + count) for _, first, count, _ in found])
-        starts, contexts = (torch.cat((torch.zeros(1), each.cumsum(0))).int() for each in (counts, ends))
+        owners, _, counts, ends = (np.array(each) for each in zip(*found, strict=True))
+        narrow = [np.concatenate(([0], each.cumsum())).astype(np.int32) for each in (counts, ends)]
+        standing = np.concatenate([np.arange(first, first + count) for _, first, count, _ in found])
+        arrays = [*narrow, ends.astype(np.int32), owners, standing]
+        starts, contexts, lens, sequences, places = upload(arrays, metadata.positions.device)
+        shapes = tuple(zip(counts.tolist(), ends.tolist(), strict=True))
 
         def seen(each: AttentionMetadata) -> AttentionMetadata:
             own = AttentionMetadata(
                 query_start=starts,
-                context_lens=ends.int(),
+                context_lens=lens,
                 key_start=contexts,
-                block_table=each.block_table[owners],
+                block_table=each.block_table[sequences],
                 positions=each.positions[places],
                 slots=each.slots[places],
                 max_query_len=int(counts.max()),
                 max_context_len=int(ends.max()),
+                shapes=shapes,
             )
             return replace(each, together=Together(places, own))
 

@@ -115,7 +115,8 @@ class Rank(ABC):
                 self._heads.try_guess(count)
             case Measure():
                 check_connection(self._group, self._chosen.device, self.setting)
-                return Measured(available_bytes(model, self._model_config, self._chosen.backend, self._config))
+                about = self._model_config, self._chosen.backend, self._config
+                return Measured(available_bytes(model, *about, self._tower.step_bytes))
             case Call(content):
                 return Called(called(RankWorker(self._number, self._config.ranks, model), content))
             case Allocate(pages, max_model_len, sequences, snapshots):

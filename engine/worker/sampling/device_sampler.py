@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.sampling.sampler import sample
 from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
-from quire.engine.worker.transfer import upload
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.others import is_other
+from quire.kernels.gpu.transfer import upload
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
 """As `sampler.sample`: logits, rows, the grammars' mask."""

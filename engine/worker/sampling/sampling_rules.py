@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.types import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.grammar import GrammarMask
-from quire.engine.worker.transfer import upload
+from quire.kernels.gpu.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
+from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
@@ -66,6 +67,10 @@ class FlashPages(Reference):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
+        if softmax.ahead != 0:
+            if self.deterministic or not serves(k_cache, softmax):
+                return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
         return by_parts(lambda rows, part: self.attend(rows, k_cache, v_cache, part, softmax), q, metadata)
 
     @abstractmethod

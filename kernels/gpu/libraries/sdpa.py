@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
@@ -47,6 +48,8 @@ class Sdpa(Reference):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
+        if serves(k_cache, softmax):
+            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
         if softmax.softcap is not None or softmax.bias is not None or softmax.sinks is not None or softmax.ahead != 0:
             return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
         return by_parts(lambda rows, part: _attended(rows, k_cache, v_cache, part, softmax), q, metadata)

@@ -214,13 +214,14 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     assert isinstance(heads, Heads)
     assert bits(run(guessing, asked)) == bits(wanted)
     assert guessing.stats.draft_tokens > 10
-    assert heads._turned is not None
+    turned = heads._slots._behind
+    assert turned is not None
     # An image of n x m tokens takes as many positions as its longer side has.
     vision = read_vision(path)
     assert vision is not None
     grids = [[vision.grid(each) for each in request.images] for request in asked]
     behind = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
-    assert {int(each) for each in heads._turned} | {0} == behind | {0} != {0}
+    assert {int(each) for each in turned} | {0} == behind | {0} != {0}
 
 
 @pytest.mark.parametrize(

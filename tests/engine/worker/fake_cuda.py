@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.engine.worker import transfer
+from quire.kernels.gpu import transfer
 
 DEVICE = torch.device("cuda", 0)
 PICKED = 300

@@ -35,11 +35,13 @@ from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, Li
 from quire.kernels.gpu.libraries import flash
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
+from tests.engine.images.test_families import about
 from tests.engine.test_heads import Recorded, drafter_of, made_head
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.tiny_models import save_tiny_model
 from tests.variants import nightly
+from tests.vision_families import save_family
 
 
 @pytest.fixture
@@ -137,6 +139,33 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
     engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     assert picked(run(engine, traffic())) == picked(wanted)
     assert capture.replays > len(capture.recordings) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma3", "mistral3"])
+def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rotated by what follows from the images; a last token within one is no graph's, from the cache too."""
+    path = save_family(tmp_path, name)
+    shown = [about(path, name, str(count), *range(count), max_tokens=10, logprobs=1) for count in range(3)]
+    asked, capture, options = [*shown, _ending_within(shown[1])], FakeCapture(), {"model": str(path)}
+    wanted = picked(run(start(monkeypatch, None, **options), asked))
+    engine = start(monkeypatch, capture, **options)
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    for _ in range(2):
+        assert picked(run(engine, asked)) == wanted
+    assert capture.replays > len(capture.recordings) > 2
+    assert engine.stats.prefix_hits > 0
+
+
+def _ending_within(asked: Request) -> Request:
+    """With a prompt that ends with its image, of which the cache leaves one token."""
+    end = asked.spans[-1].start + asked.spans[-1].count
+    more = (1 - end) % 16
+    spans = tuple(msgspec.structs.replace(each, start=each.start + more) for each in asked.spans)
+    ids = [7] * more + list(asked.prompt_ids[:end])
+    return msgspec.structs.replace(asked, id="within", prompt_ids=ids, spans=spans)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
 from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
+from quire.engine.worker.images import load
 from quire.engine.worker.loading import model as loading_model
 from quire.engine.worker.loading import room
 from quire.engine.worker.loading.drafts import head as draft_head
@@ -37,15 +38,17 @@ from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
-from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries import ahead, flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
+from tests.engine.images.test_families import about
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
+from tests.vision_families import FAMILIES, save_family
 
 pytest.importorskip("triton", reason="there is no Triton for this platform")
 
@@ -312,6 +315,29 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
+
+
+@pytest.mark.slow
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str) -> None:
+    """Read whole and in parts, beside text, in graphs behind them."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(load, "cannot_read", lambda *_: None)
+    monkeypatch.setattr(load, "image_stream", lambda *_: iter([("", torch.empty(0))]))
+    monkeypatch.setattr(load, "load_weights", lambda table, *_, **__: empty_weights(table))
+    monkeypatch.setattr(ahead.F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
+    path = save_family(tmp_path, name)
+    asked = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
+    longest = max(span.count for each in asked for span in each.spans)
+    for tokens in (512, max(longest, 24)):
+        options = {"attention_backend": backend, "model": str(path), "max_num_batched_tokens": tokens}
+        engine = start(gpu, monkeypatch, graphs=True, state_memory=0.1, **options)
+        assert not engine.info.no_images
+        with gpu.allows_waits():
+            engine.runner.warm_prompts()
+        assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
 
 
 class Quiet:

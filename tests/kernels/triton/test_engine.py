@@ -14,8 +14,10 @@ from quire.engine.worker import runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu import triton_paged
 from tests.engine.harness import request, run
+from tests.engine.images.test_families import about
 from tests.kernels.triton.conftest import INTERPRETED
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.vision_families import save_family
 
 KINDS = [
     {},
@@ -54,5 +56,24 @@ def test_tokens_are_those_of_the_reference(
         assert ("held in" in engine.info.quantization) == held
         found = run(engine, requests)
         return [found[str(i)].ids for i in range(len(prompts))]
+
+    assert answers("triton") == answers("reference")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_vl"])
+def test_images_are_read_as_the_reference_reads_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows in the tower, tokens that see each other, features behind the first layers, positions by row and
+    column."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+    path = save_family(tmp_path, name)
+    asked = [about(path, name, "one", 1, max_tokens=3), about(path, name, "two", 2, 3, max_tokens=3)]
+
+    def answers(backend: str) -> dict[str, list[int]]:
+        config = EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=64, dtype="float32")
+        return {name: each.ids for name, each in run(Engine(config), asked).items()}
 
     assert answers("triton") == answers("reference")

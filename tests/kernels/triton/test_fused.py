@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +104,22 @@ def test_rope_store(
         assert got.shape == judge.shape
         assert torch.equal(got.isnan(), judge.isnan())
         assert error(got.nan_to_num(0), judge.nan_to_num(0)) < 1.5 * TOLERANCE[dtype]
+
+
+def test_rope_store_by_other_places(device: torch.device, generator: torch.Generator) -> None:
+    """Tokens of images are turned by a row of their own, those behind by another position than theirs."""
+    heads, kv_heads, dim = 6, 2, 72
+    parts = [random_part(c, q, heads, kv_heads, dim, torch.float32, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
+    k_cache, v_cache, metadata = page(Paged(16, device), parts)
+    qkv = torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator)
+    turns = torch.randint(0, 60, (len(qkv),), generator=generator)
+    rope, turned = Rope(dim, tables(60, dim).float()), replace(metadata, turns=turns)
+    expected = reference.rope_store(qkv.double(), rope, k_cache.double(), v_cache.double(), turned)
+    there = replace(to_device(turned, device), turns=turns.to(device))
+    found = triton_fused.rope_store(
+        qkv.to(device), Rope(dim, rope.cos_sin.to(device)), k_cache.to(device), v_cache.to(device), there
+    )
+    assert error(found.cpu(), expected) < 1.5 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("size", [16, 256])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.worker.transfer import Download, fill, split, upload
+from quire.kernels.gpu.transfer import Download, fill, split, upload
 
 ARRAYS = [
     np.arange(5, dtype=np.int32),

@@ -1,0 +1,76 @@
+"""Images on a device that is no CPU: PyTorch's test device, whose operations are computed on the host and refuse to mix
+the two (tests/engine/worker/other_device.py), and the trial before a tower is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request
+from quire.engine.worker.images import load
+from quire.kernels.gpu.libraries.sdpa import Sdpa
+from quire.kernels.gpu.patches_probe import PatchesProbe
+from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
+from tests.engine.harness import run
+from tests.engine.images.test_families import about
+from tests.engine.worker.test_other_device import close, other, registers
+from tests.vision_families import FAMILIES, save_family
+
+__all__ = ["other"]
+
+
+def engine(path: Path, device: Any, **options: Any) -> Engine:
+    plain = {"num_kv_blocks": 96, "dtype": "float32", "device": device}
+    backend = {"attention_backend": "reference"} if device == "cpu" else {}
+    return Engine(EngineConfig(model=str(path), **plain | backend | options))
+
+
+def questions(path: Path, name: str) -> list[Request]:
+    return [about(path, name, "one", 1, max_tokens=4), about(path, name, "two", 2, 3, max_tokens=4)]
+
+
+@pytest.mark.few(2)
+@registers
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "gemma3", *(name for name in FAMILIES if name not in ("qwen3_vl", "gemma3"))]
+)
+def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: Path) -> None:
+    """Together, from cached prefixes, and in chunks."""
+    path = save_family(tmp_path, name)
+    asked = questions(path, name)
+    wanted = run(engine(path, "cpu"), asked)
+    there = engine(path, "mps")
+    assert not there.info.no_images
+    close(run(there, asked), wanted)
+    close(run(there, asked), wanted)
+    close(run(engine(path, "mps", max_num_batched_tokens=40), asked), wanted)
+
+
+class Wrong(Sdpa):
+    """Sees what is before a query alone."""
+
+    def paged_attention(self, *args: Any) -> torch.Tensor:
+        *rest, softmax = args
+        return super().paged_attention(*rest, Softmax(softmax.scale, softmax.window))
+
+
+def test_a_backend_that_fails_its_trial_serves_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = PatchesProbe(torch.device("cpu"), torch.bfloat16, 3, 72, windowed=True)
+    assert probe(Sdpa()) is None
+    assert probe(Reference()) is None
+    said = probe(Wrong())
+    assert said == "computes something else than the reference for patches"
+
+
+@registers
+def test_what_the_trial_says_is_told(other: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_family(tmp_path, "qwen2_vl")
+    monkeypatch.setattr(load, "PatchesProbe", lambda *_, **__: lambda backend: "computes nothing")
+    served = engine(path, "mps")
+    assert served.info.no_images == "images cannot be read on quire_other by sdpa: computes nothing"
