@@ -141,7 +141,9 @@ class Moe(Part):
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
 
     def parameters(self) -> ParameterTable:
-        spec, table = self._spec, parameters_of(self._norms, self._shared, self._narrow, self._router, *self._gate_up, *self._down)
+        spec = self._spec
+        linears = (self._router, *self._gate_up, *self._down)
+        table = parameters_of(self._norms, self._shared, self._narrow, *linears)
         elsewhere = parameters_of(*chain.from_iterable(self._elsewhere))
         table |= {name: replace(each, put=_drop, cut=_nothing) for name, each in elsewhere.items()}
         learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (

@@ -252,7 +252,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     check_other(config, device)
     types = choose_types(config, model_config, device)
     dtype, held = types.computed, types.held
-    spec = with_whole_experts(config, device, decoder_spec(replace(model_config, context=config.max_model_len)))
+    spec = with_whole_experts(config, decoder_spec(replace(model_config, context=config.max_model_len)))
     check_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, held), spec, tried=tried)
     of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
@@ -281,13 +281,12 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
     return divided
 
 
-def with_whole_experts(config: EngineConfig, device: torch.device, spec: DecoderSpec) -> DecoderSpec:
+def with_whole_experts(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
     """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
     if not config.enable_expert_parallel:
         return spec
     refuse(
         "enable_expert_parallel",
-        device.type != "cpu" and "whole experts on each rank are served on CPUs alone so far: --device cpu",
         not spec.parts(ExpertsSpec) and "the model has no experts that a file of Quire computes; leave it out",
         config.tensor_parallel_size == 1
         and config.ranks * config.data_parallel_size > 1

@@ -94,6 +94,17 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
+def test_ranks_that_have_whole_experts_say_what_one_process_says(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gpt_oss")
+    expected = run(engine(path, 1, **SMALL), asked())
+    divided = engine(path, 2, enable_expert_parallel=True, **SMALL)
+    found = run(divided, asked())
+    assert_same(found, expected)
+    assert_same_alone(divided, found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks")
 def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside free rows, with stops, biases, bans and thinking; the other ranks load no compiler."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -68,11 +68,13 @@ class Stack:
         table = torch.tensor(found_at, dtype=torch.int64, device=parts[0].codes.device)
         return cls(parts, biases or None, table, fixed)
 
-    def multiply(self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, *, of_tokens: bool) -> Tensor:
-        """[rows, outs], as `multiply_experts` says it."""
+    def multiply(
+        self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
+    ) -> Tensor:
+        """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
         part, rows, experts = self.parts[0], len(order), len(self.parts)
         outs, numbers = part.outs, part.form[0] == triton_quantized.NUMBERS
-        tiles = _tiles(cdiv(rows, experts), x.dtype, numbers=numbers, fixed=self.fixed)
+        tiles = _tiles(cdiv(rows, count), x.dtype, numbers=numbers, fixed=self.fixed)
         out = x.new_empty((rows, outs))
         most = min(rows, rows // tiles.block_m + experts)
         bias = part.factors if self.biases is None else self.biases[0]
@@ -101,14 +103,17 @@ class GroupedMixture:
         scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
         chosen, shares = route(scores, experts.routing, experts.correction)
         shares = shares if experts.factors is None else shares * experts.factors[chosen]
-        order, starts = sort_rows(chosen.contiguous(), len(self._gate_up.parts))
+        chosen, here, count = chosen.contiguous(), len(self._gate_up.parts), scores.shape[1]
+        order, starts = sort_rows(chosen, here, experts.first)
         each = experts.routing.per_token
-        gate_up = self._gate_up.multiply(x, order, starts, each, of_tokens=True)
+        gate_up = self._gate_up.multiply(x, order, starts, each, count, of_tokens=True)
         given = self._down.multiply(
-            between(self._backend, experts, gate_up).contiguous(), order, starts, each, of_tokens=False
+            between(self._backend, experts, gate_up).contiguous(), order, starts, each, count, of_tokens=False
         )
         size = out.shape[1]
-        kernels.weigh[len(x), cdiv(size, _BLOCK)](out, given, shares.float().contiguous(), size, each, _BLOCK)
+        kernels.weigh[len(x), cdiv(size, _BLOCK)](
+            out, given, shares.float().contiguous(), chosen, size, experts.first, here, each, _BLOCK
+        )
         return out
 
 
@@ -118,11 +123,12 @@ def grouped_mixture(backend: Backend, experts: Experts, *, fixed: bool) -> Group
     return None if gate_up is None or down is None else GroupedMixture(backend, experts, gate_up, down)
 
 
-def sort_rows(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Order and starts of the rows of chosen [tokens, per_token] int64."""
+def sort_rows(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Order and starts of the rows of chosen [tokens, per_token] int64, by so many experts from `first` on; the order
+    of what other ranks multiply is not written."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
-    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), experts, _SORTED_AT_ONCE)
+    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORTED_AT_ONCE)
     return order, starts
 
 

@@ -16,17 +16,18 @@ CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
 """Rows of a table of addresses: where each expert's tensors lie."""
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sort_rows(chosen, order, starts, rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sort the rows by chosen [rows] int64 their expert: order [rows] int32, stable. Grid: EXPERTS."""
+@triton.jit(do_not_specialize=["rows", "first"])
+def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sort the rows by chosen [rows] int64 their expert, of which `first` and those behind it are here, others on other
+    ranks: order [rows] int32, stable, of those that are here. Grid: EXPERTS."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
-        found = tl.load(chosen + begin + i, mask=begin + i < rows, other=EXPERTS)
-        before += tl.sum((found < expert).to(tl.int32), 0)
+        found = tl.load(chosen + begin + i, mask=begin + i < rows, other=-1) - first
+        before += tl.sum(((found >= 0) & (found < expert)).to(tl.int32), 0)
     tl.store(starts + expert, before)
     for begin in range(0, rows, BLOCK):
-        mine = (tl.load(chosen + begin + i, mask=begin + i < rows, other=EXPERTS) == expert).to(tl.int32)
+        mine = (tl.load(chosen + begin + i, mask=begin + i < rows, other=-1) - first == expert).to(tl.int32)
         tl.store(order + before + tl.cumsum(mine, 0) - 1, begin + i, mask=mine > 0)
         before += tl.sum(mine, 0)
     if expert == EXPERTS - 1:
@@ -98,14 +99,18 @@ def multiply_experts(
     tl.store(where, total.to(out.dtype.element_ty), mask=inside[None, :] & n_inside[:, None])
 
 
-@triton.jit
-def weigh(out, given, shares, size, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first"])
+def weigh(
+    out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """out [tokens, size] of what the experts gave, [tokens * PER_TOKEN, size], and shares [tokens, PER_TOKEN] float32,
-    summed in the order of the choice. Grid: tokens, blocks."""
+    summed in the order of the choice; of experts that are not here nothing was given. Grid: tokens, blocks."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):
         row = token * PER_TOKEN + choice
-        part = tl.load(given + row * size + i, mask=i < size, other=0.0).to(tl.float32)
+        place = tl.load(chosen + row) - first
+        here = (place >= 0) & (place < EXPERTS)
+        part = tl.load(given + row * size + i, mask=(i < size) & here, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.load(shares + row), total)
     tl.store(out + token * size + i, total.to(out.dtype.element_ty), mask=i < size)

@@ -340,6 +340,19 @@ def test_images(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n
         assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
 
 
+@pytest.mark.slow
+def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some of them whole on this rank: sorted, multiplied and summed without a look at the host, in graphs too."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
+    path = save_tiny_model(tmp_path, "gpt_oss")
+    options = {"attention_backend": "triton", "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    engine = start(gpu, monkeypatch, graphs=True, model=str(path), **options)
+    kinds = {name: KINDS[name] for name in ("greedy", "all")}
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
+
+
 class Quiet:
     """Stands for NCCL: tensors on the GPU, of sizes that go together."""
 

@@ -125,6 +125,33 @@ def test_experts_that_nobody_chose_are_not_read(device: torch.device, generator:
     assert backend.mixture(experts(backend, moved(given, device)))(x.to(device)).isfinite().all()
 
 
+@pytest.mark.parametrize("form", [None, "mxfp4"])
+def test_ranks_that_have_some_experts_give_the_sum_together(
+    device: torch.device, form: str | None, generator: torch.Generator
+) -> None:
+    """What each gives is what plain PyTorch says of those experts alone, and others' are not read: there is nothing in
+    their places. A token none of whose experts is here gets zeros."""
+    given, x = weights(torch.float32, generator), torch.randn((60, HIDDEN), generator=generator)
+    packed = None if form is None else FORMS[form]
+
+    def part(backend: Reference, where: torch.device, here: range) -> Tensor:
+        of = experts(backend, moved(given, where), form=packed)
+        of = replace(of, gate_up=[of.gate_up[each] for each in here], down=[of.down[each] for each in here])
+        mixture = backend.mixture(replace(of, first=here.start))
+        assert isinstance(mixture, GroupedMixture) == isinstance(backend, Triton)
+        return mixture(x.to(where), x.to(where)).cpu()
+
+    cpu, everything = torch.device("cpu"), range(COUNT)
+    ranks = [range(3), range(3, 6), range(6, COUNT)]
+    found = [part(Triton(), device, here) for here in ranks]
+    for here, each in zip(ranks, found, strict=True):
+        wanted_here = part(Reference(), cpu, here)
+        assert torch.equal(each.any(1), wanted_here.any(1))
+        assert error(each, wanted_here) < TOLERANCE[torch.float32]
+    assert not found[2].any(1).all()
+    assert error(found[0] + found[1] + found[2], part(Triton(), device, everything)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(("tokens", "count"), [(1, 4), (700, 8), (1300, 128)])
 def test_rows_are_sorted_and_those_of_an_expert_keep_their_order(
     device: torch.device, tokens: int, count: int, generator: torch.Generator

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -142,10 +144,13 @@ def test_convolutions_without_gates(generator: torch.Generator) -> None:
 def test_experts(generator: torch.Generator) -> None:
     given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
     backend = Triton()
-    mixture = backend.mixture(experts(backend, given))
-    assert isinstance(mixture, GroupedMixture)
-    mixture(x)
-    held(lambda: mixture(x), *given.values())
+    whole = experts(backend, given)
+    of_a_rank = replace(whole, gate_up=whole.gate_up[2:5], down=whole.down[2:5], first=2)
+    for each in (whole, of_a_rank):
+        mixture = backend.mixture(each)
+        assert isinstance(mixture, GroupedMixture)
+        mixture(x)
+        held(partial(mixture, x), *given.values())
 
 
 def test_a_guard_that_can_tell() -> None:
