@@ -152,7 +152,7 @@ def in_pieces(cache: Tensor) -> Tensor:
 
 
 def plain(argument: Any) -> Any:
-    """A kernel's argument as ctypes takes it: tensors and structures by their addresses."""
+    """A kernel's argument for ctypes. Tensors and structures become their addresses."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument

@@ -1,5 +1,5 @@
-"""What each operation of a layer calls, said once: `Now` calls the kernels, and the recorder (recorder.py) notes the
-same calls."""
+"""Defines once, for each operation of a layer, which kernel it calls with which arguments. `Now` calls the kernels at
+once; the recorder (recorder.py) notes the same calls."""
 
 from __future__ import annotations
 
@@ -28,54 +28,54 @@ _ALL = 2**31 - 1
 
 
 class Where(NamedTuple):
-    """What kernels read of a step's metadata, tensors and numbers."""
+    """What kernels read of a step's metadata: tensors and numbers."""
 
     starts: Any
     contexts: Any
     table: Any
     stride: Any
-    """Columns of the table,"""
+    """The table's columns."""
     sequences: Any
-    """and its rows."""
+    """The table's rows."""
     states: Any
     seen: Any
     known: Any
 
 
 class Calls(ABC):
-    """Operations of kernels/backend.py on contiguous tensors, or on what stands for them; x is [T, ...] of a type that
-    kernels take. They raise TypeError, or ValueError, for what kernels do not take beside it."""
+    """Operations of kernels/backend.py on contiguous tensors or on their stand-ins. x is [T, ...] and has a type that
+    kernels take. The operations raise TypeError or ValueError for other arguments that kernels do not take."""
 
     @abstractmethod
     def like(self, x: Any) -> Any:
-        """Room for a result of x's shape and type,"""
+        """An uninitialized result with x's shape and type."""
 
     @abstractmethod
     def halved(self, x: Any) -> Any:
-        """for one half as wide,"""
+        """An uninitialized result that is half as wide as x."""
 
     @abstractmethod
     def new(self, x: Any, *shape: int) -> Any:
-        """and for one of this shape for each token of x."""
+        """An uninitialized result of x's type, with this shape for each token of x."""
 
     @abstractmethod
     def viewed(self, x: Any, *shape: int) -> Any:
-        """x with this shape for each token."""
+        """A view of x with this shape for each token."""
 
     @abstractmethod
     def rows(self, x: Any) -> tuple[Any, Any]:
-        """How many rows the last axis of x has, and how wide they are."""
+        """The number of rows along the last axis of x, and their width."""
 
     @abstractmethod
     def tokens(self, x: Any) -> Any: ...
 
     @abstractmethod
     def width(self, x: Any) -> Any:
-        """Numbers of a token,"""
+        """How many numbers each token has."""
 
     @abstractmethod
     def numbers(self, x: Any) -> Any:
-        """and of all."""
+        """How many numbers x has."""
 
     @abstractmethod
     def where(self, metadata: Any) -> Where: ...
@@ -115,7 +115,7 @@ class Calls(ABC):
         return self.gated("gelu_mul", gate_up)
 
     def gated(self, kernel: str, gate_up: Any, *rules: float) -> Any:
-        """By a kernel of a gate and up, side by side."""
+        """Call a kernel whose input is a gate and up, side by side."""
         out = self.halved(gate_up)
         return self.call(kernel, out, gate_up, out, *self.rows(out), *rules)
 
@@ -157,7 +157,7 @@ class Calls(ABC):
         *more: int,
         times: int = 1,
     ) -> Any:
-        """times: as many heads as q has are on each of so many ranks."""
+        """`times`: the number of ranks that have as many heads as q each."""
         pages, held = len(caches[0]), _held(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.where(metadata)
         out = self.new(q, heads, softmax.values or dim)
@@ -202,7 +202,7 @@ class Calls(ABC):
 
 
 class Now(Calls):
-    """On tensors: it makes none that is not returned."""
+    """Calls kernels at once. It makes no tensor that is not returned."""
 
     def __init__(self, library: native.Native) -> None:
         self._library = library
@@ -247,14 +247,14 @@ class Now(Calls):
 
 
 def check_caches(x: Any, caches: CachePair) -> None:
-    """Raise TypeError for keys and values of another type."""
+    """Raise TypeError if the caches have a type that cannot serve x."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in KV_CODES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")
 
 
 def _held(x: Any, caches: CachePair, scales: KVScales) -> tuple[Tensor, Tensor, native.KVFormat | None]:
-    """The caches as kernels take them, and how they hold numbers."""
+    """The caches as kernels take them, and the format of their numbers."""
     check_caches(x, caches)
     k_cache, v_cache = (native.in_pieces(each) for each in caches)
     return k_cache, v_cache, native.kv_format(k_cache, scales)
