@@ -56,15 +56,9 @@ def _server_s() -> Mapping[str, Foreign]:
     return {**_section(read["without_effect"], True), **_section(read["instead"], False)}
 
 
-@cache
-def usual_values() -> Mapping[str, Foreign]:
-    """Of flags of our own, by their names without dashes, values of vLLM's that ask for what is done anyway."""
-    return _section(_read()["usual"], False)
-
-
 def needless_value(name: str, value: object) -> str:
     """Why a value of vLLM's for a flag of ours changes nothing; "" for all other values. `name`: without dashes."""
-    found = usual_values().get(name.replace("_", "-"))
+    found = _section(_read()["usual"], False).get(name.replace("_", "-"))
     return found.text if found is not None and str(value) in found.usual else ""
 
 

@@ -6,6 +6,7 @@ What it does is told in engine/core/stats.py; what a step is made of is in engin
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Literal
 
@@ -41,6 +42,26 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     begin_id: int | None
     """The token that begins the thinking, where the model decides whether it thinks. None: every answer starts inside
     the thinking."""
+
+
+_BOUNDS: Mapping[str, tuple[float, float | None]] = {
+    "n": (1, 128),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, _MOST_TOKENS),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, None),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "max_tokens": (1, _MOST_TOKENS),
+    "min_tokens": (0, _MOST_TOKENS),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, _MOST_TOKENS),
+    "prompt_logprobs": (0, _MOST_TOKENS),
+}
+"""What fields of SamplingParams must be, at least and at most,"""
+_ABOVE = ("top_p", "repetition_penalty")
+"""and those that must be above that."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -84,19 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.stop, tuple):  # one string, or a list
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
             msgspec.structs.force_setattr(self, "stop", stop)
-        _within("n", self.n, 1, 128)
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_p", self.top_p, 0.0, 1.0, above=True)
-        _within("top_k", self.top_k, -1, _MOST_TOKENS)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, None, above=True)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("max_tokens", self.max_tokens, 1, _MOST_TOKENS)
-        _within("min_tokens", self.min_tokens, 0, _MOST_TOKENS)
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
-        _within("logprobs", self.logprobs, 0, _MOST_TOKENS)
-        _within("prompt_logprobs", self.prompt_logprobs, 0, _MOST_TOKENS)
+        for name, (low, high) in _BOUNDS.items():
+            _within(name, getattr(self, name), low, high, above=name in _ABOVE)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"

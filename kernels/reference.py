@@ -31,8 +31,8 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, sca
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.recurrence import Matrices, MatrixRows, Recurrence, recur
-from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
+from quire.kernels.recurrent.recurrence import Matrices, Recurrence, Sequences, recur
+from quire.kernels.recurrent.short_conv import Columns, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
@@ -166,16 +166,15 @@ class Reference(Backend):
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None
-        where = (metadata.query_start, metadata.context_lens, metadata.block_table, metadata.state_slots)
-        return short_conv(bcx, conv, columns, Rows(*where))
+        where = (metadata.query_start, metadata.context_lens, metadata.state_slots)
+        return short_conv(bcx, conv, columns, where, metadata.block_table)
 
     def recur(
         self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
         assert metadata.state_slots is not None
-        of = metadata if metadata.sequences is None else metadata.sequences
-        where = (of.query_start, of.context_lens, of.guesses)
-        return recur(given, z, beside, rule, states, MatrixRows(*where, metadata.state_slots))
+        own = Sequences(metadata.query_start, metadata.context_lens, metadata.guesses)
+        return recur(given, z, beside, rule, states, metadata.sequences or own, metadata.state_slots)
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat((x, y), dim=1)

@@ -127,11 +127,13 @@ STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"
 """Families with selective state spaces."""
 SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
 """Families with selective scans."""
-STATES: dict[str, tuple[str, ...]] = dict.fromkeys(
-    (*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",)
-)
-STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
-STATES |= {"zamba2": ("linear_attention", "hybrid")}
+STATES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",)),
+    "falcon_h1": ("hybrid",),
+    "lfm2": ("conv",),
+    "lfm2_moe": ("conv",),
+    "zamba2": ("linear_attention", "hybrid"),
+}
 """By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
 ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2")
 """Families whose layers are one part each, but for blocks that layers share."""
@@ -139,13 +141,15 @@ WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
 """Families whose attention has a gate for each query."""
-_SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
-_SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
-_SHARED |= {"nemotron_h": "mixer.shared_experts"}
+_SHARED = {
+    "hunyuan_v1_moe": "mlp.shared_mlp",
+    "nemotron_h": "mixer.shared_experts",
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp"),
+}
 NARROW = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
 """In a layer whose experts read and give smaller vectors (moe_latent_size): what makes these of the layer's, and the
 layer's of them."""
-_SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp")
 STACKED = (
     *(
         "gemma4_text",
@@ -177,18 +181,25 @@ ENCODERS = {
 PAIRED = ("clip_text_model", "siglip_text_model")
 """Those of them beside which an image has a vector too."""
 WITH_IMAGES = {
+    "clip": "clip_text_model",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "idefics3": "llama",
+    "internvl": "qwen2",
     "lfm2_vl": "lfm2",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "siglip": "siglip_text_model",
     "smolvlm": "llama",
 }
-WITH_IMAGES |= {"internvl": "qwen2", "llava": "llama", "llava_next": "llama", "llava_onevision": "qwen2"}
-WITH_IMAGES |= {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text"}
-WITH_IMAGES |= {"qwen3_vl_moe": "qwen3_vl_moe_text"}
-WITH_IMAGES |= {"clip": "clip_text_model", "siglip": "siglip_text_model"}
-WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
 of engine/images/config.py read images too."""
 _LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -205,9 +216,11 @@ TEXT_SIZES: dict[str, dict[str, int]] = {
     "mistral": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},
 }
 """What text_config leaves out, in files that say only what differs from transformers' defaults; by its model_type."""
-AXES: dict[str, tuple[int, ...]] = dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ())
-AXES |= dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), (24, 20, 20))
-AXES |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), (11, 11, 10))
+AXES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ()),
+    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), (24, 20, 20)),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), (11, 11, 10)),
+}
 """Those whose rotations tell rows and columns of an image apart. Not (): the frequencies of these take turns, and so
 many are theirs where mrope_section does not say it."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")

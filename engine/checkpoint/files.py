@@ -228,7 +228,7 @@ def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
             num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
             head_dim=raw.get("head_dim") or hidden // heads,
             max_position=positions_of(raw, rope),
-            norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
+            norm_eps=1e-6 if (eps := raw.get("rms_norm_eps")) is None else eps,
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=stored_dtype(raw),
             rope=rope,
@@ -367,10 +367,6 @@ def _integer(raw: ServedFields, key: str) -> int:
         family = f"config.json of a {raw.get('model_type')!r}"
         raise ModelError(f"model: {family} lacks {key}, needed to build a decoder")
     return value
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

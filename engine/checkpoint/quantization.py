@@ -8,7 +8,7 @@ The formats: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-ten
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def weight_formats(given: Quantization) -> WeightFormats:
         raise _wrong("quant_method", f"{method or 'none'!r} is not served ({', '.join(readers)})")
     groups = readers[method](given)
     names = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
-    ignored = tuple(pattern for name in names for pattern in _names(given, name))
+    ignored = tuple(pattern for name in names for pattern in given.get(name) or ())  # type: ignore[attr-defined]
     for pattern in (*ignored, *(target for targets, _ in groups for target in targets)):
         _check_expression(pattern)
     return WeightFormats(method, tuple(groups), ignored)
@@ -228,10 +228,6 @@ def _group(given: int | None, default: int) -> int:
     """-1 is one group for all inputs."""
     size = default if given is None else given
     return max(size, 0)
-
-
-def _names(given: Quantization, name: str) -> Iterable[str]:
-    return given.get(name) or ()  # type: ignore[return-value]
 
 
 def _check_expression(pattern: str) -> None:

@@ -1,17 +1,20 @@
-"""Conversations that pause, while a tool runs or their user reads: which of the pool's pages are kept for their next
-turn, and in which order they are given up when room is needed.
+"""A conversation pauses while a tool runs or its user reads. This module decides which pages of the pool are kept for
+its next turn, and which are given up first when the pool needs room.
 
-Nothing waits for a kept page: it counts as free, and is handed out after all pages that are not kept. A conversation is
-known by the id that its requests have, or because a prompt goes on from an earlier sequence's end; one without an id
-is kept from its second turn on, for most prompts are never gone on from. All together keep no more than a share of the
-pool; beyond that, whoever keeps most gives up first.
+Nothing waits for a kept page. It counts as free, but the pool hands it out only after all pages that are not kept.
 
-What a page is worth is the time that its return saves, times how likely that is. Pages have equal bytes, and computing
-one costs about the same, so the order is that of likelihoods alone: a conversation that has paused long, against the
-pauses that it made before, goes first.
+Two things identify a conversation: the session id of its requests, or a prompt that continues where an earlier sequence
+ended. A conversation without an id is kept from its second turn on, because most prompts are never continued. All
+conversations together keep at most a share of the pool. Above that share, the tenant with the most kept pages gives up
+pages first.
 
-Where prefixes need snapshots of states beside pages, those that the next turn may begin with are kept with the pages,
-of these too no more than a share. Who gives up its last one gives up all pages: behind no snapshot nothing begins.
+The value of a page is the time that it would save, times the probability that its conversation continues. All pages
+have the same size and cost about the same to compute. So only the probability matters: the conversation that has paused
+longest, compared with its earlier pauses, gives up its pages first.
+
+Some models need a snapshot of their state beside the pages. Then the snapshots from which the next turn can start are
+kept too, again at most a share of them. A conversation that gives up its last snapshot also gives up all its pages,
+because no sequence can start without a snapshot.
 """
 
 from __future__ import annotations
@@ -29,41 +32,41 @@ from quire.engine.core.stats import Counts
 from quire.engine.types import KEEP_SECONDS
 
 SHARE = 0.5
-"""Of the pool's pages, the most that are kept."""
+"""The largest part of the pool's pages that is kept."""
 PAUSE_SECONDS = 60.0
-"""What a first pause is taken to last."""
+"""How long the first pause is assumed to last."""
 _LISTED = 4
-"""Most times the share that pages are listed in all: one that several conversations begin with is kept once, and listed
-for each."""
+"""Several conversations can start with the same page. The page is kept once, but each of them lists it. All lists
+together may have this many times the share's pages."""
 _AT_A_TIME = 64
-"""Pages that are given up beside those that are needed now."""
+"""How many more pages are given up than are needed now."""
 MOST_SESSIONS = 4096
-"""Conversations that are known, kept or not."""
+"""How many conversations are remembered, with or without kept pages."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     tenant: str
     name: str | None
-    """What `_named` has it under; None for those without an id."""
+    """Its key in `_named`; None: it has no id."""
     seconds: float = KEEP_SECONDS
-    """For which it is kept after its last sequence."""
+    """How long its pages are kept after its last sequence."""
     turns: int = 0
     latest: str = ""
     """The id of its last request."""
     pages: list[int] = field(default_factory=list)
-    """Those that are kept, from the beginning of its last sequence on."""
+    """The kept pages, from the start of its last sequence."""
     snapshots: list[Standing] = field(default_factory=list)
-    """Those that are kept."""
+    """The kept snapshots."""
     tail: bytes = b""
-    """The hash of its last full piece."""
+    """The hash of the last full piece of its last sequence."""
     left: float = 0.0
-    """When its last sequence gave back its pages."""
+    """When its last sequence released its pages."""
     pause: float = PAUSE_SECONDS
-    """How long it pauses: the mean of its pauses, of which the later ones weigh more."""
+    """The mean length of its pauses. Later pauses have more weight."""
 
     def overdue(self, now: float) -> float:
-        """The larger, the less likely it is that it comes back."""
+        """How long it has paused, relative to its mean pause. A larger value means that it continues less likely."""
         return (now - self.left) / self.pause
 
 
@@ -76,7 +79,7 @@ class Sessions:
         snapshots: NoSnapshots | None = None,
         counts: Counts | None = None,
     ) -> None:
-        """`share`: of the pool's pages, and of snapshots, the most that are kept."""
+        """`share`: the largest part of the pool's pages, and of the snapshots, that is kept."""
         self.counts = counts or Counts()
         self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
         pool.give_up = self._give_up
@@ -86,22 +89,22 @@ class Sessions:
         self._share = share
         self._named: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """By tenant and `tail`: prompts of several tenants may have the same pages."""
+        """By tenant and `tail`, because prompts of several tenants may share pages."""
         self._all: OrderedDict[Session, None] = OrderedDict()
-        """The one that was used last at the end."""
+        """In the order of their last use, the most recent at the end."""
         self._going: dict[str, Session] = {}
-        """By id of a request that is running, or will again: what it is the next turn of."""
+        """By request id: the conversation that a running or preempted request continues."""
         self._held = Counter[str]()
-        """Pages that each tenant's conversations keep; those of several count for each."""
+        """By tenant: the number of pages that its conversations list. A page that several list counts several times."""
         self._next_expiry = 0.0
 
     @property
     def known(self) -> SequenceOf[Session]:
-        """All that are remembered, kept or not."""
+        """All remembered conversations."""
         return list(self._all)
 
     def begin_step(self) -> None:
-        """Give up those whose time is over."""
+        """Give up the pages of conversations whose time is over."""
         now = self._clock()
         if now < self._next_expiry:
             return
@@ -112,7 +115,7 @@ class Sessions:
         self._next_expiry = min((each.left + each.seconds for each in kept if each.pages), default=now + 1.0)
 
     def began(self, seq: Sequence, digests: SequenceOf[bytes]) -> None:
-        """A sequence begins for the first time; `digests`: the hashes of its pieces."""
+        """A sequence starts for the first time. `digests`: the hashes of its pieces."""
         found = self._find(seq, digests)
         if found is not None:
             found.pause = max((found.pause + self._clock() - found.left) / 2, 1.0)
@@ -122,7 +125,7 @@ class Sessions:
             self._all.move_to_end(found)
 
     def left(self, seq: Sequence, pages: SequenceOf[int], digests: SequenceOf[bytes]) -> None:
-        """A sequence is about to give back its pages; `pages`: those that can be found, `digests`: the hashes of its
+        """A sequence is about to release its pages. `pages`: those in the prefix cache; `digests`: the hashes of its
         full pieces."""
         request = seq.request
         session = self._going.pop(request.id, None) or self._find(seq, digests)
@@ -131,7 +134,7 @@ class Sessions:
         if session is None or session not in self._all:
             session = Session(request.tenant, _name(seq))
             self._all[session] = None
-        session.turns += request.id != session.latest  # one that was preempted takes the same turn again
+        session.turns += request.id != session.latest  # a preempted request repeats its turn
         session.latest, session.left = request.id, self._clock()
         session.seconds = request.keep_seconds or KEEP_SECONDS
         self._forget_tail(session)
@@ -147,12 +150,12 @@ class Sessions:
             self._forget(next(iter(self._all)))
 
     def forget(self) -> None:
-        """Nothing is found any more."""
+        """Forget all conversations."""
         for each in list(self._all):
             self._forget(each)
 
     def _find(self, seq: Sequence, digests: SequenceOf[bytes]) -> Session | None:
-        """Whose next turn a sequence is: of the one that has its name, or at whose end it goes on."""
+        """The conversation that a sequence continues: the one with its name, or the one at whose end it starts."""
         name = _name(seq)
         if name is not None and (found := self._named.get(name)) is not None:
             return found
@@ -161,13 +164,13 @@ class Sessions:
         if before is None or name is None or before.name == name:
             return before
         if before.name is not None:
-            return None  # another conversation, which begins with the same
+            return None  # another conversation that starts with the same tokens
         before.name = name
         self._named[name] = before
         return before
 
     def _hold(self, session: Session, pages: SequenceOf[int], standing: SequenceOf[Standing]) -> None:
-        """Keep these pages for a conversation, and these snapshots, and no others."""
+        """Keep exactly these pages and these snapshots for a conversation."""
         before, session.snapshots = session.snapshots, []
         self._keep_pages(session, pages)
         if self._snapshots.pool is not None:
@@ -190,7 +193,7 @@ class Sessions:
         session.pages += pages[same:]
 
     def _give_back(self, session: Session, count: int) -> None:
-        """Keep the last `count` pages of a conversation no more; the last one is the next to be handed out."""
+        """Stop keeping the last `count` pages of a conversation. The pool hands out the last one first."""
         if count:
             first = max(len(session.pages) - count, 0)
             behind = [each for each in session.snapshots if each.pages > first]
@@ -206,8 +209,8 @@ class Sessions:
                 del self._held[session.tenant]
 
     def _bound(self) -> None:
-        """Keep to the share: who keeps most gives up first, of that tenant the conversation that is least likely to
-        come back."""
+        """Enforce the share. The tenant with the most pages gives up first, and of that tenant the conversation that is
+        least likely to continue."""
         while (excess := max(self._pool.num_kept - self._most, self._held.total() - _LISTED * self._most)) > 0:
             (tenant, _), now = self._held.most_common(1)[0], self._clock()
             own = (each for each in self._all if each.tenant == tenant and each.pages)
@@ -221,7 +224,8 @@ class Sessions:
             self._give_back(last, len(last.pages))
 
     def _give_up(self, count: int) -> None:
-        """See BlockPool: those that are least likely to come back give up pages, the last ones first."""
+        """As BlockPool.give_up says. The conversations that are least likely to continue give up pages, the last pages
+        first."""
         now = self._clock()
         wanted = self._pool.num_unkept + count
         enough = wanted + min(_AT_A_TIME, self._pool.num_blocks // 16)
@@ -229,11 +233,11 @@ class Sessions:
         while kept and self._pool.num_unkept < wanted:
             session = kept.pop()
             self.counts.sessions_given_up += 1
-            while session.pages and self._pool.num_unkept < enough:  # one that is held, or kept by others, is not free
+            while session.pages and self._pool.num_unkept < enough:  # pages that others hold or keep are not free
                 self._give_back(session, enough - self._pool.num_unkept)
 
     def _give_up_snapshots(self, count: int) -> None:
-        """The same of so many snapshots."""
+        """The same for `count` snapshots."""
         pool, now = self._snapshots.pool, self._clock()
         assert pool is not None
         wanted = pool.num_unkept + count
@@ -256,7 +260,7 @@ class Sessions:
 
 
 def _name(seq: Sequence) -> str | None:
-    """Of its session, which no other tenant's, salt's or adapter's has."""
+    """A key for the sequence's session. Requests of another tenant, cache salt or adapter have another key."""
     request = seq.request
     if not request.session:
         return None

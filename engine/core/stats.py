@@ -59,7 +59,7 @@ class _Counted(msgspec.Struct, array_like=True):
     """Times that room was needed, and a conversation lost kept pages."""
 
 
-class EngineStats(_Counted, frozen=True, array_like=True):
+class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
     """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
 
     running: int = 0

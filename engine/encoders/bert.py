@@ -1,9 +1,8 @@
 """BERT (Devlin et al., 2019) and the many small models of its shape, such as MiniLM."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec, two_stages
 from quire.engine.errors import ModelError
-from quire.engine.layers.heads import Stage
 
 NAMES = EncoderNames(
     words="embeddings.word_embeddings",
@@ -20,21 +19,17 @@ NAMES = EncoderNames(
 )
 UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
 """What checkpoints keep of the training's own heads."""
-
-
-def classifier(hidden: int, labels: int) -> list[Stage]:
-    pooler = Stage("pooler.dense", hidden, hidden, activation="tanh")
-    return [pooler, Stage("classifier", hidden, labels)]
+CLASSIFIER = two_stages("pooler.dense", "tanh", "classifier")
 
 
 def spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
         raise ModelError(f"model: config.json: position_embedding_type {kind!r} is not supported")
-    return EncoderSpec(
-        **base_spec(config),
+    return base_spec(
+        config,
         names=NAMES,
-        classifier=classifier,
+        classifier=CLASSIFIER,
         positions=config.max_position,
         segments=raw.get("type_vocab_size") or 2,
         unused=UNUSED,

@@ -1,8 +1,6 @@
 """The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
 a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
 
-from dataclasses import replace
-
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.pooling import vector_size
 from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, base_spec
@@ -26,10 +24,11 @@ _UNUSED = ("logit_scale", "logit_bias", "embeddings.position_ids", "vision_model
 def spec(config: ModelConfig) -> EncoderSpec:
     raw, clip = config.raw, config.model_type == "clip_text_model"
     eps, act = (1e-5, "quick_gelu") if clip else (1e-6, "gelu_pytorch_tanh")
-    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=lambda hidden, labels: [])
     name = "text_projection" if clip else "head"
-    return replace(
-        base,
+    return base_spec(
+        config,
+        names=NAMES,
+        classifier=lambda hidden, labels: [],
         eps=raw.get("layer_norm_eps") or eps,
         activation=activation_of(raw.get("hidden_act") or act),
         positions=config.max_position,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
-from quire.engine.layers.heads import Stage
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, two_stages
 
 NAMES = EncoderNames(
     words="embeddings.word_embeddings",
@@ -21,16 +20,11 @@ NAMES = EncoderNames(
 )
 
 
-def classifier(hidden: int, labels: int) -> list[Stage]:
-    dense = Stage("pre_classifier", hidden, hidden, activation="relu")
-    return [dense, Stage("classifier", hidden, labels)]
-
-
 def spec(config: ModelConfig) -> EncoderSpec:
     return replace(
         bert.spec(config),
         names=NAMES,
-        classifier=classifier,
+        classifier=two_stages("pre_classifier", "relu", "classifier"),
         segments=0,
         eps=1e-12,
         activation=activation_of(config.raw.get("activation") or "gelu"),

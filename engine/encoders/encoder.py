@@ -136,20 +136,25 @@ class EncoderSpec:
         return self.positions - self.first_position if self.positions else None
 
 
-def base_spec(config: ModelConfig) -> dict[str, Any]:
-    """The EncoderSpec fields that every family reads alike."""
-    raw = config.raw
-    return {
+def base_spec(config: ModelConfig, **own: Any) -> EncoderSpec:
+    """With the fields that nearly every family reads alike, and the family's `own`."""
+    alike: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_heads": config.num_heads,
         "head_dim": config.head_dim,
-        "eps": raw.get("layer_norm_eps") or 1e-12,
+        "eps": config.raw.get("layer_norm_eps") or 1e-12,
         "ropes": (None,) * config.num_layers,
         "windows": (None,) * config.num_layers,
-        "activation": activation_of(raw.get("hidden_act") or "gelu"),
+        "activation": activation_of(config.raw.get("hidden_act") or "gelu"),
     }
+    return EncoderSpec(**alike | own)
+
+
+def two_stages(first: str, activation: str, last: str) -> Callable[[int, int], list[Stage]]:
+    """A classifier of two linears of these names, with an activation between them."""
+    return lambda hidden, labels: [Stage(first, hidden, hidden, activation=activation), Stage(last, hidden, labels)]
 
 
 def activation_of(name: str) -> Activation:

@@ -34,11 +34,12 @@ def spec(config: ModelConfig) -> EncoderSpec:
     for field, computed in _COMPUTED.items():
         if (given := raw.get(field)) not in (None, computed):
             raise ModelError(f"model: config.json: {field} {given!r} is not supported in a GTE model")
-    base, segments = base_spec(config), raw.get("type_vocab_size")
-    return EncoderSpec(
-        **base | {"ropes": (config.rope,) * config.num_layers},
+    segments = raw.get("type_vocab_size")
+    return base_spec(
+        config,
+        ropes=(config.rope,) * config.num_layers,
         names=NAMES if raw.get("pack_qkv") in (None, True) else replace(NAMES, qkv=UNPACKED),
-        classifier=bert.classifier,
+        classifier=bert.CLASSIFIER,
         segments=1 if segments is None else segments,
         up_bias=False,
         gated=True,

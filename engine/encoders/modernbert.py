@@ -1,7 +1,6 @@
 """ModernBERT (Warner et al., 2024): norms before its parts, rotated positions, a gated MLP, and a window in two of
 three layers."""
 
-from dataclasses import replace
 from typing import Any
 
 from quire.engine.checkpoint.files import ModelConfig
@@ -40,9 +39,10 @@ def spec(config: ModelConfig) -> EncoderSpec:
         head = Stage("head.dense", hidden, hidden, head_bias, "gelu", "head.norm", norm_bias, eps)
         return [head, Stage("classifier", hidden, labels)]
 
-    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=classifier)
-    return replace(
-        base,
+    return base_spec(
+        config,
+        names=NAMES,
+        classifier=classifier,
         eps=eps,
         activation=activation_of(raw.get("hidden_activation") or "gelu"),
         ropes=tuple(_rope(config, kind) for kind in types),

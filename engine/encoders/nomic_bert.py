@@ -1,7 +1,5 @@
 """Nomic Embed (Nussbaum et al., 2024): a BERT with rotated positions and a gated MLP."""
 
-from dataclasses import replace
-
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
 from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec
@@ -27,10 +25,11 @@ def spec(config: ModelConfig) -> EncoderSpec:
         wrong = "prenorm, biases of linears and rotary_scaling_factor"
         raise ModelError(f"model: config.json: {wrong} are not supported in a Nomic BERT")
     theta = raw.get("rotary_emb_base") or (raw.get("rope_parameters") or {}).get("rope_theta") or 1000.0
-    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=bert.classifier)
-    return replace(
-        base,
-        eps=raw.get("layer_norm_epsilon") or base.eps,
+    return base_spec(
+        config,
+        names=NAMES,
+        classifier=bert.CLASSIFIER,
+        eps=raw.get("layer_norm_epsilon") or raw.get("layer_norm_eps") or 1e-12,
         activation="silu",
         ropes=({"rope_type": "default", "rope_theta": theta},) * config.num_layers,
         segments=raw.get("type_vocab_size") or 0,

@@ -5,20 +5,14 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderSpec
-from quire.engine.layers.heads import Stage
-
-
-def classifier(hidden: int, labels: int) -> list[Stage]:
-    dense = Stage("classifier.dense", hidden, hidden, activation="tanh")
-    return [dense, Stage("classifier.out_proj", hidden, labels)]
+from quire.engine.encoders.encoder import EncoderSpec, two_stages
 
 
 def spec(config: ModelConfig) -> EncoderSpec:
     padding = config.raw.get("pad_token_id")
     return replace(
         bert.spec(config),
-        classifier=classifier,
+        classifier=two_stages("classifier.dense", "tanh", "classifier.out_proj"),
         first_position=1 + (1 if padding is None else padding),
         segments=config.raw.get("type_vocab_size") or 1,
     )

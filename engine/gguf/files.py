@@ -106,8 +106,12 @@ class ModelFiles:
         self._made: dict[str, Callable[[Header], dict[str, Any]]] = {}
         if path.name.endswith(SUFFIX) and not path.is_dir():
             self._header = read_gguf(path)
-            self._made = {"config.json": config_json, "generation_config.json": self._generation}
-            self._made |= {"tokenizer.json": tokenizer_json, "tokenizer_config.json": tokenizer_config}
+            self._made = {
+                "config.json": config_json,
+                "generation_config.json": lambda header: _ADVISED.get(path.name, {}) | generation_config(header),
+                "tokenizer.json": tokenizer_json,
+                "tokenizer_config.json": tokenizer_config,
+            }
 
     @property
     def folder(self) -> Path | None:
@@ -117,9 +121,6 @@ class ModelFiles:
     def label(self, name: str) -> str:
         """What an error calls the file of this name."""
         return f"{self._path.name}, read as {name}" if self._made else name
-
-    def _generation(self, header: Header) -> dict[str, Any]:
-        return _ADVISED.get(self._path.name, {}) | generation_config(header)
 
     def json(self, name: str, most: int = JSON_BYTES) -> dict[str, Any] | None:
         """The object in a JSON file; None if there is no such file. Raises ModelError."""

@@ -6,8 +6,12 @@ import re
 
 from quire.engine.gguf import delta_nets, state_spaces
 
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_OUTSIDE |= {"position_embd": "model.embed_positions"}
+_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _INSIDE = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -45,10 +49,16 @@ _OF_DEEPSEEK = _WITH_SHARED | {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
-_OF_QWEN2_MOE = _OF_QWEN3_MOE | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-_OF_QWEN2_MOE |= {name: own.replace("shared_experts", "shared_expert") for name, own in _SHARED.items()}
-_OF_HUNYUAN = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.gate.wg"}
-_OF_HUNYUAN |= {name: own.replace("shared_experts", "shared_mlp") for name, own in _SHARED.items()}
+_OF_QWEN2_MOE = {
+    **_OF_QWEN3_MOE,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{name: own.replace("shared_experts", "shared_expert") for name, own in _SHARED.items()},
+}
+_OF_HUNYUAN = {
+    **_OF_QWEN3_MOE,
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{name: own.replace("shared_experts", "shared_mlp") for name, own in _SHARED.items()},
+}
 _OF_GPT_OSS = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"}
 _OF_MIXTRAL = _INSIDE | {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -57,24 +67,30 @@ _OF_MIXTRAL = _INSIDE | {
     "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
 _OF_GRANITE = {
-    name: own.replace("mlp.", "block_sparse_moe.") if "exps" in name else own for name, own in _OF_QWEN3_MOE.items()
-} | {"ffn_gate_inp": "block_sparse_moe.router.layer"}
-_OF_GRANITE |= {name: own.replace("mlp.shared_experts", "shared_mlp") for name, own in _SHARED.items()}
+    **_OF_QWEN3_MOE,
+    **{name: own.replace("mlp.", "block_sparse_moe.") for name, own in _OF_QWEN3_MOE.items() if "exps" in name},
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{name: own.replace("mlp.shared_experts", "shared_mlp") for name, own in _SHARED.items()},
+}
 _OF_LFM2 = _INSIDE | {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _OF_LFM2_MOE = _OF_LFM2 | {
     name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_MIXTRAL.items() if name not in _INSIDE
 }
 _OF_SPACES = _INSIDE | state_spaces.INSIDE
-_OF_JAMBA = _OF_SPACES | {
-    name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_GRANITE.items() if "exps" in name
+_OF_JAMBA = {
+    **_OF_SPACES,
+    **{name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_GRANITE.items() if "exps" in name},
+    "ffn_gate_inp": "feed_forward.router",
 }
-_OF_JAMBA |= {"ffn_gate_inp": "feed_forward.router"}
 _OF_NEMOTRON_H = _OF_SPACES | {
     name: own.replace("mlp.", "mixer.") for name, own in _WITH_SHARED.items() if name not in _INSIDE
 }
 _OF_NEMOTRON_H |= {"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"}
-_OF_GRANITE_HYBRID = _OF_GRANITE | state_spaces.INSIDE
-_OF_GRANITE_HYBRID |= {f"ffn_{name}": f"shared_mlp.{name}_proj" for name in ("gate", "up", "down")}
+_OF_GRANITE_HYBRID = {
+    **_OF_GRANITE,
+    **state_spaces.INSIDE,
+    **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
 _CORRECTIONS = {
     "ernie4_5_moe": "mlp.moe_statics.e_score_correction_bias",
     "lfm2_moe": "feed_forward.expert_bias",

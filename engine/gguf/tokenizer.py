@@ -19,12 +19,13 @@ _MARK = "\u2581"
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
 """Of the roles whose key is not just their name; the misspelling is the format's."""
-_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
-_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
-_ENDS |= {"<|return|>", "<|call|>"}
-"""Special tokens that end an answer by their names: files name one or two of those that their model writes."""
 _HARMONY = {"<|return|>", "<|call|>"}
 """Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
+_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", *_HARMONY),
+}
+"""Special tokens that end an answer by their names: files name one or two of those that their model writes."""
 _TEMPLATE = "tokenizer.chat_template"
 _MOST_CUTS = 2**28
 """Characters that all ways to cut SentencePiece's tokens in two have together; Gemma's have some 2**25."""
@@ -167,8 +168,8 @@ def _merges(
 
 
 def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
-    usual |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    absent = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    usual = {**dict.fromkeys(absent), **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)}
     return {"type": "BPE"} | usual | options | {"vocab": vocabulary, "merges": merges}
 
 

@@ -144,18 +144,17 @@ class LatentAttention(Part):
             low = self._latent_norms.norm(run, self._low_norm, run.apply(self._q_low.packed, x, context))
         q, kv = run.apply(self._q.packed, low, context), run.apply(self._kv.packed, x, context)
         parts = metadata.parts or (metadata,)
-        if any(self._expands(cache, part) for part in parts):
-            values = self._by_parts(run, q, kv, cache, parts)
-            if step.rows is not None:
-                values, residual, context = values[step.rows], residual[step.rows], context.at(step.rows)
-            return run.sum(run.apply(self._out.packed, values, context), self._making.shard.group), residual
-        q, kv = (run.cast(each, self._making.attended_in) for each in (run.apply(self._absorb, q, context), kv))
-        q = run.latent_store(q, kv, self._latent, cache, metadata)
-        attended = attend(run, self._making.shard, q, (cache, cache), metadata, self._softmax).flatten(1)
-        attended = run.cast(attended, self._making.dtype)
+        expanded = any(self._expands(cache, part) for part in parts)
+        if expanded:
+            found = self._by_parts(run, q, kv, cache, parts)
+        else:
+            q, kv = (run.cast(each, self._making.attended_in) for each in (run.apply(self._absorb, q, context), kv))
+            q = run.latent_store(q, kv, self._latent, cache, metadata)
+            found = attend(run, self._making.shard, q, (cache, cache), metadata, self._softmax).flatten(1)
+            found = run.cast(found, self._making.dtype)
         if step.rows is not None:
-            attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
-        values = run.apply(self._expand, attended, context)
+            found, residual, context = found[step.rows], residual[step.rows], context.at(step.rows)
+        values = found if expanded else run.apply(self._expand, found, context)
         return run.sum(run.apply(self._out.packed, values, context), self._making.shard.group), residual
 
     def _expands(self, cache: Tensor, part: AttentionMetadata) -> bool:

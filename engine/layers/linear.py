@@ -85,13 +85,12 @@ class JoinedLinear:
 
     def parameters(self) -> ParameterTable:
         return {
-            f"{part}.{name}": Parameter(stored.shape, stored.dtype, self._putter(part, name), self._cutter(part, name))
+            f"{part}.{name}": Parameter(
+                *(each.shape, each.dtype, self._putter(part, name), partial(self._cuts[part].early, which=each.early))
+            )
             for part, tensors in self._stored.items()
-            for name, stored in tensors.items()
+            for name, each in tensors.items()
         }
-
-    def _cutter(self, part: str, name: str) -> Callable[[Tensor], Tensor]:
-        return partial(self._cuts[part].early, which=self._stored[part][name].early)
 
     def _putter(self, part: str, name: str) -> Callable[[Tensor], None]:
         def put(tensor: Tensor) -> None:

@@ -95,11 +95,7 @@ class Mlp(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         attended = x
-        if self._spec.parallel:
-            assert residual is not None
-            x = self._norms.norm(run, self._input_norm, residual)
-        else:
-            x, residual = self._norms.add(run, self._input_norm, x, residual)
+        x, residual = self._norms.read(run, self._input_norm, x, residual, parallel=self._spec.parallel)
         x = self._between(run, run.apply(self._up.packed, x, step.context))
         x = run.sum(run.apply(self._down.packed, x, step.context), self._shard.group)
         inner, outer = self._spec.factors

@@ -161,11 +161,7 @@ class Moe(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         before = x
-        if self._spec.parallel:
-            assert residual is not None
-            x = self._norms.norm(run, self._input_norm, residual)
-        else:
-            x, residual = self._norms.add(run, self._input_norm, x, residual)
+        x, residual = self._norms.read(run, self._input_norm, x, residual, parallel=self._spec.parallel)
         scale = self._learned.get(self._spec.router_scale)
         routed = x if scale is None else run.rms_norm(residual, scale, self._spec.norm.eps)
         own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes

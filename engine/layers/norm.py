@@ -54,6 +54,15 @@ class NormWeights:
             return run.add_layer_norm(x, residual, weight, self._biases[name], eps)
         return run.add_rms_norm(x, residual, weight, eps)
 
+    def read(
+        self, run: Operations, name: str, x: Tensor, residual: Tensor | None, *, parallel: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The same or, where a part is `parallel` to the one before it, (the norm of residual, residual)."""
+        if not parallel:
+            return self.add(run, name, x, residual)
+        assert residual is not None
+        return self.norm(run, name, residual), residual
+
     def norm(self, run: Operations, name: str, x: Tensor) -> Tensor:
         """x itself for a norm that the model does not have."""
         if name not in self._names:

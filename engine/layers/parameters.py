@@ -62,7 +62,7 @@ def held(
 
 
 def rows_of(own: range) -> Callable[[Tensor], Tensor]:
-    """A cut: these rows of the first axis."""
+    """A cut that takes these rows of the first axis."""
     return partial(torch.narrow, dim=0, start=own.start, length=len(own))
 
 
@@ -71,5 +71,5 @@ class Parametrized(Protocol):
 
 
 def parameters_of(*parts: Parametrized | None) -> ParameterTable:
-    """The parameters of all these together; None has none."""
+    """The parameters of all parts together. None has no parameters."""
     return {name: each for part in parts if part is not None for name, each in part.parameters().items()}

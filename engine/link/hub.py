@@ -32,7 +32,6 @@ from quire.engine.link.hub_messages import (
     Change,
     Changed,
     EngineDied,
-    EngineState,
     Fault,
     FromHub,
     Hello,
@@ -305,7 +304,7 @@ class Hub:
     def _now(self) -> State:
         client, link = self._client, self._client.link
         return State(
-            engines=[EngineState(each.stats, each.responsive, each.asleep) for each in link.engines],
+            engines=[*link.engines],
             responsive=client.responsive,
             healthy=client.healthy,
             asleep=link.asleep,

@@ -30,7 +30,6 @@ from quire.engine.link.hub_messages import (
     Change,
     Changed,
     EngineDied,
-    EngineState,
     Failed,
     FromHub,
     Hello,
@@ -42,7 +41,7 @@ from quire.engine.link.hub_messages import (
     Welcome,
     decode_from_hub,
 )
-from quire.engine.link.link import Link
+from quire.engine.link.link import EngineState, Link
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
 from quire.engine.processes.wire import Wire

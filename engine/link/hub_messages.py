@@ -12,6 +12,7 @@ from quire.engine import errors
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit
+from quire.engine.link.link import EngineState
 from quire.engine.link.weights import Mode
 from quire.engine.types import EngineInfo, RequestOutput
 
@@ -135,12 +136,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     ids: list[str]
     fault: Fault
-
-
-class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    stats: EngineStats
-    responsive: bool
-    asleep: bool
 
 
 class State(msgspec.Struct, frozen=True, tag=True, array_like=True):

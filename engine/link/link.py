@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.types import EngineInfo, Request, RequestOutput
@@ -65,17 +67,12 @@ class Owner(Protocol):
         """The engine is gone for good."""
 
 
-class EngineState(Protocol):
+class EngineState(msgspec.Struct, frozen=True, array_like=True):
     """One engine, as it is measured."""
 
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def responsive(self) -> bool: ...
-
-    @property
-    def asleep(self) -> bool: ...
+    stats: EngineStats
+    responsive: bool
+    asleep: bool
 
 
 class Link(ABC):
@@ -165,7 +162,7 @@ class Link(ABC):
     @property
     def engines(self) -> Sequence[EngineState]:
         """Those that work beside each other, by their number."""
-        return [self]
+        return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
 class EngineLink(Link):

@@ -1,7 +1,7 @@
-"""Reads an adapter's folder as PEFT writes it: adapter_config.json and the headers of adapter_model.safetensors.
+"""Reads an adapter's folder in PEFT's format: adapter_config.json and the headers of adapter_model.safetensors.
 
-The folder may be broken or hostile, and made for another model: every error is one line that names file and field. It
-does not import torch, so a server can refuse an adapter before its engine has seen it.
+The folder may be broken, hostile, or made for another model. Every error is one line that names the file and the field.
+This module does not import torch, so a server can refuse an adapter before its engine sees it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.engine.lora.modules import EMBEDDING, Modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 256
 MOST_SCALE = 1024.0
-"""Of the product: adapters are trained with less than 100. Far above, its numbers are infinite."""
+"""The largest factor of the product. Adapters are trained with less than 100; far above, numbers become infinite."""
 _CONFIG_BYTES = 2**20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HALVES = {
@@ -33,16 +33,16 @@ _HALVES = {
     ".lora_embedding_A": "down",
     ".lora_embedding_B": "up",
 }
-"""How the names of a module's two tensors end."""
+"""The endings of the names of a module's two tensors."""
 _WHOLE = (".base_layer.weight",)
-"""Weights of the model itself, which PEFT saves beside the adapter of an embedding."""
+"""The endings of the model's own weights, which PEFT saves beside the adapter of an embedding."""
 _PLAIN = re.compile(r"\^?[\w.\\]+\$?")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that leave the model's own weights changed: what was trained fits no other weights."""
+"""Initializations that change the model's own weights. The adapter fits only those changed weights."""
 
 
 class _Fields(TypedDict, total=False):
-    """What is read of adapter_config.json; its tensors say the rest."""
+    """The fields of adapter_config.json that are read. The tensors say the rest."""
 
     peft_type: str | None
     r: Annotated[int, Meta(ge=1, le=2**20)] | None
@@ -66,7 +66,7 @@ _REFUSED = (
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "alora_invocation_tokens", "use_qalora"),
 )
-"""Fields that, where they say anything, ask for what is not served."""
+"""Fields that must be empty, because nothing that they ask for is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ class AdapterPart:
     """The two tensors of one module."""
 
     down: str
-    """Its name in the file; [rank, in_features]."""
+    """The name of a tensor [rank, in_features] in the file."""
     up: str
-    """[out_features, rank]."""
+    """The name of a tensor [out_features, rank]."""
     rank: int
     scale: float
-    """Factor of the product: lora_alpha / r, with use_rslora lora_alpha / sqrt(r)."""
+    """The factor of their product: lora_alpha / r, or with use_rslora lora_alpha / sqrt(r)."""
 
 
 def read_adapter(folder: Path, modules: Modules, max_rank: int, *, embedding: bool = True) -> dict[str, AdapterPart]:
-    """The parts of the adapter in `folder`, by module. `embedding`: whether that of an embedding is served.
+    """The parts of the adapter in `folder`, by module. `embedding`: whether an embedding may have a part.
 
     Raises AdapterError.
     """
@@ -136,7 +136,7 @@ def _read_fields(folder: Path) -> _Fields:
 
 
 def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, dict[str, str]]:
-    """The tensors' names by module, and by which half each is."""
+    """The tensors' names, by module and by half (down or up)."""
     found: dict[str, dict[str, str]] = {}
     for stored in headers:
         suffix = next((each for each in (*_HALVES, *_WHOLE) if stored.endswith(each)), None)
@@ -156,7 +156,7 @@ def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, 
 
 
 def _module(name: str, modules: Modules) -> str | None:
-    """The module of the model that PEFT wrapped, by the name that it gave it."""
+    """The model's module that PEFT calls `name`; None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor(plain) or ""
     inner = LAYER.sub(r"model.layers.\1.\2", text)
@@ -186,17 +186,17 @@ def _part(
         if header.dtype not in _FLOATS:
             raise AdapterError(f"{where}: is stored as {header.dtype[:20]}, not as floating-point numbers")
         if header.shape != expected:
-            raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r mean {list(expected)}")
+            raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r need {list(expected)}")
     alpha = float(_matching(alphas, name, fields.get("lora_alpha") or 8))
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
     if abs(scale) > MOST_SCALE:
         where = "alpha_pattern" if alphas else "lora_alpha"
-        raise AdapterError(f"{CONFIG}: {where}: {name} is scaled by {scale:g}, by {MOST_SCALE:g} at most is served")
+        raise AdapterError(f"{CONFIG}: {where}: {name} is scaled by {scale:g}; at most {MOST_SCALE:g} is served")
     return AdapterPart(halves["down"], halves["up"], rank, scale)
 
 
 def _matching(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first pattern that is the module's name or the end of it, as PEFT finds it."""
+    """The value of the first pattern that equals the module's name or its end. PEFT matches in the same way."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

@@ -1,4 +1,4 @@
-"""Which modules of a model may have adapters, by their names in a checkpoint, and how much memory they take."""
+"""The modules of a model that can have adapters, by their names in a checkpoint, and the memory that adapters take."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ Modules = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> Modules:
-    """All linears of the layers but those of experts, the embedding and the head, as the model's checkpoint has them:
-    several linears may be one module. Of a model that transformers' class computes its engine alone knows them."""
+    """The embedding, the head, and all linears of the layers except those of experts, with their names in the model's
+    checkpoint. Several linears may be one module there. For a model that transformers' class computes, the result is
+    empty: only its engine knows the modules."""
     if model.given is not None:
         return {}
     found: dict[str, tuple[int, int]] = {}
@@ -43,14 +44,13 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 
 
 def adapted_linears(model: ModelConfig) -> Modules:
-    """The same as the model has them."""
+    """The same with the model's own names."""
     sizes = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.vocab_size)
     return _linears(model.raw, model.model_type, sizes, model.num_kv_heads, model.head_dim)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
-    """The same of a config.json alone, which may be of a model that is not served. Raises ConfigError where it does not
-    say the sizes."""
+    """The same for a config.json alone. The model need not be served. Raises ConfigError if a size is missing."""
     raw = named_alike(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     sizes = [raw.get(name) for name in names]
@@ -64,7 +64,7 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
 def _linears(
     raw: Mapping[str, Any], kind: str, sizes: tuple[int, int, int, int, int], kv_heads: int, dim: int
 ) -> Modules:
-    """Of a model of these sizes: layers, hidden states, MLPs, heads, vocabulary."""
+    """The modules of a model. `sizes`: layers, hidden size, width of MLPs, heads, vocabulary."""
     layers, hidden, inner, heads, vocab = sizes
     if kind in unequal.KINDS:
         return unequal.unequal_modules(raw, hidden) | _ends(hidden, vocab)
@@ -84,7 +84,7 @@ def _linears(
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """Of the MLP beside a layer's experts, by its name in a layer, and what stands around experts of smaller vectors."""
+    """The linears of the MLP beside a layer's experts, and of those around experts of smaller vectors, by their names."""
     name, width = shared_experts(raw)
     size = int(raw.get("moe_latent_size") or 0)
     around = dict(zip(NARROW, ((hidden, size), (size, hidden)), strict=True)) if size else {}
@@ -97,7 +97,8 @@ def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]
 
 
 def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, dim: int) -> Modules:
-    """The linears of a layer's attention. What makes keys and values of latents is none: it becomes others."""
+    """The linears of a layer's attention. The one that expands latents to keys and values is left out, because the
+    engine replaces it by others."""
     kind = raw.get("model_type")
     if kind not in LATENT:
         queries, keys = heads * dim, kv_heads * dim
@@ -112,7 +113,7 @@ def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, d
 
 
 def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
-    """Of what keeps a state in some layers, by its name in a layer."""
+    """The linears of the part that keeps a state, by their names in a layer."""
     kind, state = str(raw.get("model_type")), state_of(raw, hidden)
     if not isinstance(state, MatrixState):
         return {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
@@ -131,7 +132,7 @@ def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
 
 
 def _sharing(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """Of a model some of whose layers share blocks: each use of these may have adapters of its own."""
+    """The modules of a model whose layers share blocks. Each use of a block can have its own adapters."""
     uses = {use.layer for use in shared_blocks.uses_of(raw)}
     spaces, own = _with_state(raw, hidden), shared_blocks.use_modules(raw, hidden)
     behind = own | {f"mamba_decoder.{name}": shape for name, shape in spaces.items()}
@@ -147,12 +148,12 @@ def _ends(hidden: int, vocab: int) -> dict[str, tuple[int, int]]:
 
 
 def adapter_numbers(modules: Modules, rank: int, *, head: bool = False) -> int:
-    """Of an adapter of this rank on all linears of the layers, as most have. `head`: with room for that of the head, as
-    each slot of a GPU has."""
+    """How many numbers an adapter of this rank has on all linears of the layers, as most do. `head`: include the
+    head, for which each slot of a GPU has room."""
     left_out = (EMBEDDING,) if head else (EMBEDDING, HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 
 
 def kept_adapters(max_loras: int, max_cpu_loras: int | None) -> int:
-    """How many adapters the host's memory keeps, those in slots included."""
+    """How many adapters stay in the host's memory, including those in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

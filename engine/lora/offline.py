@@ -1,4 +1,4 @@
-"""Adapters of an engine that is used without a server: vLLM's LoRARequest, and what keeps their files."""
+"""Adapters without a server: vLLM's LoRARequest, and the store of their files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.engine.types import Adapter, EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter to generate with: a folder as PEFT writes it, or a hub id. It is read when it is first asked for; a
-    `lora_int_id` of its own makes it read again."""
+    """An adapter: a folder in PEFT's format, or a hub id. Its files are read at the first request; a new `lora_int_id`
+    makes the engine read them again."""
 
     lora_name: str
     lora_int_id: int
@@ -26,11 +26,11 @@ class LoRARequest:
 
 
 AskedAdapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, or one for each."""
+"""One adapter for all prompts, or one for each prompt."""
 
 
 class LocalAdapters:
-    """The adapters that were asked for. Its files are deleted with it."""
+    """The adapters that requests have named. Their copies are deleted with this object."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-adapters-")
@@ -38,11 +38,11 @@ class LocalAdapters:
         self._known: dict[LoRARequest, Adapter] = {}
 
     def learn(self, info: EngineInfo) -> None:
-        """What the engine says of the model, once it is ready."""
+        """Take the names of the model's modules from an engine that is ready."""
         self._modules = info.adaptable or self._modules
 
     def each(self, asked: AskedAdapters, count: int) -> list[Adapter | None]:
-        """Those of `count` prompts. Raises InvalidRequest, naming lora_request."""
+        """The adapter of each of `count` prompts. Raises InvalidRequest with param lora_request."""
         many = [asked] * count if asked is None or isinstance(asked, LoRARequest) else list(asked)
         if len(many) != count:
             raise InvalidRequest(f"lora_request: {len(many)} for {count} prompts", param="lora_request")
@@ -59,7 +59,7 @@ class LocalAdapters:
 
 
 def adapters_for(kept: LocalAdapters | None, asked: AskedAdapters, count: int) -> list[Adapter | None]:
-    """As `each`; without `kept` no adapter may be asked for."""
+    """As `kept.each`. Without `kept`, a request may not name an adapter."""
     if kept is not None:
         return kept.each(asked, count)
     if asked is not None:

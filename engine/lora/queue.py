@@ -1,9 +1,9 @@
-"""The waiting sequences where some need adapters: one whose adapter is not in a slot waits for it apart, so that nobody
-else waits with it.
+"""The queue of waiting sequences when some of them need adapters. A sequence whose adapter is not in a slot waits
+separately, so that it delays nobody else.
 
-A slot belongs to its adapter while some sequence needs it, waiting, running or preempted. Where all slots are needed
-and another adapter is asked for, the slot that the fewest sequences need takes no more of them, and is free when these
-have ended: no adapter waits for ever.
+A slot belongs to its adapter as long as a sequence needs it, whether that sequence waits, runs or was preempted. When
+another adapter is needed and all slots are in use, the slot with the fewest users takes no new ones. It becomes free
+when its users have ended, so no adapter waits forever.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from quire.engine.core.sequence import Sequence
 from quire.engine.types import Adapter
 
 _PATIENCE = 0.005
-"""Seconds that an engine with nothing to compute waits for a load before it looks for messages."""
+"""How many seconds an idle engine waits for a load before it checks for messages."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot of the device, from 1 on, and the adapter that is in it."""
+    """A slot of the device, numbered from 1, and its adapter."""
 
     number: int
     digest: str = ""
     name: str = ""
-    """That it had when it was loaded."""
+    """The adapter's name when it was loaded."""
     ready: bool = False
     users: set[str] = field(default_factory=set)
-    """Ids of the requests that need it."""
+    """The ids of the requests that need it."""
     closed: bool = False
-    """Takes no more users, as another adapter waits for it."""
+    """It takes no new users, because another adapter waits for it."""
     used: int = 0
-    """When it was last needed, by a count of sequences."""
+    """When it got its last user, counted in sequences."""
 
 
 class AdapterQueue(FairQueue):
@@ -44,7 +44,7 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_Slot(number) for number in range(1, slots + 1)]
         self._parked: dict[str, list[Sequence]] = {}
-        """By adapter: the sequences that wait for it. Empty lists are removed."""
+        """By adapter: the sequences that wait for it. There are no empty lists."""
         self._count = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -115,13 +115,13 @@ class AdapterQueue(FairQueue):
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
 
     def _wanted(self) -> list[str]:
-        """The adapters that have no slot, the one whose first sequence is the most urgent first."""
+        """The adapters that need a slot, ordered by their most urgent sequence."""
         have = {slot.digest for slot in self._slots}
         waiting = {digest: min(seq.rank for seq in seqs) for digest, seqs in self._parked.items() if digest not in have}
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _free_slot(self) -> _Slot | None:
-        """An empty slot, or else the one least recently used of those that nobody needs."""
+        """An empty slot; otherwise the least recently used slot without users."""
         free = [slot for slot in self._slots if not slot.digest or (slot.ready and not slot.users)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.used), default=None)
 
@@ -132,7 +132,8 @@ class AdapterQueue(FairQueue):
         self._loader.load(slot.number, adapter)
 
     def _close(self, count: int) -> None:
-        """Let `count` slots be closed: those that are, then those that the fewest sequences need."""
+        """Close `count` slots and open the others. Slots that are closed already come first, then those with the fewest
+        users."""
         ready = [slot for slot in self._slots if slot.ready]
         order = sorted(ready, key=lambda slot: (not slot.closed, len(slot.users), slot.used))
         for index, slot in enumerate(order):

@@ -1,6 +1,8 @@
-"""Keeps copies of adapters, by their content: what was loaded can be loaded again, whatever happens to its folder.
+"""Keeps copies of adapters, named by a hash of their content. An engine can load a copy again, whatever happens to the
+original folder.
 
-A copy is made first and checked then, so what is checked is what an engine reads, in this process or after its death.
+The copy is made first and checked afterwards. So every engine reads exactly what was checked, also one that is started
+later.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from quire.engine.types import Adapter
 _PIECE = 2**20
 _UNFINISHED = "new-"
 _HEADERS = 16 * 2**20
-"""Bytes that a file may have beside its numbers."""
+"""How many bytes a file may have beside its numbers."""
 
 
 class Spool:
-    """A folder with a folder for each adapter. Raises AdapterError for what cannot be served."""
+    """A folder with a subfolder for each adapter. Its methods raise AdapterError for an adapter that cannot be
+    served."""
 
     def __init__(self, root: Path, modules: Modules, max_rank: int, *, embedding: bool = True) -> None:
-        """`root` exists, and is nobody else's; `modules`: the model's; `embedding`: whether adapters of embeddings are
-        served."""
+        """`root`: an existing folder that nobody else uses. `modules`: the model's modules. `embedding`: whether
+        adapters of embeddings are served."""
         for unfinished in root.glob(f"{_UNFINISHED}*"):  # of a process that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
         self._root = root
@@ -40,8 +43,8 @@ class Spool:
         self._most_bytes = _HEADERS + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add(self, name: str, path: str, *, inside: tuple[Path, ...] = ()) -> Adapter:
-        """Copy the adapter at `path`, a folder or a hub id, and check it. `inside`: where its files must be, if that
-        matters. It takes as long as copying its bytes; call it in a thread."""
+        """Copy an adapter and check the copy. `path`: a folder or a hub id. `inside`: the folders that must contain its
+        files; (): any folder may. Call it in a thread, because copying takes time."""
         folder = _folder(path, inside)
         try:
             made = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED))
@@ -63,7 +66,7 @@ class Spool:
         return Adapter(name, digest.hexdigest(), str(kept))
 
     def find(self, name: str, digest: str) -> Adapter:
-        """One that an earlier process added."""
+        """An adapter that an earlier process added."""
         folder = self._root / digest
         read_adapter(folder, self._modules, self._max_rank, embedding=self._embedding)
         return Adapter(name, digest, str(folder))
@@ -73,7 +76,7 @@ class Spool:
 
     @property
     def digests(self) -> list[str]:
-        """Of the adapters that are kept."""
+        """The digests of all adapters here."""
         return [each.name for each in self._root.iterdir() if each.is_dir() and not each.name.startswith(_UNFINISHED)]
 
     def _copy(self, source: Path, target: Path, digest: blake2b, inside: tuple[Path, ...]) -> None:

@@ -1,4 +1,5 @@
-"""Whether an adapter's numbers are numbers. Reads bits, as NumPy knows no bfloat16, and needs no torch."""
+"""Checks that an adapter's numbers are finite. It compares bits, because NumPy has no bfloat16, and does not import
+torch."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ _EXPONENTS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-"""By type: the integers of the same size, and the bits of the exponent, all set where a number is infinite or none."""
+"""By type: an integer type of the same size, and the bits of the exponent. All of them are set in an infinite number
+and in NaN."""
 _PIECE = 2**20
-"""Numbers looked at at once."""
+"""How many numbers are checked at once."""
 
 
 def check_finite(file: Path) -> None:
-    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN, or
-    is of another type."""
+    """Raise AdapterError, with the tensor's name, if a tensor of a safetensors file has an infinite number, a NaN, or
+    another type than a floating-point one."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
     for name, (dtype, begin, end) in tensor_places(file).items():
         if dtype not in _EXPONENTS:

@@ -1,9 +1,9 @@
-"""Says of each prompt which of its tokens were computed before, and why the prefix cache did not have them.
+"""Reports for each prompt which of its tokens were computed before, and why the prefix cache did not have them.
 
-Whoever owns the engines' link tells what happens: requests that come, steps, outputs that end requests, caches that are
-lost. Of each tenant the tokens of what it had computed lately are remembered (tree.py), within a bound of bytes, and
-compared with what the engine found. So nothing here is asked while a step is decided, and nothing is learnt of the
-pages of other tenants: a page that is gone was "evicted", whoever needed the room.
+The owner of the engines' link reports what happens: new requests, steps, outputs that end requests, lost caches. For
+each tenant, tree.py remembers the tokens that were computed recently, up to a limit of bytes. This module compares them
+with what the engine found. The scheduler never calls it. A tenant learns nothing about the pages of other tenants: a
+page that is gone counts as "evicted", whoever needed the room.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from quire.engine.prefixes.tree import PIECE, TREE_BYTES, Conversation, Neighbou
 from quire.engine.types import MissReason, Nearest, PrefixReport, Request
 
 TENANT_BYTES = 16 << 20
-"""What is remembered of one tenant: some 900,000 tokens."""
+"""The limit for one tenant: about 900,000 tokens."""
 ALL_BYTES = 64 << 20
-"""Of all together: those that came longest ago are forgotten first."""
+"""The limit for all tenants together. The tenant whose last request is the oldest loses its tokens first."""
 _TURN = 8
-"""Tokens at an earlier prompt's end that a later turn of its conversation may lack: what begins an answer."""
+"""How many last tokens of a prompt the next turn may lack: they start the answer."""
 _SHOWN = 24
-"""Tokens that are shown on each side of a difference."""
+"""How many tokens a report shows on each side of a difference."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """An open request that has given no output yet, or whose output is not complete."""
+    """An open request without output, or with incomplete output."""
 
     request: Request
     turn: _Turn
     visit: Visit | None = None
-    """None until an engine has begun with it, and again after that engine's end."""
+    """None: no engine has started it, or that engine has ended."""
     report: PrefixReport | None = None
     computed: int = 0
-    """Prompt tokens that were computed."""
+    """The number of prompt tokens that were computed."""
     seconds: float = 0.0
-    """Their share of the steps' time."""
+    """Their share of the time of their steps."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """What requests of one call with the same prompt have together: they are one turn of one conversation."""
+    """One turn of a conversation. All requests of a call with the same prompt share it."""
 
     prompt: list[int]
     conversation: Conversation | None = None
@@ -60,17 +60,17 @@ class _Engine:
 
 class Misses:
     def __init__(self, engines: int, tenant_bytes: int = TENANT_BYTES, all_bytes: int = ALL_BYTES) -> None:
-        """`engines`: how many compute beside each other, each with a cache of its own."""
+        """`engines`: how many engines there are, each with its own cache."""
         self._engines = [_Engine() for _ in range(engines)]
         self._tenant_bytes, self._all_bytes = tenant_bytes, all_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """By owner, the one that came last at the end."""
+        """By owner (see `_tree`), the most recent owner at the end."""
         self._open: dict[str, _Asked] = {}
         self.bytes = 0
-        """Of all that is remembered."""
+        """The size of all trees."""
 
     def submitted(self, requests: Sequence[Request]) -> None:
-        """Requests of one call."""
+        """A call has submitted these requests."""
         turn = None
         for each in requests:
             if each.sampling is None:
@@ -80,7 +80,7 @@ class Misses:
             self._open[each.id] = _Asked(each, turn)
 
     def stepped(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """An engine, which now has these stats, computed a step with weights of this version."""
+        """An engine computed a step with this version of the weights. `stats`: the engine's stats after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -97,7 +97,7 @@ class Misses:
                 asked.seconds += (step.computed - step.decided) * count / max(step.tokens, 1)
 
     def take(self, request_id: str) -> PrefixReport | None:
-        """The report of a request whose first output has come."""
+        """The report for a request, once its first output has come."""
         asked = self._open.get(request_id)
         if asked is None or (report := asked.report) is None:
             return None
@@ -112,7 +112,7 @@ class Misses:
         )
 
     def ended(self, request_id: str, emitted: Sequence[int]) -> None:
-        """A request has ended; `emitted`: the tokens that it gave, those of its `emitted_ids` not among them."""
+        """A request has ended. `emitted`: the tokens that it generated after its `emitted_ids`."""
         asked = self._open.pop(request_id, None)
         if asked is None or (visit := asked.visit) is None:
             return
@@ -126,11 +126,11 @@ class Misses:
             self._add(tree, _tokens(request) + array("i", answer).tobytes(), visit)
 
     def emptied(self, engine: int) -> None:
-        """An engine's cache is empty now."""
+        """An engine's cache was emptied."""
         self._engines[engine].life += 1
 
     def lost(self, engine: int, ids: Iterable[str] | None) -> None:
-        """An engine has ended: these requests, or all that it had, will be computed by another one."""
+        """An engine has ended. Another engine will compute these requests; None: all of its requests."""
         self.emptied(engine)
         for each in [*self._open] if ids is None else ids:
             asked = self._open.get(each)
@@ -139,7 +139,7 @@ class Misses:
                 asked.computed, asked.seconds = 0, 0.0
 
     def _begin(self, asked: _Asked, cached: int, engine: int, weights: str) -> None:
-        """An engine begins with a request, of whose tokens it has found `cached` ones."""
+        """An engine starts a request. It has found `cached` of its tokens in its cache."""
         request = asked.request
         adapter = "" if request.adapter is None else request.adapter.digest
         origin = Origin(request.cache_salt, adapter, weights)
@@ -171,8 +171,8 @@ class Misses:
         self._add(tree, tokens, asked.visit)
 
     def _tree(self, request: Request) -> PrefixTree:
-        """Of the request's tenant. Without keys all callers are one tenant, whom a salt alone keeps apart: then nothing
-        is said across salts."""
+        """The tree of the request's tenant. Without API keys, all callers are one tenant, and only their salts separate
+        them. Then each salt has its own tree."""
         owner = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
         tree = self._trees.get(owner)
         if tree is None:
@@ -182,7 +182,7 @@ class Misses:
         return tree
 
     def _add(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
-        """Remember a visit's tokens, and forget other tenants' that came longest ago where all have too much."""
+        """Store the tokens of a visit. Above the limit for all tenants, the least recent tenants lose their tokens."""
         self.bytes -= tree.bytes
         tree.add(tokens, visit)
         self.bytes += tree.bytes
@@ -198,7 +198,7 @@ class Misses:
 
 @dataclass(slots=True)
 class _Look:
-    """One prompt beside what is known of its beginning."""
+    """Compares one prompt with what is known about its beginning."""
 
     walk: Walk
     tokens: bytes
@@ -213,12 +213,12 @@ class _Look:
 
     @property
     def _most(self) -> int:
-        """Tokens that can be found: the last one is computed in any case."""
+        """The most tokens that the cache can hold for the prompt. Its last token is always computed."""
         return (len(self.tokens) // WIDTH - 1) // self._unit * self._unit
 
     def at_places(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Of the tokens that were computed before behind the same tokens, and were not found: how many by reason; and
-        whether the tenant's `load` explains evictions."""
+        """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
+        value says whether the tenant's own `load` explains evictions."""
         walk, missed, own_load = self.walk, Counter[MissReason](), False
         most = min(walk.common // self._unit * self._unit, self._most)
         for index in range(self.cached // PIECE, -(-most // PIECE)):
@@ -233,7 +233,7 @@ class _Look:
         return missed, own_load
 
     def elsewhere(self) -> Counter[MissReason]:
-        """How many tokens behind those were computed behind the same tokens, but of another origin."""
+        """Counts the tokens after these that were computed after the same tokens, but with another origin."""
         walk, missed = self.walk, Counter[MissReason]()
         for index, visit in enumerate(walk.beyond, len(walk.own)):
             begin, end = max(index * PIECE, self.cached, walk.common), min((index + 1) * PIECE, self._most)
@@ -242,7 +242,7 @@ class _Look:
         return missed
 
     def _why(self, visit: Visit, end: int) -> MissReason | None:
-        """Why tokens of a visit up to `end` were not found; None where they were never computed."""
+        """Why the tokens of a visit up to `end` were not found; None: they were never computed."""
         if visit.computed < end:
             return "computing" if visit.open else None
         if visit.engine != self.engine:
@@ -255,10 +255,10 @@ class _Look:
         return "adapter" if origin.adapter != self.origin.adapter else "cache_salt"
 
     def moved(self) -> tuple[Nearest, int, Conversation | None]:
-        """Where the prompt differs from the nearest earlier sequence; how many of its tokens behind that stand in that
-        sequence, too; and its conversation, if that is the same one."""
+        """Returns three things: where the prompt first differs from the nearest earlier sequence; how many of its later
+        tokens occur in that sequence too; and the sequence's conversation, if the prompt continues it."""
         looks = [self._beside(each) for each in self.walk.neighbours]
-        same, count, other = max(looks, key=lambda look: look[:2])  # of equals the first, which is the nearest
+        same, count, other = max(looks, key=lambda look: look[:2])  # equal ones: the first, which is the nearest
         common, visit = other.common, other.visit
         nearest = Nearest(
             common,
@@ -270,8 +270,8 @@ class _Look:
         return nearest, max(min(count, self._most - common), 0), visit.conversation if same else None
 
     def _beside(self, other: Neighbour) -> tuple[bool, int, Neighbour]:
-        """Whether the prompt goes on with an earlier sequence's conversation, and how many tokens behind the first
-        difference both have."""
+        """Whether the prompt continues an earlier sequence's conversation, and how many tokens both share after their
+        first difference."""
         pieces = equal_pieces(other.rest, self.tokens[other.common * WIDTH :])
         end = min(other.visit.prompt_tokens - other.common, len(other.rest) // WIDTH)
         same = end <= 0 or any(each.old + each.length > end - _TURN for each in pieces)
@@ -279,7 +279,7 @@ class _Look:
 
 
 def _tokens(request: Request) -> bytes:
-    """A prompt's tokens, four bytes each. Those of an image are numbers below 0 that its content makes."""
+    """A prompt's tokens, four bytes each. An image's tokens are a negative number that depends on its content."""
     found = array("i", request.prompt_ids)
     for span in request.spans:
         place = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
@@ -288,5 +288,5 @@ def _tokens(request: Request) -> bytes:
 
 
 def _ids(tokens: bytes) -> list[int]:
-    """Without those of images."""
+    """The tokens without those of images."""
     return [token for token in array("i", tokens) if token >= 0]

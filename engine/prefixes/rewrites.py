@@ -1,5 +1,5 @@
-"""What two token sequences have in common behind the first token in which they differ: text that was moved, or stands
-behind other text now. All sequences are bytes, four a token (`array("i")`)."""
+"""Compares two token sequences after their first difference: finds text that was moved, or that now follows other text.
+A sequence is bytes, four for each token (`array("i")`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 WIDTH = 4
 """Bytes of a token."""
 LEAST = 16
-"""Tokens that a piece of text must have in a row to count as the same: what templates put around turns is shorter."""
+"""The shortest run of equal tokens that counts as the same text. What templates put around turns is shorter."""
 
 
 class Piece(NamedTuple):
-    """Equal tokens: `length` of them from `old` on in the one sequence, from `new` on in the other."""
+    """A run of equal tokens: `length` tokens, at `old` in the earlier sequence and at `new` in the later one."""
 
     old: int
     new: int
@@ -20,11 +20,11 @@ class Piece(NamedTuple):
 
 
 def common_prefix(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens with which both sequences start."""
     low, high = 0, min(len(one), len(other)) // WIDTH
     if one[: high * WIDTH] == other[: high * WIDTH]:
         return high
-    while high - low > 1:  # they are equal up to `low`, and differ before `high`
+    while high - low > 1:  # the sequences are equal up to `low` and differ before `high`
         middle = (low + high) // 2
         if one[low * WIDTH : middle * WIDTH] == other[low * WIDTH : middle * WIDTH]:
             low = middle
@@ -34,9 +34,9 @@ def common_prefix(one: bytes, other: bytes) -> int:
 
 
 def equal_pieces(old: bytes, new: bytes) -> list[Piece]:
-    """Pieces of `new` that stand somewhere in `old`, in the order of `new`, none within another; all that have LEAST
-    tokens, but where `old` repeats itself."""
-    size = LEAST // 2 * WIDTH  # of LEAST tokens wherever they begin, so many lie at a multiple of it
+    """The pieces of `new` that also occur in `old`, in the order of `new`, without overlaps. It finds all pieces of at
+    least LEAST tokens, except where `old` repeats itself."""
+    size = LEAST // 2 * WIDTH  # any run of LEAST tokens contains one such block at a multiple of its size
     places: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):
         places.setdefault(old[start : start + size], start)
@@ -61,7 +61,7 @@ def equal_pieces(old: bytes, new: bytes) -> list[Piece]:
 
 
 def _equal(one: bytes, at: int, other: bytes, place: int) -> int:
-    """Bytes of whole tokens that are equal from these places on."""
+    """The number of equal bytes from these places on, in whole tokens."""
     count, size = 0, 64 * WIDTH
     while one[at + count : at + count + size] == other[place + count : place + count + size]:
         if min(len(one) - at, len(other) - place) <= count + size:

@@ -1,5 +1,6 @@
-"""The tokens that one tenant had computed lately, as a tree of pieces: one look-up for each piece finds what a prompt
-begins with. Bounded: the pieces that were used longest ago go first, the ends of sequences before their beginnings."""
+"""Stores the tokens that were computed for one tenant recently, as a tree of pieces. One look-up for each piece finds
+the known beginning of a prompt. The tree has a size limit: it drops the least recently used pieces first, and the end
+of a sequence before its beginning."""
 
 from __future__ import annotations
 
@@ -11,94 +12,94 @@ from typing import NamedTuple
 from quire.engine.prefixes.rewrites import WIDTH, common_prefix
 
 PIECE = 64
-"""Tokens of a piece; the last one of a sequence may have fewer."""
+"""The tokens of a piece. The last piece of a sequence may have fewer."""
 TREE_BYTES = 2000
-"""What a tree takes that has no pieces."""
+"""The size of an empty tree."""
 NODE_BYTES = 900
-"""What a piece takes beside its tokens, its place in the order of use included; measured, and rounded up."""
+"""The size of a piece without its tokens but with its place in the order of use. Measured, and rounded up."""
 _ORIGINS = 3
-"""Kinds of prefixes (salts, adapters, versions) that are remembered of a piece."""
+"""How many origins (salts, adapters, versions) each piece remembers."""
 _NEIGHBOURS = 32
-"""Pieces behind an equal beginning that a prompt is compared with: those that were used last."""
+"""How many pieces after an equal beginning are compared with a prompt, the most recently used first."""
 _MOST_AHEAD = 65_536
-"""Tokens behind a difference that are compared."""
+"""How many tokens after a difference are compared."""
 
 
 class Origin(NamedTuple):
-    """Prefixes of different origins share no pages."""
+    """What a prefix was computed with. Prefixes of different origins share no pages."""
 
     salt: str
     adapter: str
-    """The digest of its content; "" for none."""
+    """The digest of its content; "": no adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """Of the request that began it."""
+    """The id of its first request."""
     turns: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """A request that computed the pieces on its way, or found them cached."""
+    """A request that computed some pieces, or found them cached."""
 
     origin: Origin
     engine: int
     life: int
-    """Which of the caches that this engine has had it was."""
+    """The number of the engine's cache, which counts up when the cache is lost."""
     prompt_tokens: int
     conversation: Conversation
     computed: int = 0
-    """Tokens that are computed so far."""
+    """The tokens that are computed so far."""
     open: bool = True
     load: int = 0
-    """Tokens that its tenant had had computed when it ended."""
+    """The tenant's PrefixTree.load when the request ended."""
 
 
 @dataclass(eq=False, slots=True)
 class Node:
     tokens: bytes
-    """Of this piece."""
+    """The tokens of this piece."""
     parent: Node | None
     visits: tuple[Visit, ...] = ()
-    """The latest of each origin, the latest first."""
+    """The latest visit of each origin, the latest first."""
     children: dict[bytes, Node] | None = None
-    """The one that was used last comes last."""
+    """In the order of their use, the last used at the end."""
 
     def visit(self, origin: Origin) -> Visit | None:
         return next((each for each in self.visits if each.origin == origin), None)
 
 
 class Neighbour(NamedTuple):
-    """An earlier sequence that goes on otherwise than a prompt."""
+    """An earlier sequence that continues differently from a prompt."""
 
     common: int
-    """Tokens that both begin with."""
+    """The number of tokens with which both start."""
     rest: bytes
-    """Its tokens behind these, _MOST_AHEAD at most."""
+    """The sequence's tokens after these, at most _MOST_AHEAD."""
     visit: Visit
-    """Of the last of them."""
+    """The visit of the last of these tokens."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """What is known of a prompt's beginning."""
+    """What is known about the beginning of a prompt."""
 
     own: list[Visit] = field(default_factory=list)
-    """For each of its first pieces, who had it computed last, of the prompt's own origin."""
+    """For each of its first pieces: the last visit of the prompt's own origin."""
     beyond: list[Visit] = field(default_factory=list)
-    """For each piece behind these who had it computed, of another origin."""
+    """For each piece after these: the last visit of another origin."""
     tail: int = 0
-    """Tokens behind the pieces of its own origin that the nearest sequence of that origin has, too."""
+    """How many tokens after the pieces in `own` the nearest sequence of the same origin has in common with it."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """Those that go on otherwise, the nearest first; none where an earlier sequence ended there."""
+    """The sequences that continue differently, the nearest first. Empty where an earlier sequence ended."""
 
     @property
     def common(self) -> int:
-        """Tokens that an earlier sequence of its own origin began with."""
+        """How many of its first tokens an earlier sequence of the same origin has."""
         return len(self.own) * PIECE + self.tail
 
 
@@ -107,13 +108,14 @@ class PrefixTree:
         self._most = most_bytes
         self.bytes = TREE_BYTES
         self.load = 0
-        """Tokens that this tenant had computed, in all."""
+        """How many tokens were computed for this tenant in all."""
         self._root = Node(b"", None)
         self._order: OrderedDict[Node, None] = OrderedDict()
-        """All pieces, the one that was used last at the end; each comes after those behind it."""
+        """All pieces in the order of their use, the last used at the end. A piece comes after the pieces that follow it
+        in a sequence."""
 
     def walk(self, tokens: bytes, origin: Origin) -> Walk:
-        """What is known of a sequence's beginning."""
+        """What is known about the beginning of a sequence."""
         found, node = Walk(), self._root
         whole = len(tokens) // (PIECE * WIDTH)
         for index in range(whole):
@@ -131,7 +133,7 @@ class PrefixTree:
         return found
 
     def add(self, tokens: bytes, visit: Visit) -> None:
-        """A visit's tokens: all pieces are its own from now on."""
+        """Store the tokens of a visit, which becomes the latest visit of their pieces."""
         node, path = self._root, list[Node]()
         size = PIECE * WIDTH
         for at in range(0, len(tokens), size):
@@ -153,13 +155,13 @@ class PrefixTree:
         self.shrink(self._most)
 
     def shrink(self, most: int) -> None:
-        """Forget what was used longest ago, until no more than so many bytes are left."""
+        """Drop the least recently used pieces until the tree has at most `most` bytes."""
         while self.bytes > most and self._order:
             node, _ = self._order.popitem(last=False)
             self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        assert not node.children, "a piece is forgotten before one behind it"
+        assert not node.children, "a piece is dropped before one that follows it"
         self.bytes -= NODE_BYTES + len(node.tokens)
         parent = node.parent
         assert parent is not None
@@ -169,8 +171,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_beginnings(self, node: Node, key: bytes, origin: Origin) -> None:
-        """Forget the ends of sequences that a new piece goes on from, as the end of a prompt does when the answer
-        comes."""
+        """Drop short last pieces that the new piece begins with, such as the end of a prompt when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             alone = all(each.origin == origin for each in child.visits)
             if alone and len(child.tokens) < len(key) and key.startswith(child.tokens):
@@ -184,7 +185,7 @@ class PrefixTree:
         return node.children.get(tokens[index * PIECE * WIDTH : (index + 1) * PIECE * WIDTH])
 
     def _compare(self, found: Walk, node: Node, rest: bytes, origin: Origin) -> None:
-        """Compare a sequence with those that begin as it does up to a piece's end; `rest`: its tokens from there."""
+        """Compare a sequence with others that have the same pieces up to `node`. `rest`: its tokens after these."""
         begins = len(found.own) * PIECE
         near: list[tuple[int, Node, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _NEIGHBOURS):
@@ -193,19 +194,19 @@ class PrefixTree:
                 near.append((common_prefix(child.tokens, rest), child, visit))
         if not near:
             return
-        near.sort(key=lambda each: -each[0])  # stable: of equals, the one that was used last comes first
+        near.sort(key=lambda each: -each[0])  # stable: equal ones stay in the order of use
         found.tail, _, found.tail_visit = near[0]
         if any(count * WIDTH == len(child.tokens) for count, child, _ in near if count == found.tail):
-            return  # an earlier sequence is a beginning of this one
+            return  # this sequence continues an earlier one
         if found.tail * WIDTH == len(rest):
-            return  # this one is a beginning of an earlier one
+            return  # an earlier sequence continues this one
         for count, child, visit in near[:3]:
             tail, last = self._continued(child, origin, visit)
             found.neighbours.append(Neighbour(begins + count, tail[count * WIDTH :], last))
 
     @staticmethod
     def _continued(node: Node, origin: Origin, visit: Visit) -> tuple[bytes, Visit]:
-        """The tokens of a piece and of those behind it, each the one that was used last; and who had the last one."""
+        """The tokens of a piece and of the most recently used pieces that follow it, and the visit of the last one."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE < _MOST_AHEAD:
             following = next(

@@ -1,4 +1,4 @@
-"""The last turn of each conversation that has a name, so that it can be computed again before its next turn comes."""
+"""Remembers the last turn of each named conversation, so that it can be computed again before the next turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import msgspec
 from quire.engine.types import Request
 
 TENANT_BYTES = 8 << 20
-"""Of one tenant's conversations: two million tokens."""
+"""The limit for one tenant's conversations: two million tokens."""
 ALL_BYTES = 64 << 20
+"""The limit for all tenants together."""
 _BESIDE = 500
-"""Bytes that one takes beside its tokens."""
+"""The bytes that a turn takes beside its tokens."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -25,9 +26,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     adapter: str
     """Its name; "" for none."""
     keep_seconds: float
-    """As its request had it."""
+    """The value of its request."""
     tokens: bytes
-    """Of the prompt and the answer, four bytes each."""
+    """The prompt's and the answer's tokens, four bytes each."""
 
     @property
     def ids(self) -> list[int]:
@@ -38,7 +39,7 @@ class LastTurns:
     def __init__(self, tenant_bytes: int = TENANT_BYTES, all_bytes: int = ALL_BYTES) -> None:
         self._tenant_bytes, self._all_bytes = tenant_bytes, all_bytes
         self._turns: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """By tenant, cache salt and name; the one that ended last at the end."""
+        """By tenant, cache salt and name; the turn that ended last is at the end."""
         self._bytes = Counter[str]()
         """By tenant."""
 
@@ -47,12 +48,12 @@ class LastTurns:
         return self._bytes.total()
 
     def ended(self, request: Request, emitted: Sequence[int]) -> None:
-        """A request has ended, with these tokens beside those of its `emitted_ids`."""
+        """A request has ended. `emitted`: the tokens that it generated after its `emitted_ids`."""
         if not request.session:
             return
         key = request.tenant, request.cache_salt, request.session
         self._drop(key)
-        if request.spans:  # what images show is not remembered
+        if request.spans:  # images are not remembered
             return
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *emitted]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name
@@ -61,7 +62,7 @@ class LastTurns:
         self._bytes[turn.tenant] += _size(turn)
         while self._bytes[turn.tenant] > self._tenant_bytes:
             self._drop(next(each for each, of in self._turns.items() if of.tenant == turn.tenant))
-        while self.bytes > self._all_bytes:  # of who has most
+        while self.bytes > self._all_bytes:  # the tenant with the most bytes loses its oldest turn
             (tenant, _) = self._bytes.most_common(1)[0]
             self._drop(next(each for each, of in self._turns.items() if of.tenant == tenant))
 

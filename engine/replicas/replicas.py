@@ -18,7 +18,7 @@ from quire.engine.core.snapshot import together, total
 from quire.engine.core.stats import EngineSnapshot, StepRecord
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
-from quire.engine.link.link import EngineLink
+from quire.engine.link.link import EngineLink, EngineState
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
@@ -54,8 +54,8 @@ class Replicas(EngineLink):
         self._started = False
 
     @property
-    def engines(self) -> Sequence[ProcessLink]:
-        return self._replicas
+    def engines(self) -> Sequence[EngineState]:
+        return [state for each in self._replicas for state in each.engines]
 
     @property
     def pid(self) -> int | None:

@@ -1,7 +1,8 @@
-"""Tools for chat templates that know none: described in the system message; calls and results written as text.
+"""Tools for chat templates without tools: the system message describes them, and messages show calls and results as
+text.
 
-The words and the form are those that Hermes 2 Pro was trained on, which many models have seen since:
-https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B.
+Words and form are those of Hermes 2 Pro's training (https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B). Many
+later models know them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quire.engine.text.parts import joined
 Message = dict[str, Any]
 
 NAME, OBJECT, KEYWORDS = "<function-name>", "<args-json-object>", "<parameter-name>=<value>, ..."
-"""What stands for a call's name and arguments in an example."""
+"""Placeholders for a call's name and arguments in an example."""
 EXAMPLE = f'<tool_call>\n{{"name": "{NAME}", "arguments": {OBJECT}}}\n</tool_call>'
 INTRODUCTION = (
     "You may call one or more functions to assist with the user's request. Their signatures are within "
@@ -27,10 +28,10 @@ INTRODUCTION = (
 def described(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], example: str, *, system: bool
 ) -> list[Message]:
-    """The messages with the tools described in the system message, behind what the caller has there.
+    """The messages, with a description of the tools at the end of the system message.
 
-    `example`: a call, as the model is to write it. `system`: whether the template shows a system message; if not, the
-    description stands in the first message of the user.
+    `example`: the form in which the model must write a call. `system`: whether the template shows a system message.
+    Otherwise the description is put at the beginning of the first user message.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = INTRODUCTION.replace("{tools}", listed).replace("{example}", example)
@@ -45,12 +46,12 @@ def described(
 
 
 def with_calls_as_text(messages: Sequence[Message], example: str) -> list[Message]:
-    """The messages with calls written into the assistant's content, as the `example` shows."""
+    """The messages, with the assistant's calls written into its content in the form of `example`."""
     return [_written(message, example) if message.get("tool_calls") else message for message in messages]
 
 
 def with_descriptions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools of which each has a description, if need be an empty one."""
+    """The tools, with an empty description where one is missing."""
     lacking = [tool["function"].get("description") is None for tool in tools]
     return [
         {**tool, "function": tool["function"] | {"description": ""}} if lacks else tool
@@ -59,10 +60,10 @@ def with_descriptions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with results written into messages of the user.
+    """The messages, with results of calls written into user messages.
 
-    Results that follow each other, and what the user says behind them, become one message: templates may insist that
-    roles take turns.
+    Consecutive results, and a user message after them, become one message, because templates may require that roles
+    alternate.
     """
     result: list[Message] = []
     open_results = False

@@ -73,7 +73,7 @@ class DraftRunner:
         logits, table = self._model.logits(hidden), self._slots.token_ids
         where = zip(self._going.slots.tolist(), self._going.known.tolist(), strict=True)
         rows = [self._slots.sampling(slot, position) for slot, position in where]
-        warm = [row.rules.temperature or 1.0 for row in rows]
+        warm = [row.rules.params.temperature or 1.0 for row in rows]
         picked = self._sample(logits, rows, None)
         slots, known, temperatures = upload([*self._going, np.array(warm, dtype=np.float32)], logits.device)
         table[slots, known] = picked.to(torch.int32)

@@ -235,12 +235,11 @@ def _shared_pages(model: Decoder, num_blocks: int, slots: int) -> KVCache:
     """Like allocate_pages and allocate_states, but layers of equal shapes share one set of pages: saves memory, results
     are wrong."""
     layers = [pages + own for pages, own in zip(model.pages(num_blocks), model.slots(slots, 0), strict=True)]
-    kinds = {layer: _allocated(layer, model.device) for layer in layers}
+    kinds = {
+        layer: tuple(torch.empty(each.shape, dtype=each.dtype, device=model.device) for each in layer)
+        for layer in layers
+    }
     return [kinds[layer] for layer in layers]
-
-
-def _allocated(layer: tuple[PageTensor, ...], device: torch.device) -> Pages:
-    return tuple(torch.empty(each.shape, dtype=each.dtype, device=device) for each in layer)
 
 
 class Headroom:

@@ -340,7 +340,7 @@ class Runner:
                 owner = self._owner(row)
                 last = min(row.start + row.count + 1, owner.admission.num_prompt)
                 following = owner.admission.token_ids[row.start + 1 : last]
-                top = owner.rules.prompt_logprobs or 0
+                top = owner.rules.params.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
                     context = self._slots.context(np.full(len(part), row.slot))
@@ -361,4 +361,4 @@ class Runner:
 
     def _wants_prompt_logprobs(self, row: Row) -> bool:
         owner = self._owner(row)
-        return owner.rules.prompt_logprobs is not None and row.start < owner.admission.num_prompt - 1
+        return owner.rules.params.prompt_logprobs is not None and row.start < owner.admission.num_prompt - 1

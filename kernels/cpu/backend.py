@@ -7,8 +7,7 @@ A call costs a few microseconds of Python; keep it so: make no tensor that is no
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import torch
@@ -27,11 +26,9 @@ from quire.kernels.backend import (
 )
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
-from quire.kernels.cpu.decoder import recurrence
+from quire.kernels.cpu.decoder.calls import Now, check_caches
 from quire.kernels.cpu.decoder.experts import compiled_mixture
-from quire.kernels.cpu.decoder.paged import attended, attended_over_ranks
 from quire.kernels.cpu.decoder.recorder import recorded
-from quire.kernels.cpu.decoder.short_conv import convolved
 from quire.kernels.cpu.latents import latent as latents
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
@@ -42,7 +39,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
-from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
@@ -71,7 +68,7 @@ class Cpu(Reference):
         self.missing = found if isinstance(found, str) else None
         """Why there are no compiled kernels, in one line; None where there are."""
         if not isinstance(found, str):
-            self.library = found
+            self.library, self._now = found, Now(found)
 
     def divided(self, ranks: int) -> Cpu:
         made = Cpu(self.library, deterministic=self.deterministic, activation_bits=self.activation_bits)
@@ -118,169 +115,106 @@ class Cpu(Reference):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
     ) -> None:
-        _check_cache(k, k_cache, v_cache)
+        check_caches(k, (k_cache, v_cache))
         k, v = k.contiguous(), v.contiguous()
         sizes = (k_cache.stride(0), v_cache.stride(0), len(k), k_cache.shape[0], *k.shape[1:])
         held = native.kv_format(k_cache, scales)
-        pointers = _pointers(k, v, k_cache, v_cache)
-        outside = self.library.store_kv[k.dtype](*pointers, _address(held), slots.data_ptr(), *sizes)
-        if outside:
+        given = map(native.plain, (k, v, k_cache, v_cache, held, slots))
+        if self.library.store_kv[k.dtype](*given, *sizes):
             raise IndexError(f"slots outside the {k_cache.shape[0]} pages of the cache")
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        _check_cache(q, k_cache, v_cache)
-        return attended(self.library, q, (k_cache, v_cache), metadata, softmax)
+        return self._now.paged_attention(q.contiguous(), k_cache, v_cache, metadata, softmax)
 
     def divided_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
     ) -> Tensor:
-        _check_cache(q, *caches)
-        assert isinstance(group, collective.SharedCollective)
-        return attended_over_ranks(self.library, q, caches, metadata, softmax, group)
+        return self._now.divided_attention(q.contiguous(), caches, metadata, softmax, group)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        kernel = self.library.layer_norm.get(x.dtype)
-        if kernel is None or weight.dtype != torch.float32 or bias.dtype != torch.float32:
+        if x.dtype not in DTYPES or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().layer_norm(x, weight, bias, eps)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        pointers = _pointers(x, None, weight, bias, out)
-        kernel(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
-        return out
+        return self._now.layer_norm(x.contiguous(), weight, bias, eps)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """In place: returns x and residual themselves where they are contiguous."""
-        kernel = self.library.layer_norm.get(x.dtype)
-        if kernel is None or weight.dtype != torch.float32 or bias.dtype != torch.float32 or residual.dtype != x.dtype:
+        if not _alike(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().add_layer_norm(x, residual, weight, bias, eps)
-        x, residual = x.contiguous(), residual.contiguous()
-        size = x.shape[-1]
-        pointers = _pointers(x, residual, weight, bias, x)
-        kernel(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
-        return x, residual
+        return self._now.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """In place: returns residual itself where it is contiguous."""
-        kernel = self.library.add.get(x.dtype)
-        if kernel is None or residual.dtype != x.dtype:
+        if not _alike(x, residual):
             return super().add(x, residual)
-        x, residual = x.contiguous(), residual.contiguous()
-        kernel(x.data_ptr(), residual.data_ptr(), x.numel(), torch.get_num_threads())
-        return residual
+        return self._now.add(x.contiguous(), residual.contiguous())
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         """In place, as `add`."""
-        kernel = self.library.add_gated.get(x.dtype)
-        if kernel is None or residual.dtype != x.dtype or gate.dtype != x.dtype:
+        if not _alike(x, gate, residual):
             return super().add_gated(x, gate, residual)
-        x, gate, residual = x.contiguous(), gate.contiguous(), residual.contiguous()
-        size, threads = x.shape[-1], torch.get_num_threads()
-        kernel(x.data_ptr(), gate.data_ptr(), residual.data_ptr(), x.numel() // size, size, threads)
-        return residual
+        return self._now.add_gated(x.contiguous(), gate.contiguous(), residual.contiguous())
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        kernel = self.library.activate.get(x.dtype)
-        if kernel is None:
+        if x.dtype not in DTYPES:
             return super().activate(x, activation)
-        x = x.contiguous()
-        kernel(x.data_ptr(), x.numel(), *native.activation_numbers(activation), torch.get_num_threads())
-        return x
+        return self._now.activate(x.contiguous(), activation)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kernel = self.library.rms_norm.get(x.dtype)
-        if kernel is None or weight.dtype != torch.float32:
+        if x.dtype not in DTYPES or weight.dtype != torch.float32:
             return super().rms_norm(x, weight, eps)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        threads = torch.get_num_threads()
-        kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, threads)
-        return out
+        return self._now.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """In place: returns x and residual themselves where they are contiguous."""
-        kernel = self.library.add_rms_norm.get(x.dtype)
-        if kernel is None or weight.dtype != torch.float32 or residual.dtype != x.dtype:
+        if not _alike(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
-        x, residual = x.contiguous(), residual.contiguous()
-        size = x.shape[-1]
-        threads = torch.get_num_threads()
-        kernel(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), x.numel() // size, size, eps, threads)
-        return x, residual
+        return self._now.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        kernel = self.library.silu_mul.get(gate_up.dtype)
-        return super().silu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
+        return self._now.silu_mul(gate_up.contiguous()) if gate_up.dtype in DTYPES else super().silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        kernel = self.library.gelu_mul.get(gate_up.dtype)
-        return super().gelu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
+        return self._now.gelu_mul(gate_up.contiguous()) if gate_up.dtype in DTYPES else super().gelu_mul(gate_up)
 
     def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
         """In place: returns x itself where it is contiguous."""
-        kernel = self.library.mul_columns.get(x.dtype)
-        if kernel is None or beside.dtype != x.dtype:
+        if not _alike(x, beside):
             return super().mul_columns(x, beside, first)
-        x, beside = x.contiguous(), beside.contiguous()
-        kernel(*_pointers(x, beside), *x.shape, beside.shape[1], first, torch.get_num_threads())
-        return x
+        return self._now.mul_columns(x.contiguous(), beside.contiguous(), first)
 
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
-        kernel = self.library.clamped_mul.get(gate_up.dtype)
-        return super().clamped_mul(gate_up, clamp) if kernel is None else _gate_mul(kernel, gate_up, *astuple(clamp))
+        if gate_up.dtype not in DTYPES:
+            return super().clamped_mul(gate_up, clamp)
+        return self._now.gated("clamped_mul", gate_up.contiguous(), *astuple(clamp))
 
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        _check_cache(qkv, k_cache, v_cache)
-        k_cache, v_cache = native.in_pieces(k_cache), native.in_pieces(v_cache)
-        qkv = qkv.contiguous()
-        pages, kv_heads, _ = k_cache.shape
-        tokens, width = qkv.shape
-        heads = rope.heads(width, kv_heads)
-        q = qkv.new_empty((tokens, heads, rope.head_dim))
-        weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale)
-        for each in weights:
-            if each is not None and each.dtype != torch.float32:
-                raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
-        held = native.kv_format(k_cache, rope.kv_scales)
-        where = _pointers(metadata.turned, metadata.slots, q, k_cache, v_cache)
-        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), rope.projected, *where]
-        shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
-        sizes = (*shapes, rope.eps, torch.get_num_threads())
-        outside = self.library.rope_store[qkv.dtype](*pointers, _address(held), *sizes)
-        if outside:
-            raise IndexError(f"slots outside the {pages} pages of the cache")
-        return q
+        return self._now.rope_store(qkv.contiguous(), rope, k_cache, v_cache, metadata)
 
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        _check_cache(q, cache, cache)
-        cache = native.in_pieces(cache)
-        return latents.stored(self.library, q, kv, latent, cache, (metadata.positions, metadata.slots))
+        return self._now.latent_store(q.contiguous(), kv.contiguous(), latent, cache, metadata)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
-        if bcx.dtype not in self.library.short_conv:
+        if bcx.dtype not in DTYPES:
             return super().short_conv(bcx, conv, columns, metadata)
-        return convolved(self.library, bcx, conv, columns, metadata)
+        return self._now.short_conv(bcx.contiguous(), conv, columns, metadata)
 
     def recur(
         self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
-        if given.dtype not in self.library.linear:
+        if given.dtype not in DTYPES:
             return super().recur(given, z, beside, rule, states, metadata)
-        return recurrence.computed(self.library, (given, z, beside), rule, states, metadata)
+        return self._now.recur(given.contiguous(), z.contiguous(), beside.contiguous(), rule, states, metadata)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        if x.dtype not in self.library.sigmoid_mul or not x.is_contiguous():
+        if x.dtype not in DTYPES or not x.is_contiguous():
             return super().sigmoid_mul(x, gate)
-        pointers = _pointers(x, gate.contiguous())
-        self.library.sigmoid_mul[x.dtype](*pointers, x.numel(), torch.get_num_threads())
-        return x
+        return self._now.sigmoid_mul(x, gate.contiguous())
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """Our own kernel (linear.cpp), which gives a row the same bits in every batch.
@@ -345,7 +279,8 @@ class Cpu(Reference):
         codes = torch.empty((count, groups.shape[1] // 2), dtype=torch.uint8)
         scales, offsets = (torch.empty(count) for _ in range(2))
         kernel = self.library.fit_int4[groups.dtype]
-        kernel(*_pointers(groups, codes, scales, offsets), count, zero_points, torch.get_num_threads())
+        given = map(native.plain, (groups, codes, scales, offsets))
+        kernel(*given, count, zero_points, torch.get_num_threads())
         return codes, scales, offsets
 
     def recorded(
@@ -379,22 +314,6 @@ class Cpu(Reference):
         return out
 
 
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _address(held: native.KVFormat | None) -> int | None:
-    return None if held is None else ctypes.addressof(held)
-
-
-def _check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.dtype != v_cache.dtype or (k_cache.dtype != x.dtype and k_cache.dtype not in KV_CODES):
-        raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {x.dtype}")
-
-
-def _gate_mul(kernel: Callable[..., int], gate_up: Tensor, *rules: float) -> Tensor:
-    gate_up = gate_up.contiguous()
-    *rows, size = gate_up.shape
-    out = gate_up.new_empty((*rows, size // 2))
-    kernel(gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // size, size // 2, *rules, torch.get_num_threads())
-    return out
+def _alike(*tensors: Tensor) -> bool:
+    """Whether all are of one type that the kernels take."""
+    return tensors[0].dtype in DTYPES and all(each.dtype == tensors[0].dtype for each in tensors)

@@ -151,22 +151,26 @@ def in_pieces(cache: Tensor) -> Tensor:
     return cache if cache.ndim == 3 else cache.flatten(0, 1)
 
 
-def bias_arguments(bias: Tensor | None) -> tuple[int | None, int, int]:
-    """Softmax.bias as the kernel takes it: where it is, its rows' stride, and the column of distance 0."""
+def plain(argument: Any) -> Any:
+    """A kernel's argument for ctypes. Tensors and structures become their addresses."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
+
+
+def bias_columns(bias: Tensor | None) -> tuple[int, int]:
+    """Of Softmax.bias: its rows' stride, and the column of distance 0. Raises TypeError for what no kernel takes."""
     if bias is None:
-        return None, 0, 0
+        return 0, 0
     if bias.dtype != torch.float32 or not bias.is_contiguous():
         raise TypeError("a bias must be float32 and contiguous")
-    return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
+    return bias.shape[1], (bias.shape[1] - 15) // 2 - 1
 
 
-def sinks_address(sinks: Tensor | None, heads: int) -> int | None:
-    """Softmax.sinks as the kernel takes them."""
-    if sinks is None:
-        return None
-    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise TypeError for Softmax.sinks that kernels do not take."""
+    if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
         raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
-    return sinks.data_ptr()
 
 
 def activation_numbers(activation: Activation) -> tuple[int, float, float, float]:

@@ -38,22 +38,12 @@ class Guesses:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A step's sequences where attention has a row for each token: a slot's rows, which stand side by side, are one of
-    them, in the place of the first; in the others' places are empty ones."""
-
-    query_start: Tensor
-    context_lens: Tensor
-    guesses: Guesses
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixRows:
-    """A step's sequences, as AttentionMetadata has them."""
+    """A step's sequences, as AttentionMetadata has them. Where attention has a row for each token, a slot's rows, which
+    stand side by side, are one of them, in the place of the first; in the others' places are empty ones."""
 
     query_start: Tensor
     context_lens: Tensor
     guesses: Guesses | None
-    slots: Tensor
 
 
 class Recurrence(ABC):
@@ -87,11 +77,13 @@ class Recurrence(ABC):
         """What comes of it [heads * value], with the token's gates z, in their type."""
 
 
-def recur(given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, rows: MatrixRows) -> Tensor:
-    """Operations.recur. Raises IndexError for more guesses than a slot keeps."""
+def recur(
+    given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, rows: Sequences, slots_of: Tensor
+) -> Tensor:
+    """Operations.recur; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot keeps."""
     numbers, firsts = torch.cat([given, beside], dim=1), rows.context_lens - rows.query_start.diff()
     guesses = rows.guesses or Guesses(firsts, rows.context_lens)
-    each = (rows.query_start, rows.context_lens, guesses.seen, guesses.known, rows.slots)
+    each = (rows.query_start, rows.context_lens, guesses.seen, guesses.known, slots_of)
     starts, contexts, seen_lens, known_lens, slots = (tensor.tolist() for tensor in each)
     found = list[Tensor]()
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):

@@ -52,27 +52,20 @@ class Columns:
         return self.recent.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A step's sequences, as AttentionMetadata has them."""
-
-    query_start: Tensor
-    context_lens: Tensor
-    block_table: Tensor
-    slots: Tensor
-
-
-def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, rows: Rows) -> Tensor:
-    """Operations.short_conv. Row by row: what one stores in a page, a later one may begin with."""
+def short_conv(
+    bcx: Tensor, conv: ShortConv, columns: Columns, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
+) -> Tensor:
+    """Operations.short_conv; where: AttentionMetadata's query_start, context_lens and state_slots. Row by row: what one
+    stores in a page, a later one may begin with."""
     fresh, gates = bcx, None
     if conv.gated:
         b, gates, x = bcx.chunk(3, dim=-1)
         fresh = b * x
     out = torch.empty_like(fresh)
-    starts, contexts, slots = (each.tolist() for each in (rows.query_start, rows.context_lens, rows.slots))
+    starts, contexts, slots = (each.tolist() for each in where)
     for s, (context, slot) in enumerate(zip(contexts, slots, strict=True)):
         own = slice(starts[s], starts[s + 1])
-        places = _Places(columns, rows.block_table[s].tolist(), slot, conv.width - 1)
+        places = _Places(columns, block_table[s].tolist(), slot, conv.width - 1)
         out[own] = _row(fresh[own], None if gates is None else gates[own], conv, places, context)
     return out
 

@@ -26,32 +26,42 @@ _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
 _READERS = {*_BERTS, *PAIRED}
 _TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_READERS}
 """Families whose MLP has two matrices instead of three."""
-_NORM_BIASES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"}
-_NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_READERS}
+_NORM_BIASES = {
+    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"),
+    *("phi", "phimoe", "stablelm", "starcoder2", *_READERS),
+}
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = (
     {"gemma2", "gemma3", "gemma3_text", "glm4"},
     {"cohere", "cohere2", "gptj", "phi", *ALONE},
 )
 """Families whose layers have another number of norms than two."""
-TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-TIED |= {"falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "mamba"}
-TIED |= {"minicpm3", "youtu", *ENCODERS}
+TIED = {
+    *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"),
+    *("falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "mamba"),
+    *("minicpm3", "youtu", *ENCODERS),
+}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
 """Families whose linear layers have biases."""
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """Families whose MLPs have biases, and those whose output heads have them where they are not tied."""
-_NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
-_NO_OUT_BIAS |= {"qwen2_5_vl_text", "qwen2_vl_text"}
+_NO_OUT_BIAS = {
+    *("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "seed_oss"),
+    "stablelm",
+}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
-_HEAD_NORMS |= {"dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"}
+_HEAD_NORMS = {
+    *("apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED),
+    *("dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"),
+}
 """Families with a norm of each query and key head."""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """Families with a norm of all query heads together, and of all key heads."""
-_CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
-_CORRECTED |= {"exaone_moe", "nemotron_h", "solar_open"}
+_CORRECTED = {
+    *("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"),
+    *("exaone_moe", "nemotron_h", "solar_open"),
+}
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
 """Families whose shared experts have a gate."""

@@ -14,7 +14,7 @@ from quire.engine.encoders.vision.tower import TowerMaking
 from quire.engine.errors import ModelError
 from quire.engine.images.vision import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of
 from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
 
@@ -154,17 +154,16 @@ class AttentionPooled(Connector):
         self._norm = LayerNormWeights(f"{name}.layernorm", hidden, bias=True)
         self._up = making.linear(hidden, f"{name}.mlp.fc1", inner)
         self._down = making.linear(inner, f"{name}.mlp.fc2", hidden)
-        self._probe: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         table = {name.replace("in_proj.", "in_proj_"): each for name, each in self._qkv.parameters().items()}
-        for each in (self._out, self._norm, self._up, self._down):
-            table |= each.parameters()
-        return table | {f"{self._name}.probe": Parameter((1, 1, self._shape.hidden_size), self._dtype, self._put_probe)}
+        probe = held(self._weights, "probe", (1, 1, self._shape.hidden_size), self._dtype, lambda it: it.view(1, -1))
+        others = parameters_of(self._out, self._norm, self._up, self._down)
+        return table | others | {f"{self._name}.probe": probe}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        assert self._probe is not None, "weights are not loaded"
-        q, _, _ = self._qkv.packed(self._probe, NO_ADAPTERS).chunk(3, dim=1)
+        q, _, _ = self._qkv.packed(self._weights["probe"], NO_ADAPTERS).chunk(3, dim=1)
         _, k, v = self._qkv.packed(hidden, NO_ADAPTERS).chunk(3, dim=1)
         q, k, v = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
         seen = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1).to(hidden.dtype)
@@ -172,9 +171,6 @@ class AttentionPooled(Connector):
         normed = self._backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
         wide = self._backend.activate(self._up.packed(normed, NO_ADAPTERS), self._activation)
         return x + self._down.packed(wide, NO_ADAPTERS)
-
-    def _put_probe(self, probe: Tensor) -> None:
-        self._probe = probe.view(1, -1)
 
 
 class Pooled(Connector):
@@ -184,24 +180,23 @@ class Pooled(Connector):
         """along: tokens by each side."""
         self._making, self._hidden, self._eps, self._name = making, hidden, eps, name
         self._side, self._along = side, along
-        self._norm = torch.ones(hidden)
-        self._linear: Linear | None = None
+        self._norm: dict[str, Tensor] = {}
+        self._linear: dict[str, Linear] = {}
 
     def parameters(self) -> ParameterTable:
         making, shape = self._making, (self._hidden, self._making.text_size)
+
+        def packed(weight: Tensor) -> Linear:
+            return making.backend.pack_linear(weight.T.contiguous(), None)
+
+        norm, linear = f"{self._name}.mm_soft_emb_norm.weight", f"{self._name}.mm_input_projection_weight"
         return {
-            f"{self._name}.mm_soft_emb_norm.weight": Parameter(shape[:1], torch.float32, self._put_norm),
-            f"{self._name}.mm_input_projection_weight": Parameter(shape, making.dtype, self._put_linear),
+            norm: held(self._norm, "weight", shape[:1], torch.float32, lambda weight: weight + 1),
+            linear: held(self._linear, "weight", shape, making.dtype, packed),
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        assert self._linear is not None, "weights are not loaded"
         square = hidden.T.reshape(1, self._hidden, self._side, self._side)
         pooled = F.avg_pool2d(square, self._side // self._along).flatten(2)[0].T.contiguous()
-        return self._linear(self._making.backend.rms_norm(pooled, self._norm, self._eps), NO_ADAPTERS)
-
-    def _put_norm(self, weight: Tensor) -> None:
-        self._norm = weight + 1
-
-    def _put_linear(self, weight: Tensor) -> None:
-        self._linear = self._making.backend.pack_linear(weight.T.contiguous(), None)
+        normed = self._making.backend.rms_norm(pooled, self._norm["weight"], self._eps)
+        return self._linear["weight"](normed, NO_ADAPTERS)

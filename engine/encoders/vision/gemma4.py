@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from quire.engine.images.gemma4 import Gemma4
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
 from quire.engine.layers.part import Making, Step
 from quire.engine.layers.schemes.clipped import Clippable
 from quire.engine.types import Image
@@ -54,19 +53,18 @@ class Gemma4Tower(Tower):
         hidden = shape.hidden_size
         self._patches = ColourPatches(making, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False)
         self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
-        self._positions: Tensor | None = None
-        self._moved: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         vision, hidden = self._vision, self._vision.shape.hidden_size
-        table = self._patches.parameters() | self._project.parameters()
+        table = parameters_of(self._patches, self._project)
         for each in (part for layer in self._layers for part in layer):
             table |= {name: self._turned(name, given) for name, given in each.parameters().items()}
         positions = (2, vision.table, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = Parameter(positions, self._making.dtype, self._put_positions)
+        table[name] = held(self._weights, "positions", positions, self._making.dtype)
         for name in ("std_bias", "std_scale") if vision.standardized else ():
-            table[f"{_TOWER}.{name}"] = Parameter((hidden,), torch.float32, partial(self._moved.__setitem__, name))
+            table[f"{_TOWER}.{name}"] = held(self._weights, name, (hidden,), torch.float32)
         return table
 
     def _turned(self, name: str, given: Parameter) -> Parameter:
@@ -97,7 +95,7 @@ class Gemma4Tower(Tower):
         means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
         means = means * vision.shape.hidden_size**0.5
         if vision.standardized:
-            means = (means - self._moved["std_bias"]) * self._moved["std_scale"]
+            means = (means - self._weights["std_bias"]) * self._weights["std_scale"]
         normed = backend.rms_norm(
             means.to(x.dtype).contiguous(), torch.ones(x.shape[1], device=x.device), vision.shape.eps
         )
@@ -106,13 +104,13 @@ class Gemma4Tower(Tower):
     def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
         """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.axes has it, columns
         in the second place."""
-        assert self._positions is not None, "weights are not loaded"
         size = self._vision.shape.patch_size
         rows, columns = image.height // size, image.width // size
         device = self._making.device
         pixels = 2 * (normalised(image, self._vision.colours, device) - 0.5)
         place = torch.arange(rows * columns, device=device)
-        x = self._patches(pixels) + (self._positions[0, place % columns] + self._positions[1, place // columns])
+        table = self._weights["positions"]
+        x = self._patches(pixels) + (table[0, place % columns] + table[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
     def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:
@@ -132,6 +130,3 @@ class Gemma4Tower(Tower):
             self._making.progress()
         assert residual is not None
         return x + residual
-
-    def _put_positions(self, table: Tensor) -> None:
-        self._positions = table

@@ -27,7 +27,7 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.images.patches import Patched
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of
 from quire.engine.types import Image
 from quire.kernels.activation import GELU
 from quire.kernels.backend import NO_ADAPTERS
@@ -56,15 +56,13 @@ class GridTower(Tower):
         self._merger = Merger(vision, making, "visual.merger", shared_norm=True)
         names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.tapped))]
         self._deep = [Merger(vision, making, name, shared_norm=False) for name in names]
-        self._positions: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        vision, table = self._vision, self._encoder.parameters() | self._patches.parameters()
-        for each in (self._merger, *self._deep):
-            table |= each.parameters()
+        vision, table = self._vision, parameters_of(self._encoder, self._patches, self._merger, *self._deep)
         if vision.table:
             size = (vision.table, vision.shape.hidden_size)
-            table["visual.pos_embed.weight"] = Parameter(size, self._making.dtype, self._put_positions)
+            table["visual.pos_embed.weight"] = held(self._weights, "positions", size, self._making.dtype)
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
@@ -115,7 +113,6 @@ class GridTower(Tower):
     def _interpolated(self, rows: int, columns: int) -> Tensor:
         """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
         own, corners on corners. In float32."""
-        assert self._positions is not None, "weights are not loaded"
         side = isqrt(self._vision.table)
         down, right = (torch.linspace(0, side - 1, count, device=self._making.device) for count in (rows, columns))
         parts = []
@@ -126,11 +123,8 @@ class GridTower(Tower):
                 by_row = share_row if high else 1 - share_row
                 weight = by_row[:, None] * (share_column if wide else 1 - share_column)
                 index = (row[:, None] * side + column).flatten()
-                parts.append(self._positions[index] * weight.flatten()[:, None])
+                parts.append(self._weights["positions"][index] * weight.flatten()[:, None])
         return sum(parts[1:], parts[0]).to(self._making.dtype)
-
-    def _put_positions(self, table: Tensor) -> None:
-        self._positions = table
 
 
 class Merger:
@@ -148,7 +142,7 @@ class Merger:
         self._last: JoinedLinear = making.linear(size, f"{name}.{last}", making.text_size)
 
     def parameters(self) -> ParameterTable:
-        return self._norm.parameters() | self._first.parameters() | self._last.parameters()
+        return parameters_of(self._norm, self._first, self._last)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[patches, hidden] to [tokens, text_size]."""

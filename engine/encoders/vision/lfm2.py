@@ -13,7 +13,7 @@ from quire.engine.encoders.vision.connectors import ShuffledLinears
 from quire.engine.encoders.vision.squares import siglip
 from quire.engine.encoders.vision.tower import ColourPatches, Reading, Tower, TowerMaking, apart, normalised
 from quire.engine.images.lfm2 import Lfm2
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held, parameters_of
 from quire.engine.types import Image
 
 _TOWER = "vision_tower"
@@ -38,12 +38,12 @@ class Lfm2Tower(Tower):
             bias=vision.bias,
             norm=vision.norm,
         )
-        self._positions: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        table = self._encoder.parameters() | self._patches.parameters() | self._connector.parameters()
         shape = (self._vision.table**2, self._vision.shape.hidden_size)
-        return table | {self._table: Parameter(shape, self._making.dtype, self._put_positions)}
+        table = {self._table: held(self._weights, "positions", shape, self._making.dtype)}
+        return parameters_of(self._encoder, self._patches, self._connector) | table
 
     def reading(self, images: Sequence[Image]) -> Reading:
         size = self._vision.shape.patch_size
@@ -56,11 +56,7 @@ class Lfm2Tower(Tower):
 
     def _placed(self, rows: int, columns: int) -> Tensor:
         """Positions of patches by rows, [rows * columns, hidden]. Interpolated in float32."""
-        assert self._positions is not None, "weights are not loaded"
         side = self._vision.table
-        square = self._positions.view(1, side, side, -1).permute(0, 3, 1, 2).float()
+        square = self._weights["positions"].view(1, side, side, -1).permute(0, 3, 1, 2).float()
         found = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)
         return found[0].flatten(1).T.to(self._making.dtype)
-
-    def _put_positions(self, table: Tensor) -> None:
-        self._positions = table

@@ -13,7 +13,7 @@ from quire.engine.encoders.vision.connectors import TwoLinears
 from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
 from quire.engine.encoders.vision.tower import Reading, Tower, TowerMaking, normalised
 from quire.engine.images.llava import Llava
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable, held
 from quire.engine.types import Image
 
 _TOWER, _CONNECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
@@ -31,12 +31,13 @@ class LlavaTower(Tower):
         places = torch.arange(vision.along**2)
         self._square = SquareTower(spec, shape, vision.colours, places, vision.along, making, connector)
         self._vision, self._making = vision, making
-        self._newline: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         table = self._square.parameters()
         if self._vision.newline:
-            table[_NEWLINE] = Parameter((self._making.text_size,), self._making.dtype, self._put_newline)
+            size = (self._making.text_size,)
+            table[_NEWLINE] = held(self._weights, _NEWLINE, size, self._making.dtype, lambda token: token[None])
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
@@ -48,11 +49,11 @@ class LlavaTower(Tower):
 
     def _joined(self, image: Image, squares: list[Tensor]) -> Tensor:
         """The features of an image by those of its squares, of which the first shows all of it."""
-        if self._newline is None:
+        if not self._vision.newline:
             return squares[0]
         best = self._vision.best(image)
         if best is None:
-            return torch.cat((squares[0], self._newline))
+            return torch.cat((squares[0], self._weights[_NEWLINE]))
         assert image.original is not None
         return torch.cat((squares[0], self._rows(torch.stack(squares[1:]), image.original, best)))
 
@@ -67,8 +68,4 @@ class LlavaTower(Tower):
         if kept.wanted is not None:
             channels = grid.permute(2, 0, 1)[None].float()
             grid = F.interpolate(channels, kept.wanted, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
-        assert self._newline is not None
-        return torch.cat((grid, self._newline.expand(len(grid), 1, -1)), dim=1).flatten(0, 1)
-
-    def _put_newline(self, token: Tensor) -> None:
-        self._newline = token[None]
+        return torch.cat((grid, self._weights[_NEWLINE].expand(len(grid), 1, -1)), dim=1).flatten(0, 1)

@@ -23,7 +23,7 @@ from quire.engine.encoders.vision.tower import (
 )
 from quire.engine.images.pixtral import Pixtral
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 
@@ -55,9 +55,8 @@ class PixtralTower(Tower):
         self._connector = TwoLinears(making, hidden, vision.act, _CONNECTOR, bias=vision.bias)
 
     def parameters(self) -> ParameterTable:
-        table = self._encoder.parameters() | self._patches.parameters() | self._first_norm.parameters()
-        table |= self._connector.parameters()
-        return table | (self._norm.parameters() | self._merger.parameters() if self._vision.merges else {})
+        merging = (self._norm, self._merger) if self._vision.merges else ()
+        return parameters_of(self._encoder, self._patches, self._first_norm, self._connector, *merging)
 
     def reading(self, images: Sequence[Image]) -> Reading:
         vision, shape, backend, device = self._vision, self._vision.shape, self._making.backend, self._making.device

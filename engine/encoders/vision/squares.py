@@ -23,7 +23,7 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.images.internvl import InternVL
 from quire.engine.images.vision import Colours, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
 from quire.engine.types import Image
 
 
@@ -118,18 +118,17 @@ class SquareTower(Tower):
         self._first_norm = None if norm is None else LayerNormWeights(norm, shape.hidden_size, bias=True)
         self._connector = connector
         self._positions: Tensor | None = None
-        self._class: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
         self._backend = making.backend
 
     def parameters(self) -> ParameterTable:
         spec, hidden = self._spec, self._shape.hidden_size
-        table = self._encoder.parameters() | self._patches.parameters() | self._connector.parameters()
-        table |= {} if self._first_norm is None else self._first_norm.parameters()
+        table = parameters_of(self._encoder, self._patches, self._connector, self._first_norm)
         rows, outer = self._trained**2 + self._classes, (1,) if spec.batched else ()
         table[spec.positions] = Parameter((*outer, rows, hidden), self._dtype, self._put_positions)
         if spec.class_token is not None:
             shape = (1, 1, hidden) if spec.batched else (hidden,)
-            table[spec.class_token] = Parameter(shape, self._dtype, self._put_class)
+            table[spec.class_token] = held(self._weights, "class", shape, self._dtype, lambda token: token.view(1, -1))
         return table
 
     def reading(self, images: Sequence[Image]) -> Reading:
@@ -146,8 +145,8 @@ class SquareTower(Tower):
         assert self._positions is not None, "weights are not loaded"
         x = self._patches(pixels)
         assert len(x) == len(self._places), "an image that was prepared for another tower"
-        if self._class is not None:
-            x = torch.cat((self._class, x))
+        if self._classes:
+            x = torch.cat((self._weights["class"], x))
         x = x + self._positions
         norm = self._first_norm
         return x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
@@ -156,9 +155,6 @@ class SquareTower(Tower):
         table = table.view(-1, self._shape.hidden_size)
         rows = torch.cat((torch.arange(self._classes), self._places + self._classes))
         self._positions = F.embedding(rows.to(table.device), table)
-
-    def _put_class(self, token: Tensor) -> None:
-        self._class = token.view(1, -1)
 
 
 def places_of(side: int, trained: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What parts have in common that keep a state of one size of each sequence, however long it is."""
+"""The common base of parts whose state has a fixed size for each sequence, whatever its length."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ CONV, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 
 class RecurrentPart(Part):
-    """It reads the norm of the residual stream; `_out` makes what it gives."""
+    """It reads the residual stream through a norm. `_out` computes its output."""
 
     _out: JoinedLinear
 
     def __init__(self, making: Making, layer: str, name: str, norm: NormSpec) -> None:
-        """`name`: of the part in a checkpoint, behind the layer's."""
+        """`name`: the part's name in a checkpoint, after the layer's."""
         self._making, self._prefix, self._norm = making, f"{layer}.{name}", f"{layer}.input_layernorm"
         self._norms = NormWeights({self._norm: making.hidden_size}, making.dtype, norm)
         self._weights: dict[str, Tensor] = {}
-        """Those that no linear and no norm has, by their names behind the part's: this rank's, float32."""
+        """This rank's weights beside those of linears and norms, float32, by their names after the part's."""
 
     def _linear(self, inner: int, parts: Mapping[str, tuple[int, Cut]], *, bias: bool = False) -> JoinedLinear:
-        """Linears of one input as one: outputs, and what of them is this rank's, by the names behind the part's."""
+        """Joins linears with the same input. `parts`: by name after the part's, the outputs and this rank's cut."""
         sizes = {f"{self._prefix}.{name}": size for name, (size, _) in parts.items()}
         cuts = {f"{self._prefix}.{name}": cut for name, (_, cut) in parts.items()}
         making = self._making
         return JoinedLinear(making.scheme, inner, sizes, bias=bias, adapters=making.adapters, cuts=cuts)
 
     def _kept(self, shapes: Mapping[str, tuple[int, ...]], cut: Callable[[Tensor], Tensor] = whole) -> ParameterTable:
-        """What fills `_weights`, by name; `cut`: this rank's of each."""
+        """The parameters that fill `_weights`. `cut`: takes this rank's part of each."""
         return {
             f"{self._prefix}.{name}": held(self._weights, name, shape, torch.float32, cut=cut)
             for name, shape in shapes.items()
         }
 
     def _given(self, run: Operations, found: Tensor, residual: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """What the part gives, of what was found for all tokens, and the stream: of the step's rows alone."""
+        """The part's output and the stream for the step's rows. `found`: the recurrence's result for all tokens."""
         context = step.context
         if step.rows is not None:
             found, residual, context = found[step.rows], residual[step.rows], context.at(step.rows)
@@ -59,24 +59,24 @@ class RecurrentPart(Part):
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec(PartSpec):
-    """The shape of a part that keeps a matrix [key, value] for each head, and the last columns of a convolution."""
+    """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
 
     heads: int
     key: int
     value: int
     width: int
-    """Tokens that a token sees through the convolution, itself included."""
+    """How many tokens a token sees through the convolution, itself included."""
     norm: NormSpec
-    """Of what is read."""
+    """The norm of the part's input."""
 
     @property
     @abstractmethod
     def convolved(self) -> tuple[tuple[int, int], ...]:
-        """(heads, channels of each) of what goes through the convolution, side by side. Ranks divide the heads."""
+        """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
 
     @abstractmethod
     def beside(self, heads: int) -> int:
-        """Numbers of a guess that are kept beside its column, by so many of the heads."""
+        """How many numbers these heads keep of a guess beside its column."""
 
     @property
     def channels(self) -> int:
@@ -94,19 +94,19 @@ class MatrixPart(RecurrentPart):
         self._shape, self._heads = spec, making.shard.span(spec.heads)
 
     def _own_channels(self, whole: Tensor) -> Tensor:
-        """This rank's of the convolution's [channels, ...]."""
+        """This rank's rows of a tensor [channels, ...] of the convolution."""
         kinds = self._shape.convolved
         parts = zip(whole.split([heads * size for heads, size in kinds]), self._spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
 
     @property
     def _spans(self) -> list[range]:
-        """This rank's channels of each kind."""
+        """This rank's channels of each input of the convolution."""
         owns = [(self._making.shard.span(heads), size) for heads, size in self._shape.convolved]
         return [range(own.start * size, own.stop * size) for own, size in owns]
 
     def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
-        """The convolution's last columns; the matrices; and what of guesses these may have to take in later."""
+        """The convolution's last columns, the matrices, and the numbers of guesses that the matrices may need later."""
         shape, dtype, heads = self._shape, self._making.dtype, len(self._heads)
         channels = sum(len(span) for span in self._spans)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -124,11 +124,11 @@ class MatrixPart(RecurrentPart):
 
     @cached_property
     def _conv(self) -> ShortConv:
-        """Once its weights are there."""
+        """Available once the weights are loaded."""
         weight = self._weights[CONV][:, 0].t().contiguous()
         return ShortConv(weight, self._weights.get(CONV_BIAS), gated=False)
 
     @cached_property
     @abstractmethod
     def _rule(self) -> Recurrence:
-        """The same."""
+        """Available once the weights are loaded."""

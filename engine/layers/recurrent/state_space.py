@@ -109,14 +109,11 @@ class StateSpacePart(MatrixPart):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         attended, factors = x, self._spec.factors
-        if self._spec.parallel:
-            assert residual is not None
-            x = self._norms.norm(run, self._norm, residual)
-        elif self._spec.aside:
+        if self._spec.aside:
             assert residual is not None
             x = self._norms.norm(run, self._norm, run.add(residual, x))
         else:
-            x, residual = self._norms.add(run, self._norm, x, residual)
+            x, residual = self._norms.read(run, self._norm, x, residual, parallel=self._spec.parallel)
         z, xbc, dt = (run.apply(each.packed, x, step.context) for each in (self._z, self._xbc, self._dt))
         xbc = self._convolve(run, xbc, step)
         z, dt = times(run, z, factors.z), times(run, dt, factors.dt)

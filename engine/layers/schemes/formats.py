@@ -36,7 +36,8 @@ def formats_of(
         prefix = f"{linear}."
         first = bisect_left(names, prefix)
         found = takewhile(lambda name: name.startswith(prefix), islice(names, first, None))
-        return {name.removeprefix(prefix): _stored(headers[name]) for name in found}
+        own = {name.removeprefix(prefix): headers[name] for name in found}
+        return {name: Stored(each.shape, _DTYPES.get(each.dtype, torch.float64)) for name, each in own.items()}
 
     def format_of(linear: str) -> Format | None:
         weight_format, tensors = formats.of(stored(linear)), tensors_of(linear)
@@ -82,7 +83,3 @@ def _is_plain(beside: dict[str, Stored]) -> bool:
     tied head has none."""
     weight = beside.get("weight")
     return not beside or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
-
-
-def _stored(header: TensorHeader) -> Stored:
-    return Stored(header.shape, _DTYPES.get(header.dtype, torch.float64))

@@ -62,17 +62,17 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask 
     if logits.shape[1] > MOST_TOKENS:
         return sample(logits, rows, mask)
     change_logits(logits, rows, mask, DeviceChanges())
-    rules, vocab = [row.rules for row in rows], logits.shape[1]
-    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in rules]
+    asked, vocab = [row.rules.params for row in rows], logits.shape[1]
+    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in asked]
     arrays: list[np.ndarray] = [
-        np.array([each.temperature for each in rules], dtype=np.float32),
+        np.array([each.temperature for each in asked], dtype=np.float32),
         np.array(top_k, dtype=np.int32),
-        np.array([each.top_p for each in rules], dtype=np.float64),
-        np.array([each.min_p for each in rules], dtype=np.float32),
+        np.array([each.top_p for each in asked], dtype=np.float64),
+        np.array([each.min_p for each in asked], dtype=np.float32),
         np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64),
         np.array([row.position for row in rows], dtype=np.int64),
     ]
-    drawn = [(k, each.top_p) for k, each in zip(top_k, rules, strict=True) if not each.greedy]
+    drawn = [(k, each.top_p) for k, each in zip(top_k, asked, strict=True) if not each.greedy]
     filtered = any(k < vocab or top_p < 1 for k, top_p in drawn)
     return pick(logits, *upload(arrays, logits.device), drawn=bool(drawn), filtered=filtered)
 

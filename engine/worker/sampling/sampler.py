@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.types import TokenLogprob
+from quire.engine.types import SamplingParams, TokenLogprob
 from quire.engine.worker.sampling.grammar import GrammarMask
-from quire.engine.worker.sampling.sampling_rules import Numbered, Rules, SamplingRow, change_logits
+from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
 from quire.kernels import reference
 
 
@@ -32,23 +32,23 @@ def sample(
     """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` and `draw` are the
     backend's."""
     change_logits(logits, rows, mask, HostChanges())
-    drawn = [index for index, row in enumerate(rows) if not row.rules.greedy]
+    drawn = [index for index, row in enumerate(rows) if not row.rules.params.greedy]
     if not drawn:
         return argmax(logits)
     picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    greedy = [index for index, row in enumerate(rows) if row.rules.greedy]
+    greedy = [index for index, row in enumerate(rows) if row.rules.params.greedy]
     if greedy:
         picks[greedy] = argmax(logits[greedy])
     chosen = [rows[index] for index in drawn]
-    filters = torch.tensor([_filters(row.rules, logits.shape[1]) for row in chosen], dtype=torch.float64)
+    filters = torch.tensor([_filters(row.rules.params, logits.shape[1]) for row in chosen], dtype=torch.float64)
     u = uniforms(chosen).to(logits.device)
     picks[drawn] = draw(logits if not greedy else logits[drawn], filters.to(logits.device), u)
     return picks
 
 
-def _filters(rules: Rules, vocab: int) -> tuple[float, ...]:
-    top_k = rules.top_k if 0 < rules.top_k < vocab else vocab
-    return rules.temperature, top_k, rules.top_p, rules.min_p
+def _filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    return params.temperature, top_k, params.top_p, params.min_p
 
 
 class HostChanges:

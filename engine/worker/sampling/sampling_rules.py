@@ -21,20 +21,15 @@ from quire.kernels.gpu.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One request's. The fields from `allowed` to `thinking` change logits and are applied in this order."""
+    """One request's. The fields from `allowed` to `penalties`, and then params.thinking, change logits and are applied
+    in this order."""
 
-    temperature: float
-    """0 is greedy."""
-    top_k: int
-    """Tokens to draw from, as the request has it: 0, -1 and more than the vocabulary keep all."""
-    top_p: float
-    min_p: float
+    params: SamplingParams
     logprobs: int | None
     """How many tokens to report beside each picked one: the most likely ones, or those of `listed`; None: not even the
     picked one's log probability."""
     listed: np.ndarray | None
     """[logprobs] int64: the tokens to report instead of the most likely ones."""
-    prompt_logprobs: int | None
     plain: bool
     """Nothing changes the logits."""
     largest: bool
@@ -44,17 +39,12 @@ class Rules:
     added: dict[int, float]
     """What is added to the logits of some tokens: the bias, -inf for bad words of one token."""
     added_early: dict[int, float]
-    """Used instead of `added` while the answer is shorter than `min_tokens`: the same, and -inf for what ends it."""
-    min_tokens: int
+    """Used instead of `added` while the answer is shorter than params.min_tokens: the same, and -inf for what ends it.
+    """
     bad_words: tuple[tuple[int, ...], ...]
     """Of two tokens or more; the last one may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
-    thinking: ThinkingBudget | None
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
 
 
 def rules_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Rules:
@@ -67,22 +57,16 @@ def rules_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Rules:
     listed = tuple(dict.fromkeys(params.logprob_token_ids or ()))
     changing = (allowed, added, params.min_tokens and ends, bad_words, penalties != (1.0, 0.0, 0.0), params.thinking)
     return Rules(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
+        params=params,
         logprobs=len(listed) or params.logprobs,
         listed=np.array(listed, dtype=np.int64) if listed else None,
-        prompt_logprobs=params.prompt_logprobs,
         plain=not any(changing),
         largest=only_largest(params),
         allowed=None if allowed is None else np.array(allowed, dtype=np.int64),
         added=added,
         added_early=added | dict.fromkeys(ends, -np.inf),
-        min_tokens=params.min_tokens,
         bad_words=bad_words,
         penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
-        thinking=params.thinking,
     )
 
 
@@ -183,12 +167,12 @@ def _apply_rules(logits: Tensor, rows: list[Numbered], changes: LogitChanges) ->
     if penalized:
         changes.penalize(logits, penalized)
     for index, row in rows:
-        if row.rules.thinking is not None:
-            _end_thinking(logits[index], row, row.rules.thinking)
+        if (budget := row.rules.params.thinking) is not None:
+            _end_thinking(logits[index], row, budget)
 
 
 def _additions(row: SamplingRow) -> dict[int, float]:
-    return row.rules.added_early if row.num_output < row.rules.min_tokens else row.rules.added
+    return row.rules.added_early if row.num_output < row.rules.params.min_tokens else row.rules.added
 
 
 def _begun_words(row: SamplingRow) -> list[tuple[int, ...]]:

@@ -70,13 +70,16 @@ def _write(model: Path, out: Path, to: WrittenFormat, smooth: Callable[[], Smoot
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
         )
     shards = present(weight_files(model))
-    layouts = {shard: _layouts(shard, to) for shard in shards}
+    layouts = {  # what becomes of each tensor of a file, by whole names; one tensor stays as it is
+        shard: {name: _layout(name, *header, to) for name, header in (read_file_headers(shard) or {}).items()}
+        for shard in shards
+    }
     _copy_others(model, out)
     smoother = None if smooth is None else smooth()
     index: dict[str, str] = {}
     linears, before, after = 0, 0, 0
     for shard, becomes in layouts.items():
-        file_name = _written_name(shard)
+        file_name = f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
         tensors = {name: each for layout in becomes.values() for name, each in layout.items()}
         with SafetensorsFile(out / file_name, tensors) as file:
             for name, stored in stored_tensors(shard):
@@ -95,15 +98,6 @@ def _write(model: Path, out: Path, to: WrittenFormat, smooth: Callable[[], Smoot
     _write_json(out / "config.json", config | {"quantization_config": to.config(left)})
     norms = "" if smoother is None else f", {smoother.count} norms smoothed"
     return f"{linears} linears {to.stored}{norms}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"
-
-
-def _layouts(shard: Path, to: WrittenFormat) -> dict[str, Layout]:
-    """What becomes of each tensor of a file, by whole names; one tensor stays as it is."""
-    return {name: _layout(name, *header, to) for name, header in (read_file_headers(shard) or {}).items()}
-
-
-def _written_name(shard: Path) -> str:
-    return f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
 
 
 def _layout(name: str, dtype: str, shape: tuple[int, ...], to: WrittenFormat) -> Layout:

@@ -1,4 +1,4 @@
-"""Calls delta_rule.cpp, selective_scan.cpp and state_space.cpp."""
+"""What delta_rule.cpp, selective_scan.cpp and state_space.cpp take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata
-from quire.kernels.cpu import native
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
@@ -52,26 +50,3 @@ def check(rule: Recurrence, states: Matrices, dtype: torch.dtype) -> None:
         raise ValueError("what a recurrence reads and keeps must be contiguous")
     if value % 16 or key % 2 or heads % groups:
         raise ValueError("a value must have a multiple of 16 numbers, a key an even number, and groups as many heads")
-
-
-def computed(
-    library: native.Native,
-    given: tuple[Tensor, Tensor, Tensor],
-    rule: Recurrence,
-    states: Matrices,
-    metadata: AttentionMetadata,
-) -> Tensor:
-    """`given`: what tokens give, their gates, and numbers of each head."""
-    inputs, z, beside = (each.contiguous() for each in given)
-    check(rule, states, inputs.dtype)
-    kernel, weights, sizes, rules = native_rule(rule)
-    out, slots, guesses = torch.empty_like(z), metadata.state_slots, metadata.guesses
-    assert slots is not None
-    bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
-    where = (metadata.query_start, metadata.context_lens, *bounds, slots)
-    tensors = (inputs, z, beside, *weights, out, states.matrices, states.guesses, *where)
-    addresses = [None if each is None else each.data_ptr() for each in tensors]
-    counts = (len(states.matrices), len(slots), *sizes, states.guesses.shape[1], *rules, torch.get_num_threads())
-    if getattr(library, kernel)[inputs.dtype](*addresses, *counts):
-        raise IndexError("there is no such slot, or there are more guesses than it keeps")
-    return out

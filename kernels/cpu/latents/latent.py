@@ -1,4 +1,4 @@
-"""Calls latent_store.cpp and linear_blocks.cpp."""
+"""Calls linear_blocks.cpp, and says what latent_store.cpp takes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,6 @@ def check_latent(latent: Latent) -> None:
     size, rotated = latent.sizes
     if size % 2 or not 2 <= rotated <= MOST_ROTATED or not latent.cos_sin.is_contiguous():
         raise ValueError(f"a latent must be even, and its key of 2 to {MOST_ROTATED} numbers, not {size} and {rotated}")
-
-
-def stored(
-    library: native.Native, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, where: tuple[Tensor, Tensor]
-) -> Tensor:
-    """`Operations.latent_store`; overwrites q. where: the tokens' positions and slots."""
-    check_latent(latent)
-    q, kv = q.contiguous(), kv.contiguous()
-    size, rotated = latent.sizes
-    held = native.kv_format(cache, latent.kv_scales)
-    heads = q[0].numel() // (size + rotated)
-    pointers = [each.data_ptr() for each in (q, kv, latent.norm, latent.cos_sin)]
-    places = [each.data_ptr() for each in (*where, cache)]
-    sizes = (cache.stride(0), len(q), len(cache), heads, size, rotated, latent.eps, torch.get_num_threads())
-    address = None if held is None else ctypes.addressof(held)
-    if library.latent_store[q.dtype](*pointers, latent.neighbours, *places, address, *sizes):
-        raise IndexError(f"slots outside the {len(cache)} pages of the cache")
-    return q.view(len(q), heads, size + rotated)
 
 
 def compiled_blocks(library: native.Native, linears: Sequence[Linear], passed: int) -> Linear | None:

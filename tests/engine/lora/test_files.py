@@ -100,7 +100,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no rank": (with_config(r=None), "adapter_config.json: r: is missing"),
     "rank of a wrong type": (with_config(r="8"), "adapter_config.json: r: expected int"),
     "rank above the limit": (with_config(r=32), "has rank 32, --max-lora-rank is 16"),
-    "another rank": (with_config(r=4), "down_proj.lora_A.weight: has shape [8, 160], this model and r mean [4, 160]"),
+    "another rank": (with_config(r=4), "down_proj.lora_A.weight: has shape [8, 160], this model and r need [4, 160]"),
     "DoRA": (with_config(use_dora=True), "adapter_config.json: use_dora: is not served"),
     "biases": (with_config(bias="all"), "adapter_config.json: bias: only none is served, got 'all'"),
     "whole modules": (with_config(modules_to_save=["lm_head"]), "adapter_config.json: modules_to_save: is not served"),
@@ -122,7 +122,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "bytes of two tensors": (with_shared_bytes, "data_offsets: shares bytes with"),
     "wrong base": (
         with_tensors({f"{Q}.lora_A.weight": torch.zeros(8, 48)}),
-        "q_proj.lora_A.weight: has shape [8, 48], this model and r mean [8, 64]",
+        "q_proj.lora_A.weight: has shape [8, 48], this model and r need [8, 64]",
     ),
     "a layer too many": (
         with_tensors({f"{Q.replace('.0.', '.9.')}.lora_A.weight": torch.zeros(8, 64)}),

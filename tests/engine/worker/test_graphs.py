@@ -391,7 +391,7 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
     pick = engine.runner._sample
 
     def watched(logits: Tensor, rows: list[SamplingRow], mask: Any) -> Tensor:
-        seen.extend((each.rules.greedy, each.rules.top_p) for each in rows)
+        seen.extend((each.rules.params.greedy, each.rules.params.top_p) for each in rows)
         return pick(logits, rows, mask)
 
     engine.runner._sample = watched
