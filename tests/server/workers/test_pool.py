@@ -19,7 +19,6 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from quire.server.workers import pool as pools
-from quire.server.workers import pool as pools
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import Limits
 from tests.server.workers import works
