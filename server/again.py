@@ -23,7 +23,7 @@ class Resumed:
     seen: Sequence[int]
     """Events that its reader has; see answers/numbered.py."""
     attempt: int
-    """A number that no other attempt has; 0: it is in the background, and what is known of it is its answer."""
+    """The number of this attempt, which no other has; 0 for a background response, whose answer is stored instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,12 @@ class Here:
 
 
 def pinned(spec: GenerationSpec, resumed: Resumed | None, *, keyed: bool, kept: bool) -> GenerationSpec:
-    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own.
-    `keyed`: it has an Idempotency-Key; `kept`: its tokens come again the same, or are all in the journal: else it
-    cannot be resumed."""
+    """The spec with everything that its answer depends on besides the request: what the journal noted, for a call that
+    is made again, else values of its own.
+
+    keyed: whether it has an Idempotency-Key. kept: whether it can be resumed, because its tokens are the same when they
+    are computed again, or because the journal has all of them.
+    """
     if resumed is not None:
         pins = resumed.call.pins
         return replaced(
@@ -84,8 +87,8 @@ def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
 
 
 def moved(resumed: Resumed, here: Here) -> bool:
-    """Whether what computes a call is not what it began with, or never computes the same: then tokens that it has
-    stand, and it goes on from them. What follows them would not be the same a second time."""
+    """Whether this process might compute other tokens than the one where the call began: its kernels or weights differ,
+    or it is not deterministic. Then the call keeps the tokens that it has, and goes on behind them."""
     return resumed.call.pins.kernels != here.fingerprint or not here.deterministic
 
 

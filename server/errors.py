@@ -106,7 +106,7 @@ class Failure:
         return encode_ascii({"error": self.message})
 
     def system_one(self) -> bytes:
-        """What is wrong with a body, as FastAPI tells it; of anything else its type."""
+        """FastAPI's form: a `detail` that says what is wrong with the body, or has the type of any other error."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
@@ -137,7 +137,7 @@ FORMS = (
 
 
 def failure(error: Exception) -> Failure:
-    """What is told of an error inside a stream; one that is not typed is logged."""
+    """The failure that a caller is told. An error that is none of ours is logged, and told as unexpected."""
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in TABLE if isinstance(error, base))
         return Failure(status, error.message, kind, error.param, error.code)
@@ -149,7 +149,7 @@ def failure(error: Exception) -> Failure:
 
 
 def http_failure(error: HTTPException) -> Failure:
-    """What is told of an error that has a status already."""
+    """The failure of an error that has an HTTP status."""
     kind = SERVER if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
     return Failure(error.status_code, str(error.detail), kind)
 

@@ -83,8 +83,8 @@ class Models(Protocol):
     async def give(
         self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
     ) -> None:
-        """Let `answer` handle a request, with the model in its scope that it is for. `awake`: it needs the model's
-        engine. `named`: it may name its model; else any one that is loaded will do."""
+        """Put the request's model into its scope and let `answer` handle it. awake: whether the model's engine must be
+        awake for it. named: whether the request may name its model; else any loaded model will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Server:
     durable: Durable | None
     """None without --data-dir."""
     registry: CollectorRegistry
-    """Metrics of what is no model's."""
+    """Metrics that belong to no model."""
     bodies: Bodies
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is downloaded: one at a time."""
@@ -133,9 +133,11 @@ def server_of(request: Request) -> Server:
 async def serving(
     source: ModelSource, modules: Modules | None, client: EngineClient, *, keyed: bool, folder: Path | None
 ) -> AsyncIterator[Runtime]:
-    """A model whose client is launched, ready, until the block ends; then its engine ends too. `modules`: those that
-    may have adapters; `folder`: where these are kept. `keyed`: see Admission. Raises what client.link.start(),
-    adapters_of and ModelSource.model raise."""
+    """A model that is ready to answer until the block ends; then its engine ends too. client: launched, not started.
+    modules: those that may have adapters. folder: where adapters are kept. keyed: see Admission.
+
+    Raises what client.link.start(), adapters_of and ModelSource.model raise.
+    """
     config, unstarted = source.config, await asyncio.to_thread(source.model)
     client.history.keep = config.request_history
     async with AsyncExitStack() as ending:  # the last one that began ends first

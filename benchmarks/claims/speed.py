@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.claims.run import Row, engine, lengths
-from benchmarks.common.engines import Answered, answer, at_once, percentile, random_prompt, request
+from benchmarks.common.engines import Answered, answer, at_once, random_prompt, request
 from quire.engine.config import DEMO_MODEL, SpeculativeConfig
 from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, Request
+from quire.server.cli.bench.stats import percentile
 
 _BATCH = 16
 
@@ -28,7 +29,7 @@ def batching() -> Iterator[Row]:
             for group in [requests[at : at + _BATCH] for at in range(0, len(load), _BATCH)] if static else [requests]:
                 found |= at_once(made, group)
             seconds = time.perf_counter() - began
-            late = percentile([each.tokens[-1] - began for each in found.values()], 0.5)
+            late = percentile(sorted(each.tokens[-1] - began for each in found.values()), 50)
             figures.append((sum(tokens for _, tokens in load) / seconds, late))
     (rate, late), (static_rate, static_late) = figures
     yield Row(
@@ -66,8 +67,8 @@ def chunks() -> Iterator[Row]:
             arrivals.append((0.5, request("long", random_prompt(3000, "long"), 1)))
             found = answer(made, arrivals)
             long = found.pop("long")
-            gaps = [gap for each in found.values() for gap in each.gaps]
-            figures[name] = (percentile(gaps, 0.99), max(gaps), long.latency)
+            gaps = sorted(gap for each in found.values() for gap in each.gaps)
+            figures[name] = (percentile(gaps, 99), gaps[-1], long.latency)
     (p99, most, first), (whole_p99, whole_most, whole_first) = figures.values()
     yield Row(
         "chunked prefill, between the tokens of others",

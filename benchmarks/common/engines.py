@@ -110,8 +110,3 @@ def answer(made: Engine, arrivals: Sequence[tuple[float, Request]]) -> dict[str,
 def at_once(made: Engine, requests: Sequence[Request]) -> dict[str, Answered]:
     """The same of requests that all come now."""
     return answer(made, [(0.0, each) for each in requests])
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import time
-from itertools import accumulate
 
 import torch
 
-from benchmarks.common.engines import Answered, answer, at_once, percentile
+from benchmarks.common.engines import Answered, answer, at_once
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
 from quire.engine.loop import Engine
+from quire.server.cli.bench.stats import arrivals, distribution
 
 
 def large(device: torch.device, say: Say) -> None:
@@ -41,23 +40,25 @@ def large(device: torch.device, say: Say) -> None:
 
 def _arrivals(engine: Engine, streams: int) -> str:
     """Some 40 a second, prompts of 512 tokens, answers of 128."""
-    chance = random.Random(0)
-    at = list(accumulate(chance.expovariate(40.0) for _ in range(2 * streams)))
     length, tokens = (64, 8) if streams < 256 else (512, 128)
     at_once(engine, [asked("warm", length, 4)])
     began = time.perf_counter()
-    found = answer(engine, [(when, asked(f"arrival{index}", length, tokens)) for index, when in enumerate(at)])
+    found = answer(
+        engine,
+        [(when, asked(f"arrival{index}", length, tokens)) for index, when in enumerate(arrivals(2 * streams, 40.0, 0))],
+    )
     seconds = time.perf_counter() - began
     return _told(list(found.values()), seconds)
 
 
 def _told(found: list[Answered], seconds: float) -> str:
     made = sum(len(each.tokens) for each in found)
-    gaps = [gap for each in found for gap in each.gaps]
-    first = [each.first for each in found]
+    first, gaps = distribution(each.first for each in found), distribution(gap for each in found for gap in each.gaps)
+    assert first is not None
+    assert gaps is not None
     return (
-        f"{made / seconds:.0f} tokens/s; first token {percentile(first, 0.5) * 1e3:.0f} ms, p99 "
-        f"{percentile(first, 0.99) * 1e3:.0f}; between tokens p99 {percentile(gaps, 0.99) * 1e3:.1f} ms"
+        f"{made / seconds:.0f} tokens/s; first token {first.p50:.0f} ms, p99 {first.p99:.0f}; between tokens p99 "
+        f"{gaps.p99:.1f} ms"
     )
 
 

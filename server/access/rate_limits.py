@@ -63,7 +63,7 @@ class RateLimits:
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
 
     def like_new(self) -> RateLimits:
-        """The same limits, of which nothing has been used."""
+        """The same limits with full buckets."""
         limits = [None if bucket is None else bucket.per_minute for bucket in (self._requests, self._tokens)]
         return RateLimits(limits[0], limits[1])
 

@@ -1,8 +1,8 @@
-"""How many lines of batches are begun beside requests of others, so that these hardly wait longer for it.
+"""How many lines of batches are answered beside other requests, so that these hardly wait longer.
 
-Two things make them wait: a line holds up the event loop for two milliseconds, and its rows make steps longer. So lines
-begin at some distance from each other, none while somebody waits for a first token, and no more at a time than steps
-take, which is measured.
+A line makes others wait in two ways: its beginning holds up the event loop for two milliseconds, and its rows make
+steps longer. So lines begin one by one, some time apart; none begins while another request waits for its first token;
+and only so many are answered at a time as hardly lengthen a step, which is measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.engine.link.client import EngineClient
 OWN = "/batches"
 """The end of the names under which batches ask."""
 _QUEUED = 256
-"""Prompt tokens that wait, at most, where nobody else is there: who comes waits for the step that is under way, so
-steps are kept short."""
+"""Prompt tokens of lines that may wait while there are no other requests. A request that arrives waits for the step
+under way, so steps are kept short."""
 _CALM_SECONDS = 1.0
-"""So long after a request of others the next one is expected."""
+"""For so long after another request, a further one is expected."""
 _APART_SECONDS = 0.015
 """Between the begins of two lines beside requests of others: a line takes the event loop two milliseconds."""
 _LONGER = 1.25
@@ -31,7 +31,7 @@ _LATELY = 16
 
 
 class StepTimes:
-    """How long steps take that give each of so many sequences its next token, lately."""
+    """How long recent steps took that gave each of their sequences one token, by the number of sequences."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -45,8 +45,8 @@ class StepTimes:
             self._seconds[record.rows] = known + (now - known) / _LATELY
 
     def alike(self, rows: int, fewer: int) -> bool:
-        """Whether steps with so many sequences are known to take hardly longer than with `fewer`; where none was seen,
-        those with one less."""
+        """Whether steps with `rows` sequences are known to take hardly longer than those with `fewer`. Where none with
+        `rows` was seen, those with one less count."""
         known, least = (self._seconds.get(rows) or self._seconds.get(rows - 1)), self._seconds.get(fewer)
         return known is not None and least is not None and known <= _LONGER * least
 
@@ -62,7 +62,7 @@ class Pace:
         """When requests of others were open last, and when a line was begun."""
 
     def holds(self, begun: int) -> bool:
-        """Whether no line may begin now, beside those that are answered."""
+        """Whether the next line has to wait, while `begun` lines are being answered."""
         clients, now = self._clients(), monotonic()
         names = (item for each in clients for item in each.open_everywhere.items())
         others = sum(count for name, count in names if not name.endswith(OWN))

@@ -15,10 +15,10 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 """Characters."""
 _MAX_ERRORS = 100
-"""Of more lines nothing is told."""
+"""Lines beyond these get no error of their own."""
 _SORTED_BY = 256
-"""Bytes of a body by which requests are put in order: those that begin alike, with the same instructions, come one
-after the other, while the pages of their common prefix are cached."""
+"""Leading bytes of a body by which requests are sorted. Requests with the same instructions then follow one another
+while the pages of their common prefix are cached."""
 
 
 def read_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Line], list[LineError]]:

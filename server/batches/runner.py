@@ -52,8 +52,8 @@ _SWEEP_SECONDS = 600.0
 
 
 class BatchRunner:
-    """All batches of one server, where this process answers them; in others, what is known of them. Its methods are the
-    event loop's; what they ask the disk is done in threads."""
+    """All batches of a server. Of several API processes only the one that leads answers them; in the others this reads
+    and changes what is stored of them. Call its methods on the event loop: they leave the disk to threads."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class BatchRunner:
         """`app`: what answers the lines. `clients`: of all engines."""
         self._app = app
         self.batches, self.files, self.contents = data.batches, data.files, data.contents
-        """What is known of them; for other threads."""
+        """What is stored; any thread may use these."""
         self.uploads = Budget(MAX_UPLOADS)
-        """Of this process, by owner."""
+        """Uploads that this process receives, by owner."""
         self._tenants = tenants
         self._config = config
         self._pace = Pace(clients)
@@ -86,8 +86,8 @@ class BatchRunner:
         return len(self._left)
 
     async def look(self) -> None:
-        """Go on with those that have not ended, and that nobody goes on with: from now on this process answers all.
-        Those that another process was asked to cancel end."""
+        """Begin to answer the batches that have not ended; from the first call on, this process answers all of them.
+        End those that other processes were asked to cancel."""
         if not self._leads:
             self._leads = True
             self._keep(asyncio.create_task(self._sweep()))

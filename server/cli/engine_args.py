@@ -34,6 +34,6 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Of what `parse_args` found, those of these options; others are the program's own."""
+        """Takes the engine's options out of what `parse_args` found; the program's own options stay there."""
         given = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
         return cls(given.pop("model", None), **given)

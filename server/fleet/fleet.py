@@ -55,7 +55,7 @@ class Member:
     open: int = 0
     """Requests that want it awake."""
     wanted_at: float = 0.0
-    """Since when it is wanted without being awake, by the monotonic clock; 0: it is not."""
+    """Since when requests have waited for it to be awake, by the monotonic clock; 0: none waits."""
     used_at: float = 0.0
     """When the last request came or ended."""
     awake_at: float = 0.0
@@ -63,7 +63,7 @@ class Member:
     failure: QuireError | None = None
     failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is there or the load has failed."""
+    """Set when the model is loaded, or the load has failed."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 

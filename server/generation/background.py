@@ -37,7 +37,7 @@ class Running:
     close: Callable[[], None]
     """Ends its generation early."""
     events: list[bytes] | None
-    """Those so far, by sequence number; None where nobody may follow."""
+    """The events so far, by sequence number; None where nobody may follow them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when more has come; each has a successor."""
     ended: bool = False
@@ -121,8 +121,8 @@ class Background:
         return None if key in self._running else await self._peers.holder(*key)
 
     async def _from_elsewhere(self, key: Key, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """The same events from the process that works on the answer or has just finished it. If that process ends, from
-        the one that continues the answer; its events are the same."""
+        """The answer's events, from the process that works on it or has just finished it. If that process ends, another
+        one continues the answer with the same events, and they come from there."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEN_UP_SECONDS
         while loop.time() < until:

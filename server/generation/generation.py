@@ -104,7 +104,7 @@ class Generation(ABC):
         self._metrics = metrics
         self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
         self.progress = Progress()
-        """Of a resumable spec: what it has so far."""
+        """Of a resumable spec: the tokens that its choices have so far."""
         self.journal: Journal | None = None
         """Of a resumable spec: where tokens are put before they are sent."""
         self.fresh = True

@@ -26,7 +26,7 @@ class _Mates:
     left: int = MAX_NAMES
 
     def known(self, ids: Sequence[str], sequence: str) -> list[str]:
-        """Those of a batch that the caller may see, beside the sequence itself."""
+        """The other sequences of a batch that the caller may see."""
         seen = ids[: self.left]
         self.left -= len(seen)
         return [each for each in seen if each != sequence and self.is_mine(each)]

@@ -218,8 +218,8 @@ class Metrics:
 
     @staticmethod
     def text(models: Sequence[Metrics], others: Sequence[Count] = (), more: CollectorRegistry | None = None) -> bytes:
-        """All metrics of these models in Prometheus' text format; `others`: what other API processes have counted;
-        `more`: metrics of what is no model's."""
+        """All metrics of these models, in Prometheus' text format. others: what other API processes have counted. more:
+        metrics that belong to no model."""
         for each in models:
             each.rolling.count()
         label, engines, summed = "model_name" if len(models) > 1 else "", CollectorRegistry(), CollectorRegistry()

@@ -235,15 +235,15 @@ class GenerationBody(ModelBody):
     session_id: str = Field("", max_length=MAX_SESSION)
     """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)
-    """Seconds for which it is; also without an id."""
+    """Seconds for which that is kept; it may be given without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION)
-    """OpenAI's: as session_ttl with its default."""
+    """OpenAI's name: keeps what was computed for KEEP_SECONDS, as session_id alone does."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's: 24h is a session_ttl."""
+    """OpenAI's name: 24h means a session_ttl of MAX_TTL."""
 
     @property
     def keep_seconds(self) -> float:
-        """For which it asks to be kept; 0 where it does not."""
+        """Seconds for which what it has computed is to be kept; 0: not at all."""
         if self.session_ttl is not None:
             return self.session_ttl
         return MAX_TTL if self.prompt_cache_retention == "24h" else KEEP_SECONDS * (self.prompt_cache_key is not None)

@@ -59,4 +59,4 @@ class WarmRequest(ModelBody):
     cache_salt: str = Field("", max_length=MAX_SALT)
     """As the conversation's requests have it."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)
-    """Seconds for which it is kept then; default: as its last request said."""
+    """Seconds for which it is kept from then on; default: as its last request said."""

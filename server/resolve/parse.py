@@ -88,7 +88,7 @@ def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseMod
 
 
 def _place(detail: Any, given: Any) -> tuple[str, Any]:
-    """Where a complaint is, such as messages[0].role, and the value there; of a missing field, what should have it.
+    """The place of a complaint, such as messages[0].role, and the value there; for a missing field, its object.
 
     Pydantic's path also has names of union members, which lead nowhere in the body: they are left out.
     """
@@ -104,8 +104,8 @@ def _place(detail: Any, given: Any) -> tuple[str, Any]:
 
 
 def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:
-    """`; did you mean …?` for a field that is missing, beside one with almost its name, and for a word that is almost
-    one of those allowed."""
+    """`; did you mean …?` where an unknown field has almost the name of the missing one, or a word is almost one that
+    is allowed; else nothing."""
     if detail["type"] == "literal_error":
         hint = nearest(value.lower(), _QUOTED.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""

@@ -89,7 +89,7 @@ class Batches:
         self._files = files
 
     def add(self, owner: str, batch: Batch, most: int) -> bool:
-        """A new one. Forgets the oldest that have ended, beyond KEPT. False where `most` of the owner have not."""
+        """Add a batch, and forget the oldest ended ones beyond KEPT. False where `most` of the owner's are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         ended = f"owner = ? and status in ({', '.join('?' * len(ENDED))})"
         with self._database.writing() as connection:
@@ -108,7 +108,7 @@ class Batches:
         return self._change(owner, id, _cancelling)
 
     def finalize(self, owner: str, id: str) -> None:
-        """No line of it is answered any more, unless it is another's end already."""
+        """Note that all lines are answered and the files are being written, unless the batch is ending otherwise."""
         self._change(owner, id, _finalizing)
 
     def _change(
@@ -119,8 +119,8 @@ class Batches:
         also: Callable[[sqlite3.Connection], None] | None = None,
         sizes: Counter[str] | None = None,
     ) -> Batch | None:
-        """Put what `change` makes of a batch; None where there is none. `also` is done in the same transaction, and
-        counts `sizes`. The lines of one that has ended are forgotten."""
+        """Replace a batch by what `change` makes of it, and return that; None where there is none. `also` is part of
+        the transaction, and changes `sizes`. The lines of a batch that has ended are forgotten."""
         with self._database.writing(sizes) as connection:
             before = _find(connection, owner, id)
             if before is None:

@@ -45,7 +45,7 @@ class Pins(msgspec.Struct, frozen=True):
     model: str = ""
     """The name of the model that it is for, where there are several; "" in journals of before: as the body says."""
     before: tuple[str, ...] = ()
-    """The fingerprints of those that computed its first tokens, where these were others."""
+    """Fingerprints of the models that computed its first tokens, where other models than `kernels` did."""
     given: str = ""
     """Digest of weights and prompts, without which it cannot go on; "" in journals of before."""
 
@@ -72,7 +72,7 @@ class Note(NamedTuple):
     ends: float
     """When its row does, of the Unix clock."""
     answered: bool
-    """Whether nobody answers it any more."""
+    """Whether its answer has ended."""
 
 
 class _Claim(NamedTuple):
@@ -109,8 +109,8 @@ class Calls:
         return self._sizes.total()
 
     def put(self, owner: str, call: Call, ends: float, process: str) -> bool:
-        """Note a call, which `process` answers from now on, until a time of the Unix clock. False where another one has
-        its key; then it is not noted. Where the disk refuses it, it is answered all the same."""
+        """Note a call that `process` answers from now on. ends: when it is forgotten, by the Unix clock. False, and not
+        noted, where another call has its key. A call that cannot be written to the disk is answered all the same."""
         self._held[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
         if not (fresh := self._put(owner, call, ends)):
@@ -206,8 +206,8 @@ class Calls:
                 self._drop(connection, owner, id)
 
     def _take_up(self, process: str, path: Path) -> None:
-        """Note what is in the tail of a process that has ended, and end it. Where it cannot be read, that is computed
-        again. No call of which another process goes on with what it was given."""
+        """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
+        over are left out: it has their tokens. Tokens of a tail that cannot be read are computed again."""
         try:
             for (owner, id), tokens in groupby(sorted(left(path), key=_call), _call):
                 call = self.find(owner, id)

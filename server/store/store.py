@@ -143,7 +143,7 @@ class Store:
             return True
 
     def describe(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Give a conversation other metadata. Returns what it is then; None where there is none."""
+        """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
         with self._database.writing(self._sizes) as database:
             stored = _get(database, owner, "conversation", id)
             if stored is None:

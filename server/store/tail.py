@@ -1,7 +1,7 @@
-"""The journal's tail: what calls got since they were last noted, in a file that is mapped into memory.
+"""The journal's tail: the tokens that calls got since the journal last noted them, in a file mapped into memory.
 
-A token is there before it is sent, for a copy in memory: the kernel has the file, and keeps it when the process is
-killed. What a machine left that lost its power is not trusted: the tail names the boot that it is of.
+A token is written there before it is sent, which costs one copy in memory. The kernel keeps the file when the process
+is killed. It may be incomplete after a power cut, so it names the boot that wrote it, and no later boot reads it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What Linux says of the boot."""
 _BOOT_BYTES = 36
 _USED_BITS = 32
-"""Of a half's place: how many of its bytes are written; above them its turn, from 1; all of it is 0 when the half is
-settled. A place is one number, which the processor stores at once: a kill finds the one before or this one."""
+"""Bits of a half's place that say how many of its bytes are written. The bits above say its turn, from 1; a place of 0
+means that the journal has all of the half. A place is one number, which the processor stores at once, so a kill leaves
+the former place or the new one."""
 _HEAD = _BOOT_BYTES + 2 * 8
 _RECORD = struct.Struct("<II")
 """Before each record: its length, and its check."""
@@ -139,7 +140,7 @@ class Tail:
 
 
 def _check(record: bytes) -> int:
-    """Of what is all zeros it is not zero."""
+    """A checksum that is not 0 for zeros, which an unwritten record consists of."""
     return crc32(record, 1)
 
 
@@ -149,7 +150,7 @@ def _boot() -> bytes:
 
 
 def left(path: Path) -> Iterator[Tokens]:
-    """What is in a tail that a process has left, in order, as far as it is whole. Raises OSError."""
+    """The tokens in the tail of a process that has ended, in order, up to the first broken record. Raises OSError."""
     content = path.read_bytes()
     if len(content) != _HEAD + 2 * HALF or content[:_BOOT_BYTES] != _boot():
         return

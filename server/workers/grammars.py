@@ -59,9 +59,12 @@ class GrammarChecker:
         tenant: Tenant,
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
-        """Raises InvalidRequest, which names the parameter beside it, for the first grammar that is wrong, not
-        supported or too complex, and what WorkerPool.run raises. `parts`: what the last grammar is made of; if one of
-        these is wrong by itself, the error is about it, in words that its author knows."""
+        """Raises InvalidRequest for the first grammar that is wrong, not supported or too complex; each grammar comes
+        with the parameter that the error names. Raises what WorkerPool.run raises.
+
+        parts: what the last grammar was made of, by the caller's names. Where one of them is wrong by itself, the error
+        names it, because the caller wrote it and not the grammar.
+        """
         for param, grammar in grammars:
             wrong = await self._verdict(grammar, tenant)
             if wrong is None:
@@ -72,7 +75,7 @@ class GrammarChecker:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def _verdict(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """What is wrong with the grammar; None: nothing."""
+        """What is wrong with the grammar; None where it is right."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._checked(grammar, tenant)
             if len(self._verdicts) > _KEPT_VERDICTS:

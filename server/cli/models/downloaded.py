@@ -73,7 +73,7 @@ def cached() -> HFCacheInfo | None:
 
 
 def models(cache: HFCacheInfo) -> Iterator[Downloaded]:
-    """All of them, in no order; those of several revisions for each."""
+    """All downloaded models, in no order; each revision counts as one."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

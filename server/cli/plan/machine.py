@@ -44,7 +44,7 @@ class Machine:
     flops: float | None = None
     """16-bit operations per second; None if unknown."""
     measured: bool = False
-    """Whether these two are what this machine did once, rather than what it can do at most."""
+    """Whether bandwidth and flops were measured on this machine; else they are its maker's figures."""
     bf16: bool = True
     """Whether it can compute bfloat16."""
     compresses: bool = False
@@ -53,7 +53,7 @@ class Machine:
     stages: int = 1
     """Whether the devices divide the layers among them, instead of every layer: then as many as `count`, else 1."""
     replicas: int = 1
-    """How many such machines, of `count` devices each, serve the same model; these are parts of one CPU's machine."""
+    """How many replicas of the model are served, each by `count` devices; all of them are parts of one CPU machine."""
     nodes: int = 1
     """How many machines like this the devices are divided among."""
 
@@ -142,9 +142,13 @@ def this_machine(*, gpu: bool = True) -> Machine:
 
 
 def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1) -> Machine:
-    """So many such GPUs; or a CPU machine as so many equal parts, for the processes that share its memory and cores: so
-    many ranks, or stages, of each of so many replicas; or of several machines like it. Raises ConfigError for replicas
-    on GPUs, for ranks and stages together, and for ranks that cannot be divided among the machines."""
+    """The machine as ranks, stages and replicas share it. A GPU is counted once for each rank or stage. A CPU machine
+    is divided into equal parts, one for each process, because these share its memory and cores; `nodes` is the number
+    of such machines.
+
+    Raises ConfigError for replicas on GPUs, for ranks and stages together, and for ranks that cannot be divided equally
+    among the machines.
+    """
     if machine.gpu and replicas > 1:
         message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
         raise ConfigError(message, param="data_parallel_size")

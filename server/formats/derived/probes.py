@@ -101,7 +101,7 @@ class Prober:
 
 
 def parsed(text: str) -> Any:
-    """JSON's value; None for what is no JSON."""
+    """The value of a JSON text; None for any other text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -24,7 +24,7 @@ _ID = re.compile(rf"({SOUND_ID}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}})")
 
 
 def parse_id(given: str) -> tuple[str, tuple[int, ...]] | None:
-    """The id of the call in an event's id, and how many events of each kind were sent; None where it is no such id."""
+    """The call's id, and how many events of each kind were sent, read from an event's id; None for any other text."""
     found = _ID.fullmatch(given)
     return None if found is None else (found[1], tuple(map(int, found[2].split("."))))
 
@@ -41,18 +41,19 @@ class NumberedWriter(AnswerWriter):
         seen: Sequence[int] = (),
         known: Callable[[], bool] | None = None,
     ) -> None:
-        """`known`: whether a step tells what is in the journal; None: what is computed again is the same. Where it is
-        not, the first other step raises Conflict if the reader has more than the journal."""
+        """known: whether the step at hand repeats tokens of the journal; None where tokens are the same when they are
+        computed again. Otherwise the first step behind the journal raises Conflict if the reader has seen events that
+        the journal lacks: they might differ now."""
         self._writer = writer
         self._known = known
         self._id = spec.id.encode()
         self._sent = [0] * (spec.num_choices + 2)
         self._seen = [*seen, *self._sent[len(seen) :]]
         self._told = list(self._seen)
-        """What the last id said: of a choice that has not come so far again, what was seen."""
+        """The counts of the last id; for a choice that has not caught up with its reader, what the reader has seen."""
         self._kind = -2
         self._before = self._after = b""
-        """The id around the number of this kind, which alone changes as a rule."""
+        """The parts of the id before and behind the count of this kind; as a rule only that count changes."""
 
     @property
     def ping(self) -> bytes:

@@ -16,16 +16,17 @@ from quire.server.images.asked import NeedsImages
 from quire.server.resolve.common import Resolved
 
 Places = dict[str, str]
-"""By a chat's name of a field within its messages, the caller's: those of images."""
+"""The caller's names of images' fields, by the names that a chat has for them."""
 Turn = dict[str, Any]
 FIELD = "\0field"
-"""A key of an image's part, until it is placed: the caller's name of it. No JSON of ours has such a key."""
+"""The key under which an image's part holds the caller's name of its field, until `placed` takes it out; no JSON has
+such a key."""
 
 
 @contextmanager
 def named_by_caller(names: Mapping[str, str]) -> Iterator[Places]:
-    """Lets what is raised name the caller's fields; `names` has these by the names that a chat's fields have, and so
-    have the places that `placed` notes."""
+    """Renames fields in errors that the block raises, from a chat's names to the caller's: by `names`, and by the
+    places that `placed` notes in what this yields."""
     places: Places = {}
     try:
         yield places

@@ -25,11 +25,11 @@ from quire.server.resolve.translated.as_chat import Turn, add_parts, image_part,
 
 
 def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: int = 0) -> list[Turn]:
-    """A chat's messages; `developer`: the template knows that role; `earlier`: how many items came before those of the
-    request's input.
+    """A chat's messages. developer: whether the template knows that role. earlier: how many of the items precede the
+    request's own input.
 
-    Messages of a user or a system that follow one another are one, and so is all that an assistant did before its tools
-    answered: reasoning, text and calls.
+    Consecutive messages of a user or of the system become one. So does everything that an assistant did before its
+    tools answered: reasoning, text and calls.
     """
     turns: list[Turn] = []
     names: dict[str, str] = {}

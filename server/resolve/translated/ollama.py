@@ -56,8 +56,8 @@ def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Reso
 
 
 def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
-    """The prompt is a chat's only message, as in Ollama; what is raw, or has a suffix, is a completion. Raises as
-    above."""
+    """A chat whose only message is the prompt, as in Ollama; a completion where the body has raw or a suffix. Raises
+    what `resolve_chat` raises."""
     body = parse(given, OllamaGenerateRequest)
     name = model.answer_name(plain_name(body.model, model))
     if body.images and (body.raw or body.suffix):
@@ -106,7 +106,7 @@ def plain_name(asked: str | None, model: ServedModel) -> str | None:
 
 
 def untagged(asked: str, names: Collection[str]) -> str:
-    """The same, where these names are served."""
+    """The name without its tag :latest, unless `names` has the tagged one."""
     return asked if asked in names else asked.removesuffix(":latest")
 
 

@@ -75,9 +75,9 @@ export function copyButton(text, properties = {}) {
   return button;
 }
 
-/** Lets the user save a text as a file. */
-export function download(name, text, type) {
-  const address = URL.createObjectURL(new Blob([text], { type }));
+/** Lets the user save a text or a Blob as a file. */
+export function download(name, content, type) {
+  const address = URL.createObjectURL(new Blob([content], { type }));
   el("a", { href: address, download: name }).click();
   URL.revokeObjectURL(address);
 }

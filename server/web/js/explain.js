@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { $, el, say } from "./dom.js";
+import { ms, whole } from "./figures.js";
 import { prefixSheet } from "./prefix.js";
 
 const PHASES = {
@@ -78,7 +79,7 @@ function facts(told) {
     found.push(`The prompt has ${each.prompt_tokens} tokens${cached}${pieces}.`);
     if (each.image_tokens) found.push(`${each.image_tokens} of them stand for images.`);
     for (const { tier, tokens, ms: took } of each.fetched ?? [])
-      found.push(`Fetched ${tokens.toLocaleString("en")} tokens from ${tier} in ${ms(took)}.`);
+      found.push(`Fetched ${whole(tokens)} tokens from ${tier} in ${ms(took)}.`);
     if (each.first_token_ms !== null)
       found.push(`The first of ${each.output_tokens} tokens came after ${ms(each.first_token_ms)}.`);
     if (each.draft_tokens)
@@ -103,4 +104,3 @@ function company(batches, unlisted) {
 }
 
 const times = (count) => (count === 1 ? "once" : `${count} times`);
-const ms = (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`);

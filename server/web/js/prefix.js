@@ -2,6 +2,7 @@
 // differs from the one before it.
 
 import { el } from "./dom.js";
+import { whole } from "./figures.js";
 
 const MOST_TURNS = 60;
 const PARTS = [
@@ -38,12 +39,12 @@ function table(turns, id) {
     el("tbody", {}, turns.map((turn) =>
       el("tr", { class: turn.id === id ? "this" : null },
         el("th", { scope: "row" }, String(turn.turn)), el("td", {}, bar(turn, most)),
-        el("td", { class: "num" }, turn.prompt_tokens.toLocaleString("en")),
+        el("td", { class: "num" }, whole(turn.prompt_tokens)),
         el("td", {}, why(turn))))));
 }
 
 function bar(turn, most) {
-  const words = PARTS.map(([, field, text]) => `${turn[field].toLocaleString("en")} ${text}`).join(", ");
+  const words = PARTS.map(([, field, text]) => `${whole(turn[field])} ${text}`).join(", ");
   const strip = el("div", { class: "strip thin", role: "img", "aria-label": words, title: words });
   strip.style.width = `${Math.max((100 * turn.prompt_tokens) / most, 1)}%`;
   for (const [kind, field] of PARTS) {
@@ -57,16 +58,16 @@ function bar(turn, most) {
 
 function why({ missed, missed_tokens: tokens }) {
   if (!tokens) return "";
-  return missed.map((each) => `${each.reason.replaceAll("_", " ")} ${each.tokens.toLocaleString("en")}`).join(", ");
+  return missed.map((each) => `${each.reason.replaceAll("_", " ")} ${whole(each.tokens)}`).join(", ");
 }
 
 function reasons({ missed, missed_tokens: tokens, missed_seconds: seconds, nearest }) {
   const found = missed.map((each) =>
-    `${each.tokens.toLocaleString("en")} tokens could have been cached, but were not: ${each.why}.`);
+    `${whole(each.tokens)} tokens could have been cached, but were not: ${each.why}.`);
   if (tokens) found.push(`Computing them again took ${seconds.toFixed(seconds < 1 ? 3 : 1)} s.`);
   if (nearest)
     found.push(`The prompt differs from the nearest earlier ${nearest.within} behind ` +
-      `${nearest.common_tokens.toLocaleString("en")} tokens.`);
+      `${whole(nearest.common_tokens)} tokens.`);
   if (nearest?.same_text) found.push("There the text is the same, but cut into other tokens.");
   return found;
 }

@@ -19,7 +19,6 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from quire.server.workers import pool as pools
-from quire.server.workers import watch as watches
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import Limits
 from tests.server.workers import works
@@ -109,7 +108,7 @@ async def test_a_limit_ends_the_work_alone(work: Any, given: bytes, limits: Limi
 
 
 async def test_a_worker_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "STILL_SECONDS", 0.3)
+    monkeypatch.setattr(pools, "STILL_SECONDS", 0.3)
     async with open_pool() as pool, asyncio.timeout(60):
         standing = [asyncio.create_task(isolated(pool, work)) for work in (works.stopped, works.asleep)]
         assert await isolated(pool, works.busy, b"0.6") == "done", "who computes may take longer"
@@ -120,7 +119,7 @@ async def test_a_worker_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "STILL_SECONDS", 0.4)
+    monkeypatch.setattr(pools, "STILL_SECONDS", 0.4)
     async with open_pool() as pool, asyncio.timeout(60):
         await pool.start()
         assert pool._process is not None
@@ -131,7 +130,7 @@ async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.Monk
 @pytest.mark.slow
 async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket's buffer is sent to it, which it does not read."""
-    monkeypatch.setattr(watches, "STILL_SECONDS", 0.4)
+    monkeypatch.setattr(pools, "STILL_SECONDS", 0.4)
     async with open_pool() as pool, asyncio.timeout(60):
         pool._source = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
         starting = pool.start()

@@ -1,7 +1,8 @@
 // Batches and files: a file of requests is uploaded and answered behind everything else; its progress, and the results.
 
 import { call } from "../api.js";
-import { $, el, say } from "../dom.js";
+import { $, download, el, say } from "../dom.js";
+import { size } from "../figures.js";
 
 const ENDED = new Set(["completed", "failed", "expired", "cancelled"]);
 const EVERY = 2000; // milliseconds between two looks
@@ -138,16 +139,7 @@ async function endpointOf(file) {
 
 /** Saves a file's content, which a link cannot get where an API key is asked for. */
 async function save(id, name) {
-  const content = await (await call(`/v1/files/${id}/content`)).blob();
-  const address = URL.createObjectURL(content);
-  el("a", { href: address, download: name }).click();
-  URL.revokeObjectURL(address);
+  download(name, await (await call(`/v1/files/${id}/content`)).blob());
 }
 
 const time = (seconds) => new Date(seconds * 1000).toLocaleString();
-
-function size(bytes) {
-  const units = ["bytes", "KB", "MB", "GB"];
-  const power = Math.min(Math.floor(Math.log(Math.max(bytes, 1)) / Math.log(1000)), 3);
-  return `${power ? (bytes / 1000 ** power).toFixed(1) : bytes} ${units[power]}`;
-}

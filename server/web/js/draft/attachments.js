@@ -1,7 +1,8 @@
 // What goes with the message that is being written: text files and pictures, chosen, dropped on the page or pasted.
 
 import { $, el, say } from "../dom.js";
-import { bytesOf, readText, size } from "./files.js";
+import { bytesOf, readText } from "./files.js";
+import { size } from "../figures.js";
 import { isPdf, readPdf } from "./pdf.js";
 import { isPicture, MOST_PICTURES, readPicture } from "./pictures.js";
 

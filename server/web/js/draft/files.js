@@ -11,13 +11,6 @@ function fenced({ name, text }) {
   return `${fence}${name.replace(/[`\r\n]/g, " ")}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-/** How large a text is, in words. */
-export function size(bytes) {
-  if (bytes < 1024) return `${bytes} bytes`;
-  const [unit, name] = bytes < 2 ** 20 ? [1024, "KiB"] : [2 ** 20, "MiB"];
-  return `${(bytes / unit).toFixed(bytes < 10 * unit ? 1 : 0)} ${name}`;
-}
-
 export const bytesOf = (text) => new TextEncoder().encode(text).length;
 
 /** A file's text. Throws Error that says what is wrong with it. */

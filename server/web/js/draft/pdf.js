@@ -1,6 +1,7 @@
 // The text of PDF files, by pdf.js, which is fetched with the first of them.
 
-import { bytesOf, size } from "./files.js";
+import { bytesOf } from "./files.js";
+import { size } from "../figures.js";
 
 const LIBRARY = "../../vendor/pdf.min.mjs";
 const WORKER = new URL("../../vendor/pdf.worker.min.mjs", import.meta.url);

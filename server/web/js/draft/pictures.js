@@ -2,7 +2,7 @@
 // keeps conversations in some 5 MB.
 
 import { el } from "../dom.js";
-import { size } from "./files.js";
+import { size } from "../figures.js";
 
 export const MOST_PICTURES = 4;
 /** Bytes that a picture may have as it is kept and sent. */

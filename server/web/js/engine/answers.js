@@ -3,6 +3,7 @@
 
 import { call } from "../api.js";
 import { $, el, say, sleep } from "../dom.js";
+import { ms, whole } from "../figures.js";
 import { shorten } from "./requests.js";
 
 const PATH = "/v1/engine/requests?limit=100";
@@ -77,7 +78,7 @@ export class Answers {
     const short = shorten(id);
     const cell = (kind, text, title) => el("td", { class: kind, title }, text);
     const sum = (names) => ms(names.reduce((total, name) => total + (phases[name] ?? 0), 0));
-    const cached = answer.cached_tokens ? ` (${answer.cached_tokens.toLocaleString("en")} cached)` : "";
+    const cached = answer.cached_tokens ? ` (${whole(answer.cached_tokens)} cached)` : "";
     return el("tr", {},
       el("th", { scope: "row" }, el("button", { type: "button", class: "name", title: `${id}\n${answer.path}`,
         "aria-label": `Explain request ${short}`, onclick: () => this.explain(id) }, short)),
@@ -85,7 +86,7 @@ export class Answers {
       cell("tenant", tenant || "–"), cell("wide model", model, model), el("td", {}, ending(answer)),
       el("td", { class: "num" }, ms(answer.wall_ms)), el("td", { class: "wide" }, strip(answer)),
       ...[["prepare"], WAITING, READING, ["decode"]].map((names) => cell("wide num", sum(names))),
-      cell("wide num", answer.prompt_tokens.toLocaleString("en") + cached), cell("num", output.toLocaleString("en")));
+      cell("wide num", whole(answer.prompt_tokens) + cached), cell("num", whole(output)));
   }
 }
 
@@ -115,9 +116,4 @@ function tenantRow({ name, weight, open, requests, share }) {
   const track = el("span", { class: "bar-track", "aria-hidden": "true" }, bar);
   return el("tr", {}, el("th", { scope: "row" }, name || "without a key"), cell(weight), cell(open), cell(requests),
     el("td", { class: "num" }, track, `${(100 * share).toFixed(0)} %`));
-}
-
-function ms(value) {
-  if (value >= 1000) return `${(value / 1000).toFixed(value >= 10_000 ? 0 : 2)} s`;
-  return `${value.toFixed(value < 10 ? 1 : 0)} ms`;
 }

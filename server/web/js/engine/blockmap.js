@@ -1,6 +1,7 @@
 // Draws the KV cache as a grid with one square per page, or per few pages if there are too many for the screen.
 
 import { $, el, say } from "../dom.js";
+import { whole } from "../figures.js";
 
 const [CACHED, FIRST_OWNER, UNLISTED, SHARED] = [1, 2, 0x7fff, 0x8000];
 const [SMALLEST, LARGEST] = [3, 20];
@@ -197,7 +198,7 @@ export class BlockMap {
   #count() {
     const totals = [0, 0, 0, 0];
     for (const code of this.codes) totals[code === 0 ? 0 : code === CACHED ? 1 : code >= SHARED ? 2 : 3]++;
-    totals.forEach((total, kind) => say(this.counts[kind].count, total.toLocaleString("en")));
+    totals.forEach((total, kind) => say(this.counts[kind].count, whole(total)));
     const [free, cached, shared, owned] = totals;
     this.canvas.setAttribute(
       "aria-label",
@@ -242,7 +243,7 @@ export class BlockMap {
     if (this.cursor === null || !this.codes.length) {
       const per = this.perCell > 1 ? `One square is ${this.perCell} pages. ` : "";
       const rest = this.codes.length - this.shown;
-      const more = rest ? `The other ${rest.toLocaleString("en")} pages have been empty so far. ` : "";
+      const more = rest ? `The other ${whole(rest)} pages have been empty so far. ` : "";
       say($("page-readout"), `${more}${per}Point at a page, or use the arrow keys, to see whose it is.`);
       return;
     }

@@ -5,6 +5,7 @@ import { Answers } from "./answers.js";
 import { BlockMap, decodePages, Hues } from "./blockmap.js";
 import { Charts, History } from "./charts.js";
 import { $, el, say, sleep } from "../dom.js";
+import { size, whole } from "../figures.js";
 import { duration, Requests } from "./requests.js";
 
 const PATH = "/v1/engine/events";
@@ -204,14 +205,10 @@ export class Dashboard {
   }
 }
 
-const whole = (value) => Math.round(value).toLocaleString("en");
 const share = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "–");
 
 /** Where layers of different sliding windows have pages of their own, the map and the figures count these. */
 const cut = ({ num_blocks: pages, page_groups: groups }) =>
   groups > 1 ? `, each cut into ${groups} for layers of different windows: ${whole(pages * groups)} in all` : "";
 
-function bytes(count) {
-  const [size, unit] = count >= 2 ** 30 ? [2 ** 30, "GiB"] : [2 ** 20, "MiB"];
-  return `${(count / size).toFixed(count / size < 10 ? 2 : 0)} ${unit}`;
-}
+const bytes = (count) => size(count, 2);

@@ -1,6 +1,7 @@
 // The table of requests. A row's elements are kept as long as its request is open, so that focus and pointer stay put.
 
 import { $, el, say } from "../dom.js";
+import { whole } from "../figures.js";
 
 export class Requests {
   /** `actions`: cancel(id), explain(id) and point(id or null). */
@@ -138,7 +139,7 @@ export class Requests {
 /** Where in the prompt its images stand, as a strip. */
 function showImages(strip, { images, prompt_tokens: all }) {
   const tokens = images.reduce((sum, [, count]) => sum + count, 0);
-  const text = `Images: ${tokens.toLocaleString("en")} of ${all.toLocaleString("en")} prompt tokens`;
+  const text = `Images: ${whole(tokens)} of ${whole(all)} prompt tokens`;
   const ends = images.map(([start, count]) => start + count);
   const part = (kind, count) => {
     const piece = el("i", { class: kind });

@@ -1,8 +1,9 @@
 // One message of the conversation on the page: its text, reasoning, tool calls, tokens and buttons.
 
 import { copyButton, el } from "../dom.js";
-import { bytesOf, size, withFiles } from "../draft/files.js";
+import { bytesOf, withFiles } from "../draft/files.js";
 import { pictureRow } from "../draft/pictures.js";
+import { size } from "../figures.js";
 import { callCards } from "./calls.js";
 import { markdown } from "./markdown.js";
 import { tokenSpans, walkable } from "./tokens.js";
