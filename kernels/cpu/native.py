@@ -24,7 +24,7 @@ ISAS = {
     "avx512": "AVX-512",
     "avx512_vnni": "AVX-512 with VNNI",
     "avx512_bf16": "AVX-512 with bf16",
-    "avx512_amx": "AVX-512 with AMX tiles",
+    "avx512_amx": "AVX-512 with AMX tiles for linears, adapters and attention of 16 bits and fewer",
     "neon_dot": "NEON with dot product",
 }
 """The best last; in the order of isa.cpp's bits."""

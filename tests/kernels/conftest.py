@@ -41,12 +41,12 @@ def _library(isa: str) -> native.Native:
 
 
 TILES = "tiles"
-_BASE = "avx512_bf16"
+BASE = "avx512_bf16"
 """What tiles stand beside."""
 
 
 def emulates(isas: list[str]) -> bool:
-    return _BASE in isas and "avx512_amx" not in isas and build.compiler() is not None
+    return BASE in isas and "avx512_amx" not in isas and build.compiler() is not None
 
 
 def with_tiles() -> native.Native:
@@ -54,10 +54,10 @@ def with_tiles() -> native.Native:
     command = build.compiler()
     assert command is not None
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.FLAGS, _BASE, [*build.FLAGS[_BASE], "-DEMULATE_TILES"])
-        assert build.build(command, [_BASE], Path(folder)) == {}
+        patch.setitem(build.FLAGS, BASE, [*build.FLAGS[BASE], "-DEMULATE_TILES"])
+        assert build.build(command, [BASE], Path(folder)) == {}
         patch.setattr(native, "HERE", Path(folder))
-        return native.Native(_BASE)
+        return native.Native(BASE)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Linears by matrix tiles (kernels/cpu/tiles), whose instructions are computed one number after the other here, so that
-every machine can test all but the instructions themselves; those are tested by every other test where they are."""
+every machine can test all but the instructions themselves; where they are, they are tried too."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu import build, native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.linear import PackedLinear
-from tests.kernels.conftest import emulates, with_tiles
+from quire.kernels.quantized import Float8Weight
+from tests.kernels import test_cpu_float8, test_cpu_quantized
+from tests.kernels.conftest import BASE, with_tiles
 from tests.kernels.ragged import error
 
+AMX = "avx512_amx"
+WAYS = ["emulated", AMX] if AMX in native.runnable() else ["emulated"]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not emulates(native.runnable()), reason="no compiler, no AVX-512 with bf16, or tiles"),
+    pytest.mark.skipif(
+        BASE not in native.runnable() or build.compiler() is None, reason="no compiler, or no AVX-512 with bf16"
+    ),
 ]
 
 
-@pytest.fixture(scope="module")
-def tiles() -> Cpu:
-    return Cpu(with_tiles())
+@pytest.fixture(scope="module", params=WAYS)
+def tiles(request: pytest.FixtureRequest) -> Cpu:
+    return Cpu(native.Native(AMX) if request.param == AMX else with_tiles())
 
 
 def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -102,9 +108,50 @@ def test_denormals_count_as_zero(tiles: Cpu) -> None:
     assert packed(torch.full((1, 32), 2.0**100).bfloat16(), NO_ADAPTERS).item() == 0.0
 
 
+INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2, 2), (65, 768, 16), (200, 256, 128)]
+"""Outputs, inputs, inputs that share a scale: blocks of 16 to 96 inputs, of which 80 are five pieces and 96 two."""
+
+
+@pytest.mark.parametrize(("outs", "inner", "group"), INTEGERS)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_bits_have_the_bits_of_vectors(
+    tiles: Cpu, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
+) -> None:
+    """Alone and in tiles of any size, some blocks of x in 16 bits, or all, or none; embeddings too."""
+    weight = test_cpu_quantized.made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
+    x = torch.randn((70, inner), generator=generator) * torch.randn(inner, generator=generator).exp()
+    bias = torch.randn(outs, generator=generator)
+    ids = torch.arange(outs)
+    for activation_bits, dtype in (("auto", torch.bfloat16), ("auto", torch.float32), ("8", torch.bfloat16)):
+        vectors, ours = (
+            Cpu(library, activation_bits=activation_bits) for library in (native.Native(BASE), tiles.library)
+        )
+        wanted, made = (each.pack_quantized([weight], bias, dtype=dtype, wide=True) for each in (vectors, ours))
+        for rows in (1, 2, 15, 16, 17, 33, 70):
+            some = x[:rows].to(dtype)
+            assert torch.equal(made(some, NO_ADAPTERS), wanted(some, NO_ADAPTERS)), (activation_bits, rows)
+        found, expected = (each.pack_table(weight, dtype=dtype, tied=False).look_up(ids) for each in (ours, vectors))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("inner", "block"), [(192, 32), (300, 100), (40, 4), (160, 128), (96, 96)])
+def test_floats_of_8_bits(tiles: Cpu, inner: int, block: int, generator: torch.Generator) -> None:
+    """Right, and a row alone as among others, whether its pairs are kept for the next rows or not."""
+    weight: Float8Weight = test_cpu_float8.made(130, inner, (1, block), generator)
+    bias = torch.randn(130, generator=generator).bfloat16()
+    linear = test_cpu_float8.packed(tiles, [weight], bias, dtype=torch.bfloat16)
+    x = torch.randn((70, inner), generator=generator).bfloat16()
+    alone = torch.cat([linear(row[None], NO_ADAPTERS) for row in x])
+    assert error(alone, x.double() @ weight.dequantized().double().T + bias.double()) < 1e-5
+    for rows in (2, 16, 17, 32, 33, 48, 49, 70):
+        assert torch.equal(linear(x[:rows], NO_ADAPTERS), alone[:rows]), rows
+        assert torch.equal(linear(x[70 - rows :], NO_ADAPTERS), alone[70 - rows :]), rows
+
+
 def test_a_wheel_carries_the_instructions(tmp_path: Path) -> None:
     """Compiled, where the compiler knows them; whether they run here is not asked."""
     command = build.compiler()
     assert command is not None
-    assert build.build(command, ["avx512_amx"], tmp_path) == {}
-    assert (tmp_path / "avx512_amx.so").exists()
+    assert build.build(command, [AMX], tmp_path) == {}
+    assert (tmp_path / f"{AMX}.so").exists()

@@ -23,17 +23,15 @@ INLINE void expand_blocks(const Panel& panel, int begin, int end, uint8_t* to) {
   alignas(64) uint8_t values[16];
   for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(panel.part.table[i] - 128);
   const Words table = wtable(values);
-  const int lines = panel.block * kOuts / 2 / 64;
   for (int b = begin; b < end; ++b) {
     const uint8_t* from = panel.groups + b / panel.per_group * panel.group_bytes + panel.header;
-    from += b % panel.per_group * lines * 64;
-    for (int line = 0; line < lines; ++line, from += 64) {  // of two steps, first of their 16 outputs
-      const Words codes = wload(reinterpret_cast<const uint32_t*>(from));
-      auto* words = reinterpret_cast<uint32_t*>(to + line / 2 * 2 * kStepBytes + line % 2 * 64);
-      wstore(words, look_up_low(table, codes));
-      wstore(words + kOuts, look_up_high(table, codes));
-    }
-    to += panel.block * kOuts;
+    from += b % panel.per_group * panel.block * kOuts / 2;
+    for (int i = 0; i < panel.block; i += 8, from += kStepBytes, to += 2 * kStepBytes)  // two steps
+      for (int c = 0; c < kOuts; c += 16) {
+        const Words codes = wload(reinterpret_cast<const uint32_t*>(from) + c);
+        wstore(reinterpret_cast<uint32_t*>(to) + c, look_up_low(table, codes));
+        wstore(reinterpret_cast<uint32_t*>(to + kStepBytes) + c, look_up_high(table, codes));
+      }
   }
 }
 
