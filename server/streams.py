@@ -22,7 +22,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.errors import InvalidRequest
 from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
@@ -113,6 +113,11 @@ class Streams:
     def keeps_all(self) -> bool:
         """Whether each token is in the journal before it is sent."""
         return self._tail is not None
+
+    @property
+    def running(self) -> list[tuple[str, str]]:
+        """Owners and ids of the calls that this process answers."""
+        return list(self._running)
 
     @property
     def num_running(self) -> int:
@@ -224,7 +229,7 @@ class Streams:
                 task.add_done_callback(self._giving_up.discard)
 
     async def _give_up(self, claim: Claim) -> None:
-        with suppress(QuireError):  # the process that has the calls is gone
+        with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
             await asyncio.to_thread(self._calls.give_up, claim.owner, claim.name, claim.attempt)
 
     async def begin(
