@@ -48,7 +48,9 @@ LOST = (RayActorError, ReplicaUnavailableError)
 """What Ray raises for a replica that ended, or cannot be reached."""
 OF_ALL_REPLICAS = OPEN_PATHS | {"/metrics"}
 _OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/requests/")
-_KEPT = ("/v1/conversations", "/v1/responses/", "/v1/files", "/v1/batches", "/v1/streams/")
+FILES = "/v1/files"
+"""Whose bodies are forms."""
+_KEPT = ("/v1/conversations", "/v1/responses/", FILES, "/v1/batches", "/v1/streams/")
 """What needs data_dir, which all replicas share."""
 _WAITS = 30
 """So many seconds a stream waits for those who can go on with it, where they say that they soon can."""
@@ -94,7 +96,7 @@ class Gateway:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             yield make_call(scope, scope["headers"], b"", seeds=False)
             return
-        async with self._bodies.read(Request(scope, receive)) as body:
+        async with self._bodies.read(Request(scope, receive), json=scope["path"] != FILES) as body:
             whole = b"".join(body.pieces)
             body.pieces.clear()
             yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)

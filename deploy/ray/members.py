@@ -74,6 +74,9 @@ class Members:
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
+        self.life = ""
+        for member in self._members.values():
+            member.asked.set()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._data.close)
@@ -106,6 +109,8 @@ class Members:
             return None
         with suppress(TimeoutError):
             await asyncio.wait_for(member.asked.wait(), _POLL_SECONDS)
+        if life != self.life:
+            return None
         found, member.waiting = member.waiting, []
         member.asked.clear()
         return found
