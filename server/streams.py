@@ -145,7 +145,7 @@ class Streams:
         claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process, attempt)
         while not await asyncio.to_thread(claim):
             if time.monotonic() > ends:
-                raise _busy()
+                raise busy()
             await asyncio.sleep(_CLAIM_LOOK_SECONDS)
         self._attempts.add(attempt)
         claims.append(Claim(owner, call.pins.id, ends, attempt))
@@ -193,7 +193,7 @@ class Streams:
             raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
         now = time.monotonic()
         if (other := self._claims.get((owner, key))) is not None and other.until > now:
-            raise _busy()
+            raise busy()
         claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
         request.scope[CLAIMS].append(claim)
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
@@ -211,12 +211,12 @@ class Streams:
     async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
         if self._answers(owner, id):
-            raise _busy()
+            raise busy()
         if (owner, id) in self._running or (holder := await self._peers.holder(owner, id)) is None:
             return
         # It holds an answer until the end is noted, some time after the caller has it.
         if await self._peers.ask(holder, _ANSWERS, msgspec.msgpack.encode((owner, id))) is not None:
-            raise _busy()
+            raise busy()
 
     def release(self, claims: Iterable[Claim]) -> None:
         """Nobody needs to wait for them any more. Does nothing the second time."""
@@ -265,7 +265,7 @@ class Streams:
         try:
             ends = time.time() + _RUNNING_SECONDS
             if not await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process):
-                raise _busy()  # another process was asked at the same time
+                raise busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
@@ -338,7 +338,8 @@ class Streams:
             self._tail.settle()
 
 
-def _busy() -> HTTPException:
+def busy() -> HTTPException:
+    """Another request with the same Idempotency-Key goes on with the answer."""
     return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
 
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from deploy.ray.link import Call, JournalLink
 from deploy.ray.members import Members
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from tests.simulation.clock import PROCESS
@@ -89,7 +89,7 @@ class Replica(AppProcess):
             self._client.link.launch()
             await super()._live(app)
             await self._link.close()
-        except (Overloaded, sqlite3.OperationalError):  # it cannot start
+        except (QuireError, sqlite3.OperationalError):  # it cannot start
             if self.dead:
                 raise
             self.die()
