@@ -16,6 +16,11 @@ ALONE = "0"
 """The name of a process that has no others beside it."""
 
 
+class Unanswered(sqlite3.OperationalError):
+    """The process that has what is kept does not answer, and whether it did what it was asked is not known. What waits
+    for a full disk waits for it, too."""
+
+
 class Link(Protocol):
     """The way to the process that has what is kept, and through it to the others that share it: a HubLink, or
     deploy/ray's."""
@@ -68,15 +73,14 @@ class Peers:
 
 
 def asking(link: Link) -> Callable[[bytes], bytes]:
-    """How threads ask the process that has the data. The function raises sqlite3.OperationalError where that process
-    does not answer: what waits for a full disk waits for it too."""
+    """How threads ask the process that has the data. The function raises Unanswered."""
     loop = asyncio.get_running_loop()
 
     async def ask(body: bytes) -> bytes:
         try:
             (said,) = await link.ask(TOPIC, body, to=HUB)
         except QuireError as error:
-            raise sqlite3.OperationalError(error.message) from None
+            raise Unanswered(error.message) from None
         return said
 
     def in_thread(body: bytes) -> bytes:

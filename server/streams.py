@@ -26,7 +26,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import Peers
+from quire.server.peers import Peers, Unanswered
 from quire.server.store.calls import CLAIM_SECONDS, Call, Calls, Note, Pins
 from quire.server.store.progress import Progress
 from quire.server.store.tail import Tail
@@ -53,6 +53,8 @@ _CLAIM_LOOK_SECONDS = 0.05
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
+_PUT_TRIES, _PUT_SECONDS = 20, 0.5
+"""To put a call into the journal, where nobody answers."""
 _TAKE_OVER, _ANSWERS = "take over", "answers"
 """What an API process asks another that answers a call: to stop, and whether it still does."""
 
@@ -264,7 +266,7 @@ class Streams:
         self._running[owner, spec.id] = running
         try:
             ends = time.time() + _RUNNING_SECONDS
-            if not await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process):
+            if not await self._put(owner, call, ends):
                 raise busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
@@ -281,6 +283,14 @@ class Streams:
             running.number = self._tail.begin(owner, spec.id)
             generation.journal = partial(self._tail.add, running.number)
         return running.close
+
+    async def _put(self, owner: str, call: Call, ends: float) -> bool:
+        """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
+        for _ in range(_PUT_TRIES):
+            with suppress(Unanswered):
+                return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process)
+            await asyncio.sleep(_PUT_SECONDS)
+        return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process)
 
     def stored(self, owner: str, id: str) -> None:
         """A response is stored as one that has not ended: until `forget`, when its end is stored, no other process
