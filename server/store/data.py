@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -103,9 +104,12 @@ def open_data(folder: Path, max_bytes: int, living: Container[str] = ()) -> Data
     database = Database(folder)
     try:
         files = Files(database, max_bytes)
+        store, calls = Store(database, max_bytes), Calls(database, max_bytes, living)
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
-    store, calls = Store(database, max_bytes), Calls(database, max_bytes, living)
+    except sqlite3.DatabaseError as error:  # a part of it is damaged
+        database.close()
+        raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
     together = Processes(store, files, calls)
     return Data(store, files, files.contents, Batches(database, files), calls, together, database.close)

@@ -145,6 +145,19 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Peers, "ask", ask)
 
 
+def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """As of those who are gone."""
+
+    async def left(self: Any) -> bool:
+        return True
+
+    patch.setattr("starlette.requests.Request.is_disconnected", left)
+
+
+def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("quire.server.streams._PUT_TRIES", 0)
+
+
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "hold", lambda self, process, calls: None)
 
@@ -160,6 +173,8 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
         (nobody_joins_with_what_it_has, Replicas),
+        (empty_answers_of_whom_is_taken_over, Replicas),
+        (streams_that_begin_without_the_journal, Replicas),
     ],
 )
 def test_a_planted_fault_of_several_is_found(

@@ -257,6 +257,7 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
 FOUND = (240, 1022)
 """Seeds above those of every day that found something."""
 KINDS_OF_SEVERAL = (SharedServer, Replicas)
+FOUND_BY_SEVERAL = ((SharedServer, 85), (Replicas, 31), (Replicas, 84))
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND])
@@ -264,8 +265,9 @@ def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", KINDS_OF_SEVERAL)
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*((kind, seed) for kind in KINDS_OF_SEVERAL for seed in range(4)), *FOUND_BY_SEVERAL]
+)
 def test_several(kind: type[Server], seed: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
     simulate(seed, tmp_path, api_programs, kind)
 
