@@ -32,7 +32,7 @@ from quire.server.observe.collectors import ReadCollector, kept_metrics
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
-from quire.server.peers import Peers, asking
+from quire.server.peers import Link, Peers, asking
 from quire.server.routes import (
     endpoints,
     engine,
@@ -74,9 +74,12 @@ class OnlyModel:
         await answer(scope, receive, send)
 
 
-def create_app(client: EngineClient, source: ModelSource, modules: Modules | None = None) -> FastAPI:
+def create_app(
+    client: EngineClient, source: ModelSource, modules: Modules | None = None, link: Link | None = None
+) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what `serving`
-    raises. `modules`: see there. Raises what `application` raises."""
+    raises. `modules`: see there; `link`: see `application`; of a client with a HubLink it is that one. Raises what
+    `application` raises."""
     config, tenants = source.config, Tenants(source.config)
 
     @asynccontextmanager
@@ -85,11 +88,11 @@ def create_app(client: EngineClient, source: ModelSource, modules: Modules | Non
             yield OnlyModel(runtime)
 
     held = HELD_BYTES + (0 if source.images is None else IMAGE_BYTES)
-    link = client.link if isinstance(client.link, HubLink) else None
-    return application(config, tenants, opened, held=held, link=link)
+    shared = client.link if isinstance(client.link, HubLink) else link
+    return application(config, tenants, opened, held=held, link=shared)
 
 
-def _data(config: ServerConfig, folder: Path, link: HubLink | None) -> Data:
+def _data(config: ServerConfig, folder: Path, link: Link | None) -> Data:
     """What is kept: of this process, or of the one that the link leads to. Raises ConfigError."""
     if link is not None:
         return shared_data(folder, asking(link))
@@ -103,7 +106,7 @@ def application(
     routers: Iterable[APIRouter] = (),
     *,
     held: int = HELD_BYTES + IMAGE_BYTES,
-    link: HubLink | None = None,
+    link: Link | None = None,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import urlencode
 
+import msgspec
 from starlette.types import ASGIApp
 
 from quire.engine.errors import QuireError
@@ -23,12 +24,14 @@ from quire.server.batches.calls import Asking
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.peers import Peers
-from quire.server.store.data import OPEN, Data, Look
+from quire.server.store.data import OPEN, Data, Look, Standing
 from quire.server.store.store import Store
 from quire.server.store.tail import Tail
 from quire.server.streams import RESUMED, Claim, Streams
 
 log = logging.getLogger("quire.server")
+STANDING = "standing"
+"""The topic of the question for a Standing, as msgpack."""
 _AT_ONCE = 8
 """Responses that are begun again at the same time."""
 _LOOK_SECONDS = 0.5
@@ -70,6 +73,11 @@ async def durable(
     batches = BatchRunner(app, data, tenants, config, clients)
     streams = Streams(data.calls, config.stream_grace, peers, _tail(data, peers.process))
     parts = Durable(data, batches, streams, peers)
+
+    async def standing(_: bytes) -> bytes:
+        return msgspec.msgpack.encode(Standing(streams.running, batches.leads))
+
+    peers.answering(STANDING, standing)
     try:
         await parts.look()
         yield parts

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from quire.engine.link.hub_link import HubLink
+from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.calls import Calls
 from quire.server.store.shared import TOPIC
@@ -14,10 +16,30 @@ ALONE = "0"
 """The name of a process that has no others beside it."""
 
 
+class Unanswered(sqlite3.OperationalError):
+    """The process that has what is kept does not answer, and whether it did what it was asked is not known. What waits
+    for a full disk waits for it, too."""
+
+
+class Link(Protocol):
+    """The way to the process that has what is kept, and through it to the others that share it: a HubLink, or
+    deploy/ray's."""
+
+    answering: dict[str, Callable[[bytes], Awaitable[bytes | None]]]
+    """How this process answers the questions of others, by topic."""
+
+    @property
+    def identity(self) -> str:
+        """This process's name."""
+
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        """As HubLink.ask."""
+
+
 class Peers:
     """Of one API process. All methods are the event loop's."""
 
-    def __init__(self, link: HubLink | None, calls: Calls | None) -> None:
+    def __init__(self, link: Link | None, calls: Calls | None) -> None:
         """`link`: None where there are no others; `calls`: None where nothing is kept."""
         self._link = link
         self._calls = calls
@@ -50,12 +72,15 @@ class Peers:
             self._link.answering[topic] = answer
 
 
-def asking(link: HubLink) -> Callable[[bytes], bytes]:
-    """How threads ask the process that has the data. The function raises what the link raises."""
+def asking(link: Link) -> Callable[[bytes], bytes]:
+    """How threads ask the process that has the data. The function raises Unanswered."""
     loop = asyncio.get_running_loop()
 
     async def ask(body: bytes) -> bytes:
-        (said,) = await link.ask(TOPIC, body, to=HUB)
+        try:
+            (said,) = await link.ask(TOPIC, body, to=HUB)
+        except QuireError as error:
+            raise Unanswered(error.message) from None
         return said
 
     def in_thread(body: bytes) -> bytes:

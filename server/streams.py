@@ -22,11 +22,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.errors import InvalidRequest
 from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import Peers
+from quire.server.peers import Peers, Unanswered
 from quire.server.store.calls import CLAIM_SECONDS, Call, Calls, Note, Pins
 from quire.server.store.progress import Progress
 from quire.server.store.tail import Tail
@@ -53,6 +53,8 @@ _CLAIM_LOOK_SECONDS = 0.05
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _SWEEP_SECONDS = 60.0
+_PUT_TRIES, _PUT_SECONDS = 20, 0.5
+"""To put a call into the journal, where nobody answers."""
 _TAKE_OVER, _ANSWERS = "take over", "answers"
 """What an API process asks another that answers a call: to stop, and whether it still does."""
 
@@ -115,6 +117,11 @@ class Streams:
         return self._tail is not None
 
     @property
+    def running(self) -> list[tuple[str, str]]:
+        """Owners and ids of the calls that this process answers."""
+        return list(self._running)
+
+    @property
     def num_running(self) -> int:
         """Calls whose progress goes into the journal."""
         return len(self._running)
@@ -140,7 +147,7 @@ class Streams:
         claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process, attempt)
         while not await asyncio.to_thread(claim):
             if time.monotonic() > ends:
-                raise _busy()
+                raise busy()
             await asyncio.sleep(_CLAIM_LOOK_SECONDS)
         self._attempts.add(attempt)
         claims.append(Claim(owner, call.pins.id, ends, attempt))
@@ -188,7 +195,7 @@ class Streams:
             raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
         now = time.monotonic()
         if (other := self._claims.get((owner, key))) is not None and other.until > now:
-            raise _busy()
+            raise busy()
         claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
         request.scope[CLAIMS].append(claim)
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
@@ -206,12 +213,12 @@ class Streams:
     async def check_free(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
         if self._answers(owner, id):
-            raise _busy()
+            raise busy()
         if (owner, id) in self._running or (holder := await self._peers.holder(owner, id)) is None:
             return
         # It holds an answer until the end is noted, some time after the caller has it.
         if await self._peers.ask(holder, _ANSWERS, msgspec.msgpack.encode((owner, id))) is not None:
-            raise _busy()
+            raise busy()
 
     def release(self, claims: Iterable[Claim]) -> None:
         """Nobody needs to wait for them any more. Does nothing the second time."""
@@ -224,7 +231,7 @@ class Streams:
                 task.add_done_callback(self._giving_up.discard)
 
     async def _give_up(self, claim: Claim) -> None:
-        with suppress(QuireError):  # the process that has the calls is gone
+        with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
             await asyncio.to_thread(self._calls.give_up, claim.owner, claim.name, claim.attempt)
 
     async def begin(
@@ -259,8 +266,8 @@ class Streams:
         self._running[owner, spec.id] = running
         try:
             ends = time.time() + _RUNNING_SECONDS
-            if not await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process):
-                raise _busy()  # another process was asked at the same time
+            if not await self._put(owner, call, ends):
+                raise busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
                 _end(running, close)
@@ -276,6 +283,14 @@ class Streams:
             running.number = self._tail.begin(owner, spec.id)
             generation.journal = partial(self._tail.add, running.number)
         return running.close
+
+    async def _put(self, owner: str, call: Call, ends: float) -> bool:
+        """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
+        for _ in range(_PUT_TRIES):
+            with suppress(Unanswered):
+                return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process)
+            await asyncio.sleep(_PUT_SECONDS)
+        return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process)
 
     def stored(self, owner: str, id: str) -> None:
         """A response is stored as one that has not ended: until `forget`, when its end is stored, no other process
@@ -333,7 +348,8 @@ class Streams:
             self._tail.settle()
 
 
-def _busy() -> HTTPException:
+def busy() -> HTTPException:
+    """Another request with the same Idempotency-Key goes on with the answer."""
     return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
 
 

@@ -9,6 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from deploy.ray.gateway import Gateway
+from deploy.ray.journal import Journal
 from deploy.ray.replica import Replica
 from deploy.ray.routing import PrefixRouter
 from quire.engine.errors import ConfigError
@@ -16,7 +17,6 @@ from quire.engine.settings.reader import load
 from quire.server.config import ServerConfig
 
 REFUSED = {
-    "data_dir": "what one replica keeps, the others do not know",
     "ssl_certfile": "http_options of Serve's configuration has it",
     "host": "http_options of Serve's configuration has it",
     "port": "http_options of Serve's configuration has it",
@@ -50,7 +50,24 @@ def build(args: dict[str, Any]) -> Application:
     gateway = serve.deployment(Gateway).options(
         name="Gateway", max_ongoing_requests=4096, graceful_shutdown_timeout_s=config.shutdown_timeout
     )
-    application: Application = gateway.bind(config, replica.bind(config.model_copy(update={"allowed_origins": []})))
+    journal = None if config.data_dir is None else _journal(config)
+    replicas = replica.bind(config.model_copy(update={"allowed_origins": []}), journal)
+    application: Application = gateway.bind(config, replicas)
+    return application
+
+
+def _journal(config: ServerConfig) -> Application:
+    """The deployment that has data_dir, which replicas ask when they end, too."""
+    journal = serve.deployment(Journal).options(
+        name="Journal",
+        num_replicas=1,
+        max_ongoing_requests=16_384,
+        graceful_shutdown_timeout_s=config.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config={"enable_access_log": False},
+    )
+    application: Application = journal.bind(config)
     return application
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -38,6 +38,10 @@ class Head:
     status: int
     headers: Headers
 
+    def named(self, name: bytes) -> bytes | None:
+        """The value of a header; None where there is none."""
+        return next((value for each, value in self.headers if each.lower() == name), None)
+
     @property
     def is_stream(self) -> bool:
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
@@ -54,9 +58,11 @@ class _Asked(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
 
-def make_call(scope: Mapping[str, object], headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Call:
+def make_call(
+    scope: Mapping[str, object], headers: Iterable[tuple[bytes, bytes]], body: bytes, *, seeds: bool = True
+) -> Call:
     """The call of an ASGI request. One that is resumable has a seed, which is drawn here if need be: two replicas then
-    compute the same tokens."""
+    compute the same tokens. `seeds`: False where a journal has them, and continues streams: none is resumable then."""
     path, query, client = scope["path"], scope["query_string"], scope.get("client")
     assert isinstance(path, str)
     assert isinstance(query, bytes)
@@ -65,7 +71,7 @@ def make_call(scope: Mapping[str, object], headers: Iterable[tuple[bytes, bytes]
         asked = msgspec.json.decode(body, type=_Asked)
     except (msgspec.MsgspecError, UnicodeError):
         asked = None  # the replica will say what is wrong with it
-    resumable = asked is not None and bool(asked.stream) and path in RESUMABLE
+    resumable = seeds and asked is not None and bool(asked.stream) and path in RESUMABLE
     if asked is not None and resumable and asked.seed is None:
         body = with_seed(body, secrets.randbits(53))
     if body:
@@ -80,6 +86,15 @@ def make_call(scope: Mapping[str, object], headers: Iterable[tuple[bytes, bytes]
         prefix=() if asked is None else prefix_hashes(_key(kept), asked),
         resumable=resumable,
     )
+
+
+def continued(call: Call, stream: bytes, last: bytes | None) -> Call:
+    """The call for what follows an event of a stream that is in the journal. `last`: its id; None: for all of it."""
+    dropped = (b"content-length", b"content-type", b"last-event-id")
+    headers = [(name, value) for name, value in call.headers if name not in dropped]
+    if last is not None:
+        headers.append((b"last-event-id", last))
+    return replace(call, method="GET", path=f"/v1/streams/{stream.decode()}", query=b"", headers=headers, body=b"")
 
 
 def with_seed(body: bytes, seed: int) -> bytes:

@@ -3,6 +3,7 @@ and sends a request once more whose replica has ended."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.ray.call import Call, Head, make_call
-from deploy.ray.resume import ResumableStream
+from deploy.ray.resume import KeptStream, ResumableStream
 from quire.engine.errors import EngineError, Overloaded, QuireError
 from quire.server.access.authentication import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS, AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
@@ -46,13 +47,20 @@ ATTEMPTS = 3
 LOST = (RayActorError, ReplicaUnavailableError)
 """What Ray raises for a replica that ended, or cannot be reached."""
 OF_ALL_REPLICAS = OPEN_PATHS | {"/metrics"}
-_OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/conversations", "/v1/responses/", "/v1/requests/")
+_OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/requests/")
+FILES = "/v1/files"
+"""Whose bodies are forms."""
+_KEPT = ("/v1/conversations", "/v1/responses/", FILES, "/v1/batches", "/v1/streams/")
+"""What needs data_dir, which all replicas share."""
+_WAITS = 30
+"""So many seconds a stream waits for those who can go on with it, where they say that they soon can."""
 
 
 class Gateway:
     def __init__(self, config: ServerConfig, replica: DeploymentHandle) -> None:
         """replica: handle of the deployment of replicas."""
         self._replica = replica.options(stream=True)
+        self._keeps = config.data_dir is not None
         self._bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
         app: ASGIApp = AuthenticationMiddleware(self._answer, Tenants(config), Gateways(config))
         app = UnexpectedErrorMiddleware(app)
@@ -66,6 +74,8 @@ class Gateway:
         try:
             if path in ADMIN_PATHS or path.startswith(_OF_ONE_REPLICA):
                 raise HTTPException(501, f"{path} is about one replica, and there may be several: see docs/ray.md")
+            if path.startswith(_KEPT) and not self._keeps:
+                raise HTTPException(501, f"{path} needs data_dir, in which replicas keep things: see docs/ray.md")
             async with self._call(scope, receive) as call:
                 if path not in OF_ALL_REPLICAS:
                     async with aclosing(self._parts(call)) as parts:
@@ -84,38 +94,52 @@ class Gateway:
     async def _call(self, scope: Scope, receive: Receive) -> AsyncIterator[Call]:
         """The call; its body keeps its place until the block ends, for another replica may need it."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
-            yield make_call(scope, scope["headers"], b"")
+            yield make_call(scope, scope["headers"], b"", seeds=False)
             return
-        async with self._bodies.read(Request(scope, receive)) as body:
+        async with self._bodies.read(Request(scope, receive), json=scope["path"] != FILES) as body:
             whole = b"".join(body.pieces)
             body.pieces.clear()
-            yield make_call(scope, scope["headers"], whole)
+            yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)
 
     async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:
         """The head of an answer and its body. A call whose replica ends is sent to another one, unless the client has
         some of an answer that cannot be continued."""
         stream = ResumableStream() if call.resumable else None
+        kept, asked = KeptStream(call), call
         head: Head | None = None
-        for attempt in range(1, ATTEMPTS + 1):
-            answers = self._replica.answer.remote(call)
+        attempt = waits = 0
+        while True:
+            answers = self._replica.answer.remote(asked)
+            attempt += 1
             try:
                 async for part in answers:
                     if not isinstance(part, Head):
-                        if part := part if stream is None else stream.next(part):
+                        if part := kept.note(part) if stream is None else stream.next(part):
                             yield part
                     elif head is None:
+                        kept.begins(part)
                         yield (head := part)
                     elif not part.is_stream:
-                        raise EngineError("the replica ended, and another one refused to go on with its stream")
-                return
+                        if part.named(b"retry-after") is None or waits == _WAITS:
+                            raise EngineError("the replica ended, and another one refused to go on with its stream")
+                        break
+                else:
+                    return
+                waits += 1
+                attempt -= 1
+                await asyncio.sleep(1)
             except LOST as error:
                 log.warning("%s %s: its replica was lost: %s", call.method, call.path, str(error).partition("\n")[0])
                 if stream is not None and stream.ended:
                     return
-                if attempt == ATTEMPTS or (head is not None and (stream is None or not head.is_stream)):
+                if attempt == ATTEMPTS:
                     raise
-                if head is not None and stream is not None:
+                if head is not None and stream is not None and head.is_stream:
                     stream.restart()
+                elif head is not None and (rest := kept.call) is not None:
+                    asked = rest
+                elif head is not None:
+                    raise
             finally:
                 answers.cancel()
 

@@ -9,9 +9,11 @@ from typing import cast
 
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Scope
 
 from deploy.ray.call import Call, Head
+from deploy.ray.journal import journal_link
 from quire.engine.errors import EngineError
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.hosting import running_app
@@ -26,17 +28,21 @@ _UNREAD = 64
 class Replica:
     """Serve makes one in each of its actors: ready when the model is loaded, ended when its last answer has ended."""
 
-    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]
-        """Raises what the engine's start raises."""
+    async def __init__(self, config: ServerConfig, journal: DeploymentHandle | None) -> None:  # type: ignore[misc]
+        """`journal`: of the deployment that has data_dir. Raises what the engine's start raises, and JournalLink."""
         logs.set_up(config)
         if config.threads is None:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
             config = config.model_copy(update={"threads": cores * config.ranks})
+        self._running, link = AsyncExitStack(), None
+        if journal is not None and config.data_dir is not None:
+            link = journal_link(journal)
+            self._running.push_async_callback(link.close)
+            await link.begin(config.data_dir)
         client = processes(config)
         client.link.launch()
         self._client = client
-        self._running = AsyncExitStack()
-        self._app = await self._running.enter_async_context(running_app(config, client))
+        self._app = await self._running.enter_async_context(running_app(config, client, link))
         runtime: Runtime = self._app.state.server.models.loaded[0]
         runtime.workers.start()  # so that the first large request does not wait for it
 

@@ -1,4 +1,5 @@
-"""Continues a stream of OpenAI's chunks that a replica's end cut off, from another replica's answer to the same call.
+"""Continues a stream that a replica's end cut off, from another replica's answer: to a call for what follows in it,
+where a journal has it (KeptStream), or else to the same call, where it is one of OpenAI's chunks (ResumableStream).
 
 The same seed gives the same tokens, so the other replica's text begins with what the client has. How the text is cut
 into events depends on when it was computed, so texts are compared, not events.
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.ray.call import Call, Head, continued
 from quire.engine.errors import EngineError
 from quire.server.encoding import DATA, DONE, END, encode_json
 
@@ -23,6 +25,33 @@ _MISSING = object()
 
 Path = tuple[str | int, ...]
 """Keys from an event's top to a field; of a list in _INDEXED the item's index."""
+
+
+class KeptStream:
+    """How far a client is in a stream whose events have ids."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._id: bytes | None = None
+        self._last: bytes | None = None
+        """The id of the last event."""
+
+    @property
+    def call(self) -> Call | None:
+        """For what the client does not have; None where nobody can go on with it."""
+        return None if self._id is None else continued(self._call, self._id, self._last)
+
+    def begins(self, head: Head) -> None:
+        self._id = head.named(b"x-stream-id") if head.is_stream else None
+
+    def note(self, events: bytes) -> bytes:
+        """These events, which are whole, and which the client gets."""
+        if self._id is not None:
+            begin = b"\nid: %b:" % self._id
+            _, found, rest = (b"\n" + events).rpartition(begin)
+            if found:
+                self._last = b"%b:%b" % (self._id, rest.partition(b"\n")[0])
+        return events
 
 
 class ResumableStream:

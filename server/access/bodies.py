@@ -78,9 +78,10 @@ class Bodies:
         return self._budget.held
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[Body]:
+    async def read(self, request: Request, *, json: bool = True) -> AsyncIterator[Body]:
         """The body, whole; its part of the budget is held until the block ends. One that is in the scope is not read
-        once more, and gives back its part of the budget that it is in.
+        once more, and gives back its part of the budget that it is in. `json`: False for one that is passed on, of any
+        type.
 
         Raises HTTPException for one that is too large or comes too slowly, Overloaded where there was no room,
         InvalidRequest for another type than JSON, ClientDisconnect.
@@ -93,7 +94,8 @@ class Bodies:
                 given.release()
             return
         headers = Headers(scope=request.scope)
-        _check_type(headers.get("content-type"))
+        if json:
+            _check_type(headers.get("content-type"))
         body = Body(tenant_of(request.scope).name)
         body.release = partial(self._release, body)
         self._under_way.add(body)

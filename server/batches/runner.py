@@ -79,7 +79,9 @@ class BatchRunner:
         self.results = {"completed": 0, "failed": 0}
         """Lines that got their result in this process."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._leads = self._closing = False
+        self.leads = False
+        """Whether this process answers all batches."""
+        self._closing = False
 
     @property
     def num_open(self) -> int:
@@ -88,8 +90,8 @@ class BatchRunner:
     async def look(self) -> None:
         """Begin to answer the batches that have not ended; from the first call on, this process answers all of them.
         End those that other processes were asked to cancel."""
-        if not self._leads:
-            self._leads = True
+        if not self.leads:
+            self.leads = True
             self._keep(asyncio.create_task(self._sweep()))
         for owner, batch in await asyncio.to_thread(self.batches.open):
             if (left := self._left.get(batch.id)) is None:
@@ -114,7 +116,7 @@ class BatchRunner:
         """Raises RateLimited where the owner has many already."""
         if not await asyncio.to_thread(self.batches.add, owner, batch, MAX_OPEN):
             raise RateLimited(f"{MAX_OPEN} batches have not ended yet. Please try again later", headers={})
-        if self._leads:
+        if self.leads:
             self._begin(owner, batch)
 
     async def cancel(self, owner: str, id: str) -> Batch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import socket
+import sqlite3
 import sys
 
 import msgspec
 import uvloop
 import zmq
 
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub_link import HubLink
@@ -52,8 +53,8 @@ def main() -> int:
         with bind(setup) as listener:
             link = HubLink(config, setup.hub, setup.identity)
             return uvloop.run(ApiService(config, link, listener, setup.started).run())
-    except QuireError as error:
-        tell(setup, error)
+    except (QuireError, sqlite3.OperationalError) as error:
+        tell(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))
         return 1
 
 

@@ -164,9 +164,9 @@ class ApiProcesses:
             process = self._processes[number] = self._spawn(identity)
             code = await self._watched(process, channel)
             await asyncio.sleep(_LAST_WORDS_SECONDS)
-            aborted = hub.remove(identity.encode())
-            if self._data is not None:
+            if self._data is not None:  # first: who waits for its answer then finds all that it had
                 await asyncio.to_thread(self._data.processes.gone, identity)
+            aborted = hub.remove(identity.encode())
             if self._signals or not self._client.alive:
                 return code
             failures = 0 if isinstance(channel.started, Serving) else failures + 1

@@ -34,6 +34,7 @@ from quire.server.app import create_app
 from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
 from quire.server.connection import Bounds, Connection
+from quire.server.peers import Link
 from quire.server.runtime import Models, Runtime
 from quire.server.served_model import ModelSource
 
@@ -141,15 +142,15 @@ def _lacks_key(certfile: Path) -> bool:
 
 
 @asynccontextmanager
-async def running_app(config: ServerConfig, client: EngineClient) -> AsyncIterator[FastAPI]:
-    """The app, with the engine of a launched client ready; both end with the block.
+async def running_app(config: ServerConfig, client: EngineClient, link: Link | None = None) -> AsyncIterator[FastAPI]:
+    """The app, with the engine of a launched client ready; both end with the block. `link`: see create_app.
 
     The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
     raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
-        app = create_app(client, *await asyncio.to_thread(read_files, config))
+        app = create_app(client, *await asyncio.to_thread(read_files, config), link)
         async with app.router.lifespan_context(app):
             yield app
     finally:

@@ -29,7 +29,7 @@ from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owne
 from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, keep_alive
+from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, busy, keep_alive
 
 Started = TypeVar("Started", Generation, Vectors)
 QUICK_NUMBERS = 2**14
@@ -66,6 +66,8 @@ async def reply(
         async with closing_on_disconnect(request.receive, close):
             answers = await _folded(request, spec, generation, count)
         if not generation.complete:
+            if KEY in request.headers and not await request.is_disconnected():
+                raise busy()  # which took it over
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         best = generation.best(answers)
         writer.weights_version = generation.weights_version

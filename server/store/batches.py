@@ -135,12 +135,19 @@ class Batches:
             return _counted(connection, batch)
 
     def end(self, owner: str, ended: Batch, files: Sequence[StoredFile]) -> None:
-        """Put a batch that has ended, and make its files known."""
+        """Put a batch that has ended, and make its files known; not a second time, where two processes end it."""
+        already = False
+
+        def change(now: Batch) -> Batch:
+            nonlocal already
+            already = now.status in ENDED
+            return now if already else ended
 
         def add(connection: sqlite3.Connection) -> None:
-            self._files.insert(connection, owner, files)
+            if not already:
+                self._files.insert(connection, owner, files)
 
-        self._change(owner, ended.id, lambda _: ended, add, self._files.sizes)
+        self._change(owner, ended.id, change, add, self._files.sizes)
 
     def find(self, owner: str, id: str) -> Batch | None:
         with self._database.reading() as connection:

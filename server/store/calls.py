@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -90,7 +90,8 @@ class Calls:
     When they take more than `max_bytes` together, those of the owner with most bytes are forgotten that end first.
     Which process answers a call is known as long as this one lives."""
 
-    def __init__(self, database: Database, max_bytes: int) -> None:
+    def __init__(self, database: Database, max_bytes: int, living: Container[str] = ()) -> None:
+        """`living`: processes that go on, whose tails are theirs."""
         self._database = database
         self._max_bytes = max_bytes
         with database.reading() as connection:
@@ -101,7 +102,8 @@ class Calls:
         self._claims: dict[tuple[str, str], _Claim] = {}
         self._claiming = threading.Lock()
         for path in database.folder.glob(f"{PREFIX}*"):  # of a server that was killed
-            self._take_up("", path)
+            if path.name.removeprefix(PREFIX) not in living:
+                self._take_up("", path)
 
     @property
     def size(self) -> int:
@@ -151,6 +153,11 @@ class Calls:
             for each in known:
                 if each.answered:
                     self.release(each.owner, each.id, process)
+
+    def hold(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
+        """A process answers these already, but for those that another one does."""
+        for each in calls:
+            self._held.setdefault(each, process)
 
     def holder(self, owner: str, id: str) -> str | None:
         """The process that answers a call; None: none does."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from quire.engine.errors import ConfigError
 from quire.server.store.batches import Batches
@@ -26,6 +29,14 @@ class Look:
     """Bytes of what is kept, by its kind."""
     counts: Mapping[str, int]
     """What all have counted, those that have ended too."""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What a process says of itself that shares the data, where the one that had them has been replaced."""
+
+    calls: Sequence[tuple[str, str]] = ()
+    """Owners and ids of those that it answers."""
+    leads: bool = False
 
 
 OPEN = "open"
@@ -57,6 +68,12 @@ class Processes:
         sizes = {"responses": self._store.size, "files": self._files.size, "journal": self._calls.size}
         return Look(leads, sizes, summed)
 
+    def join(self, process: str, standing: Standing) -> None:
+        """One that had another process's data before."""
+        self._calls.hold(process, standing.calls)
+        with self._mutex:
+            self._there = {process: None, **self._there} if standing.leads else {**self._there, process: None}
+
     def gone(self, process: str) -> None:
         """A process has ended."""
         self._calls.gone(process)
@@ -81,14 +98,18 @@ class Data:
     close: Callable[[], None]
 
 
-def open_data(folder: Path, max_bytes: int) -> Data:
-    """`max_bytes`: of what the Responses API keeps, and as much again of files and of calls. Raises ConfigError."""
+def open_data(folder: Path, max_bytes: int, living: Container[str] = ()) -> Data:
+    """`max_bytes`: of what the Responses API keeps, and as much again of files and of calls. `living`: processes that
+    share it already, because the one that had it has been replaced. Raises ConfigError."""
     database = Database(folder)
     try:
         files = Files(database, max_bytes)
+        store, calls = Store(database, max_bytes), Calls(database, max_bytes, living)
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
-    store, calls = Store(database, max_bytes), Calls(database, max_bytes)
+    except sqlite3.DatabaseError as error:  # a part of it is damaged
+        database.close()
+        raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
     together = Processes(store, files, calls)
     return Data(store, files, files.contents, Batches(database, files), calls, together, database.close)

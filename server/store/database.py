@@ -37,6 +37,7 @@ class Database:
             self._held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            self._file = _file(folder / FILE)
             self._connection = sqlite3.connect(
                 folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None
             )
@@ -61,6 +62,8 @@ class Database:
         """One transaction, of which nothing is left where the block raises, or where it cannot be committed. `sizes`:
         what the block counts of it."""
         with self._mutex:
+            if _file(self.folder / FILE) != self._file:  # SQLite would go on with what nobody finds any more
+                raise sqlite3.OperationalError(f"{self.folder / FILE} was removed or replaced; start again")
             before = None if sizes is None else sizes.copy()
             self._connection.execute("begin immediate")
             try:
@@ -92,3 +95,12 @@ def page_of(
         query, given = f"{query} and (created, id) {sign} (?, ?)", [*given, *place]
     rows = database.execute(f"{query} order by created {order}, id {order} limit ?", (*given, limit + 1)).fetchall()
     return rows[:limit], len(rows) > limit
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file is there; None: none is."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 STREAMS = 100
 PATIENCE = 200.0
 """Seconds in which Ray starts, a stream ends or replicas come and go, on a busy machine."""
+WORKED_ON = ("queued", "in_progress", "validating", "finalizing")
 PORTS = (
     *("--port", "--node-manager-port", "--object-manager-port", "--ray-client-server-port"),
     *("--metrics-export-port", "--dashboard-agent-listen-port", "--runtime-env-agent-port"),
@@ -81,11 +83,12 @@ def wait_for(condition: Any, running: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def serving(cluster: str, folder: Path, **replica: Any) -> Iterator[str]:
-    """The URL of what `serve run` makes of deploy/ray/serve.yaml, with other settings of the replicas."""
+def serving(cluster: str, folder: Path, args: Mapping[str, Any] | None = None, **replica: Any) -> Iterator[str]:
+    """The URL of what `serve run` makes of deploy/ray/serve.yaml, with other `args`, and other settings of the
+    replicas."""
     config = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text(encoding="utf-8"))
     config["http_options"]["port"] = port = free_port()
-    config["applications"][0]["args"] = {"threads": 1}
+    config["applications"][0]["args"] = {"threads": 1, **(args or {})}
     for deployment in config["applications"][0]["deployments"]:
         if deployment["name"] == "Replica":
             if "num_replicas" in replica:
@@ -126,12 +129,12 @@ def replicas() -> dict[str, int]:
     }
 
 
-def pids() -> dict[str, int]:
-    """By name: the processes of the replicas."""
+def pids(deployment: str = "Replica") -> dict[str, int]:
+    """By name: the processes of the deployment's replicas."""
     from ray._private import state  # what is public needs the dashboard
 
     named = {each["Name"]: each["Pid"] for each in state.actors().values() if each["State"] == "ALIVE"}
-    return {name.rpartition("#")[2]: pid for name, pid in named.items() if "#Replica#" in name}
+    return {name.rpartition("#")[2]: pid for name, pid in named.items() if f"#{deployment}#" in name}
 
 
 def metric(text: str, name: str) -> dict[str, float]:
@@ -216,3 +219,117 @@ async def test_replicas_follow_the_queue_and_drain(cluster: str, tmp_path: Path)
             assert replicas() == {"RUNNING": 1}
             assert set(ended) == {"[length]"}
     assert "its replica was lost" not in (tmp_path / "log").read_text()
+
+
+def bodies(number: int) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a stream, of any API, two choices, or a tool call."""
+    said = {"messages": [{"role": "user", "content": f"Tell me of {number}"}], "temperature": 1.0, "seed": number}
+    said |= {"model": "quire-demo", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    match number % 5:
+        case 0:
+            return "/v1/chat/completions", said | {"n": 2}
+        case 1:
+            return "/v1/chat/completions", said | {"tools": [tool], "tool_choice": "required"}
+        case 2:
+            return "/v1/messages", {name: said[name] for name in ("messages", "model", "stream", "max_tokens")}
+        case 3:
+            return "/v1/chat/completions", said | {"logprobs": True, "top_logprobs": 2}
+    asked = {"input": f"Tell me of {number}", "max_output_tokens": 300, "temperature": 1.0}
+    return "/v1/responses", asked | {"model": "quire-demo", "stream": True}
+
+
+def ids(events: bytes) -> list[str]:
+    return re.findall(r"^id: (.*)$", events.decode(), re.M)
+
+
+def of_events(events: bytes) -> dict[str, bytes]:
+    """By id; without the moment of an answer's end."""
+    found = {ids(each)[0]: re.sub(rb'"completed_at":\d+', b"", each) for each in events.split(b"\n\n") if ids(each)}
+    assert len(found) == len(ids(events)), "an event came twice"
+    return found
+
+
+def texts(events: bytes) -> dict[int, str]:
+    """Of each choice of a chat."""
+    found: dict[int, str] = {}
+    for each in re.findall(rb"^data: ({.*)$", events, re.M):
+        for choice in json.loads(each)["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return found
+
+
+async def test_what_is_accepted_outlives_replicas_and_the_journal(cluster: str, tmp_path: Path) -> None:
+    """Streams, a batch and answers in the background, while replicas and the actor that has data_dir are killed."""
+    with serving(cluster, tmp_path, {"data_dir": str(tmp_path / "da ta")}, num_replicas=2) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+            while replicas().get("RUNNING") != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+            async def until_answered(method: str, path: str, **body: Any) -> httpx.Response:
+                while (answer := await http.request(method, path, **body)).status_code in (409, 503):  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+                return answer
+
+            async def stream(number: int) -> tuple[str, bytes]:
+                path, body = bodies(number)
+                async with http.stream("POST", path, json=body) as answer:
+                    assert answer.status_code == 200, await answer.aread()
+                    return answer.headers["x-stream-id"], b"".join([each async for each in answer.aiter_raw()])
+
+            async def ended(path: str) -> dict[str, Any]:
+                while (told := (await until_answered("GET", path)).json())["status"] in WORKED_ON:  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+                return dict(told)
+
+            line = {"method": "POST", "url": "/v1/completions"}
+            asked = {"model": "quire-demo", "prompt": "Once", "max_tokens": 40, "temperature": 1.0}
+            lines = [line | {"custom_id": f"r{n}", "body": asked | {"seed": n}} for n in range(120)]
+            content = "\n".join(map(json.dumps, lines)).encode()
+            uploaded = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+            assert uploaded.status_code == 200, uploaded.text
+            batch = (
+                await http.post(
+                    "/v1/batches",
+                    json={
+                        "input_file_id": uploaded.json()["id"],
+                        "endpoint": "/v1/completions",
+                        "completion_window": "24h",
+                    },
+                )
+            ).json()
+            answer = {"model": "quire-demo", "input": "Once", "max_output_tokens": 400, "background": True}
+            background = [(await http.post("/v1/responses", json=answer)).json()["id"] for _ in range(3)]
+            reading = [asyncio.create_task(stream(number)) for number in range(20)]
+            await asyncio.sleep(3)
+            os.kill(next(iter(pids().values())), signal.SIGKILL)
+            await asyncio.sleep(2)
+            os.kill(next(iter(pids("Journal").values())), signal.SIGKILL)
+            streams = await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
+            while replicas().get("RUNNING") != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+            reading = [asyncio.create_task(stream(number)) for number in range(20, 30)]
+            await asyncio.sleep(1)
+            os.kill(next(iter(pids().values())), signal.SIGKILL)
+            streams += await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
+            for number, (id, events) in enumerate(streams):
+                again = await until_answered("GET", f"/v1/streams/{id}")  # of any replica: all of it, to the byte
+                if number % 5:
+                    assert of_events(again.content) == of_events(events)
+                else:  # whose choices come in any order
+                    assert texts(again.content) == texts(events)
+                half = ids(events)[len(ids(events)) // 2]
+                rest = await until_answered("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": half})
+                joined = of_events(events[: events.index(f"id: {half}\n".encode())])
+                assert len(joined) + 1 + len(of_events(rest.content)) == len(of_events(events))
+            for id in background:
+                assert (await ended(f"/v1/responses/{id}"))["status"] in ("completed", "incomplete")
+            done = await ended(f"/v1/batches/{batch['id']}")
+            assert done["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
+            output = (await until_answered("GET", f"/v1/files/{done['output_file_id']}/content")).text.splitlines()
+            told = {each["custom_id"]: each["response"]["body"] for each in map(json.loads, output)}
+            assert len(told) == len(output) == 120
+            for each in lines[::30]:
+                whole = (await until_answered("POST", "/v1/completions", json=each["body"])).json()
+                assert told[each["custom_id"]]["choices"] == whole["choices"]
+    assert "its replica was lost" in (tmp_path / "log").read_text()

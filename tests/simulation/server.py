@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -26,7 +26,11 @@ from tests.server.api import NAME, VOCAB_SIZE
 from tests.simulation.clock import PROCESS, Owned
 from tests.simulation.disk import Disk, WithDisk
 from tests.simulation.engine import Alive
+from tests.simulation.wire import Network
 from tests.texts import CHATML, byte_level_tokenizer
+
+FAULTS = ("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade")
+"""What befalls a server."""
 
 
 class Program:
@@ -110,10 +114,15 @@ class AppProcess(Owned):
 class ServerProcess(AppProcess, WithDisk):
     """It lives from `start` to `kill` or `stop`."""
 
-    def __init__(self, program: Program, folder: Path, rng: random.Random, engines: Alive) -> None:
+    FAULTS: ClassVar = FAULTS
+
+    def __init__(
+        self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
+    ) -> None:
+        """Of one program. `engines`: where its own are."""
+        (program,) = programs
         self.disk = Disk(folder, rng)
         self.engines = engines
-        """Its own."""
         program.begin(folder, EngineClient(ProcessLink(EngineConfig())))
         super().__init__(program.app)
 

@@ -6,18 +6,21 @@ import asyncio
 import os
 import random
 import signal
+import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 from fastapi import FastAPI
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.supervisor import ProcessLink
@@ -26,10 +29,10 @@ from quire.server.cli.api_processes import ApiProcesses, Setup
 from quire.server.config import ServerConfig
 from quire.server.store.tail import PREFIX
 from tests.server.api import NAME
-from tests.simulation.clock import PROCESS
+from tests.simulation.clock import PROCESS, Gone
 from tests.simulation.disk import Disk, WithDisk
 from tests.simulation.engine import Alive
-from tests.simulation.server import AppProcess, Program, end_tasks
+from tests.simulation.server import FAULTS, AppProcess, Program, end_tasks
 from tests.simulation.wire import Network, SimulatedWire
 
 KILLED = -signal.SIGKILL
@@ -69,10 +72,10 @@ class ApiProcess(AppProcess):
         self._link.launch()
         try:
             await super()._live(app)
-        except Exception:  # as one that cannot start
-            if not self.dead:
-                self.die(1)
+        except (QuireError, sqlite3.OperationalError):  # it cannot start
+            if self.dead:
                 raise
+            self.die(1)
 
     def _serves(self) -> None:
         self._link.tell_serving("serving")
@@ -100,6 +103,8 @@ class _Child:
     def __init__(self, arguments: Sequence[str], configuration: bytes) -> None:
         server = PROCESS.get()
         assert isinstance(server, SharedServer)
+        if server.dead:
+            raise Gone
         self._api = server.begin(msgspec.json.decode(configuration, type=Setup))
         self.process = self
         self.pid = os.getpid()
@@ -135,11 +140,43 @@ class _Sockets:
         pass
 
 
-class SharedServer(WithDisk):
+class OfSeveral(WithDisk, ABC):
+    """A server whose clients are answered by several processes."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    @property
+    @abstractmethod
+    def several(self) -> Sequence[Any]:
+        """These processes; those too that have ended, until others took their places."""
+
+    @property
+    def answers(self) -> bool:
+        return bool(self.answering)
+
+    @property
+    def answering(self) -> list[AppProcess]:
+        return [] if self.dead else [each for each in self.several if each.answers]
+
+    def end_one(self) -> None:
+        self.network.rng.choice(self.several).die()
+
+    def delay_one(self) -> None:
+        until = asyncio.get_running_loop().time() + self.network.rng.choice((1.0, 5.0, 15.0))
+        self.network.late_until[self.network.rng.choice(self.several).identity.encode()] = until
+
+
+class SharedServer(OfSeveral):
     """The process that has engine and data, with its API processes, which end with it."""
 
-    def __init__(self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive) -> None:
-        super().__init__()
+    FAULTS: ClassVar = ("api", "api", "api", "late", *FAULTS)
+
+    def __init__(
+        self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
+    ) -> None:
+        super().__init__(network)
         self.disk = Disk(folder, rng)
         self.engines = engines
         self.apis: dict[int, ApiProcess] = {}
@@ -164,12 +201,8 @@ class SharedServer(WithDisk):
         return api
 
     @property
-    def answers(self) -> bool:
-        return bool(self.answering)
-
-    @property
-    def answering(self) -> list[AppProcess]:
-        return [] if self.dead else [each for each in self.apis.values() if each.answers]
+    def several(self) -> list[ApiProcess]:
+        return list(self.apis.values())
 
     @property
     def clients(self) -> list[EngineClient]:

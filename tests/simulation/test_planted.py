@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,16 +14,22 @@ import msgspec
 import pytest
 
 from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_messages import HUB
 from quire.engine.types import Request
 from quire.server import again
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
+from quire.server.peers import Peers
 from quire.server.store.calls import Calls
+from quire.server.store.data import Processes
 from quire.server.store.database import Database
 from quire.server.store.progress import Progress
+from quire.server.store.shared import TOPIC
 from quire.server.store.store import Store
-from tests.simulation.server import Program
+from tests.simulation.replicas import Replicas
+from tests.simulation.server import Program, ServerProcess
+from tests.simulation.several import SharedServer
 from tests.simulation.test_simulation import simulate
 
 SEEDS = 150
@@ -109,6 +116,73 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Database, "writing", lambda self, sizes=None: writing(self))
 
 
+def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
+    """A hub that was silent ended each process's notes for good."""
+
+    def asking(link: Any) -> Callable[[bytes], bytes]:
+        loop = asyncio.get_running_loop()
+
+        async def ask(body: bytes) -> bytes:
+            (said,) = await link.ask(TOPIC, body, to=HUB)
+            return bytes(said)
+
+        return lambda body: asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+
+    patch.setattr("quire.server.app.asking", asking)
+
+
+# Of several API processes:
+
+
+def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Processes, "gone", lambda self, process: None)
+
+
+def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
+    async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
+        return None
+
+    patch.setattr(Peers, "ask", ask)
+
+
+def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """As of those who are gone."""
+
+    async def left(self: Any) -> bool:
+        return True
+
+    patch.setattr("starlette.requests.Request.is_disconnected", left)
+
+
+def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("quire.server.streams._PUT_TRIES", 0)
+
+
+def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Calls, "hold", lambda self, process, calls: None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (asks_that_end_what_asks, SharedServer),
+        (ends_not_taken_up, SharedServer),
+        (nobody_takes_over, SharedServer),
+        (asks_that_end_what_asks, Replicas),
+        (ends_not_taken_up, Replicas),
+        (nobody_joins_with_what_it_has, Replicas),
+        (empty_answers_of_whom_is_taken_over, Replicas),
+        (streams_that_begin_without_the_journal, Replicas),
+    ],
+)
+def test_a_planted_fault_of_several_is_found(
+    plant: Plant, kind: type[Any], tmp_path: Path, api_programs: Sequence[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _found(plant, tmp_path, api_programs, monkeypatch, kind)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -129,11 +203,21 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_found(
     plant: Plant, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _found(plant, tmp_path, [program], monkeypatch)
+
+
+def _found(
+    plant: Plant,
+    tmp_path: Path,
+    programs: Sequence[Program],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Any] = ServerProcess,
+) -> None:
     plant(monkeypatch)
     for seed in range(SEEDS):
         (folder := tmp_path / str(seed)).mkdir()
         try:
-            simulate(seed, folder, [program])
+            simulate(seed, folder, programs, kind)
         except (Exception, BaseExceptionGroup) as error:
             print(f"seed {seed}: {error!r}")
             return

@@ -18,26 +18,26 @@ import pytest
 
 from quire.server.store.data import open_data
 from tests.simulation import clients, disk
-from tests.simulation.clock import virtual_time
+from tests.simulation.clock import PROCESS, virtual_time
 from tests.simulation.engine import Alive, SimulatedProcess
+from tests.simulation.replicas import Replicas
 from tests.simulation.server import Connection, Program, ServerProcess
-from tests.simulation.several import ApiProcess, SharedServer, in_place
+from tests.simulation.several import OfSeveral, SharedServer, in_place
 from tests.simulation.wire import Network
 
 LONGEST = 600.0
 """Seconds, of the simulation's, in which everything has ended."""
 KINDS = (clients.Streaming, clients.Streaming, clients.Streaming, clients.Whole, clients.InBackground, clients.Batching)
 GIGABYTE = 1 << 30
-FAULTS = ("kill", "kill", "power", "stop", "engine", "crash", "full", "statement", "upgrade")
-OF_SEVERAL = ("api", "api", "api", "late", *FAULTS)
+Server = ServerProcess | SharedServer | Replicas
 
 
 class World:
     """Servers one after another in the same folder, their clients, and what befalls them."""
 
-    def __init__(self, seed: int, folder: Path, programs: Sequence[Program]) -> None:
-        """`programs`: of the API processes; one alone is the server itself."""
-        self._programs = programs
+    def __init__(self, seed: int, folder: Path, programs: Sequence[Program], kind: type[Server]) -> None:
+        """`programs`: of the processes that clients ask."""
+        self._programs, self._kind = programs, kind
         self.rng = random.Random(seed)
         self.network = Network(self.rng)
         self._excused = self.upgraded = -1.0
@@ -46,7 +46,7 @@ class World:
         self._number = 0
         self._engines: Alive = {}
         self.seeds: dict[str, int] = {}
-        self._server: ServerProcess | SharedServer | None = None
+        self._server: Server | None = None
         self._up = asyncio.Event()
         self.told: list[str] = []
         self._crashes = 0
@@ -90,10 +90,7 @@ class World:
         self._check_kept()
 
     async def _start(self) -> None:
-        if len(self._programs) == 1:
-            self._server = ServerProcess(self._programs[0], self._path, self.rng, self._engines)
-        else:
-            self._server = SharedServer(self._programs, self._path, self.rng, self._engines)
+        self._server = self._kind(self._programs, self._path, self.rng, self._engines, self.network)
         while not self._server.answers:
             assert self._server.failure is None, self._server.failure
             await asyncio.sleep(0.05)
@@ -103,13 +100,14 @@ class World:
         return self._folder / str(self._number)
 
     def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
-        return SimulatedProcess(on_begun, self.rng, self._engines, self.seeds, self.version)
+        engines = getattr(PROCESS.get(), "engines", self._engines)
+        return SimulatedProcess(on_begun, self.rng, engines, self.seeds, self.version)
 
     async def _befall(self) -> None:
         """All that goes wrong."""
         for _ in range(self._faults):
             await self._some_time()
-            what = self.rng.choice(FAULTS if len(self._programs) == 1 else OF_SEVERAL)
+            what = self.rng.choice(self._kind.FAULTS)
             if what == "crash" and self._crashes:  # a request that is there each time is given up
                 what = "engine"
             self._crashes += what == "crash"
@@ -134,16 +132,18 @@ class World:
                     await self._fill()
                 case "statement":
                     await self._end_in_statement()
-                case "api":
-                    self._one_of_several().die()
-                case "late":
-                    seconds = self.rng.choice((1.0, 5.0, 15.0))
-                    until = asyncio.get_running_loop().time() + seconds
-                    self.network.late_until[self._one_of_several().identity.encode()] = until
+                case _:
+                    await self._befall_several(what)
 
-    def _one_of_several(self) -> ApiProcess:
-        assert isinstance(self._server, SharedServer)
-        return self.rng.choice(list(self._server.apis.values()))
+    async def _befall_several(self, what: str) -> None:
+        assert isinstance(self._server, OfSeveral)
+        if what == "api":
+            self._server.end_one()
+        elif what == "late":
+            self._server.delay_one()
+        else:
+            assert isinstance(self._server, Replicas)
+            await self._server.end_owner()
 
     async def _some_time(self) -> None:
         """A moment by the clock, or some turns of the loop from now."""
@@ -168,7 +168,8 @@ class World:
         await self._start()
 
     def _end_engine(self, *, crash: bool) -> None:
-        for engine in list(self._engines):
+        assert self._server is not None
+        for engine in list(self._server.engines):
             engine.crash() if crash else engine.exit()
 
     async def _fill(self) -> None:
@@ -182,7 +183,7 @@ class World:
     async def _end_in_statement(self) -> None:
         """Just before a statement that the database is about to do."""
         server, reached = self._server, asyncio.Event()
-        assert server is not None
+        assert isinstance(server, ServerProcess | SharedServer)
         last = server.disk.statements + self.rng.randrange(1, 60)
 
         def end(statement: int) -> None:
@@ -212,7 +213,7 @@ class World:
             assert not client.num_open, "a request goes on for nobody"
             assert not client.queued_tokens
             assert not client.open_by_tenant
-        assert not any(engine.running for engine in self._engines)
+        assert not any(engine.running for engine in self._server.engines)
         for process in self._server.answering:
             assert process.server.batches is not None
             assert not process.server.batches.num_open
@@ -231,9 +232,9 @@ class World:
             kept.close()
 
 
-def simulate(seed: int, folder: Path, programs: Sequence[Program]) -> list[str]:
+def simulate(seed: int, folder: Path, programs: Sequence[Program], kind: type[Server] = ServerProcess) -> list[str]:
     """Returns what happened."""
-    world = World(seed, folder, programs)
+    world = World(seed, folder, programs, kind)
     with virtual_time(random.Random(-seed)) as loop, pytest.MonkeyPatch.context() as patch:
         patch.setattr("sqlite3.connect", disk.connect)
         in_place(patch, world.network)
@@ -255,8 +256,8 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
 
 FOUND = (240, 1022)
 """Seeds above those of every day that found something."""
-FOUND_BY_SEVERAL = ()
-"""The same with several API processes."""
+KINDS_OF_SEVERAL = (SharedServer, Replicas)
+FOUND_BY_SEVERAL = ((SharedServer, 85), (Replicas, 31), (Replicas, 84))
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND])
@@ -264,30 +265,33 @@ def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 
 
-@pytest.mark.parametrize("seed", [*range(20), *FOUND_BY_SEVERAL])
-def test_several(seed: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
-    simulate(seed, tmp_path, api_programs)
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*((kind, seed) for kind in KINDS_OF_SEVERAL for seed in range(4)), *FOUND_BY_SEVERAL]
+)
+def test_several(kind: type[Server], seed: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+    simulate(seed, tmp_path, api_programs, kind)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(2, 100))
 def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
-    _simulate_hundred(hundred, tmp_path, [program])
+    _simulate_hundred(hundred, tmp_path, [program], ServerProcess)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("hundred", range(30))
-def test_hundreds_of_several(hundred: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
-    _simulate_hundred(hundred, tmp_path, api_programs)
+@pytest.mark.parametrize("hundred", range(15))
+@pytest.mark.parametrize("kind", KINDS_OF_SEVERAL)
+def test_hundreds_of_several(kind: type[Server], hundred: int, tmp_path: Path, api_programs: Sequence[Program]) -> None:
+    _simulate_hundred(hundred, tmp_path, api_programs, kind)
 
 
-def _simulate_hundred(hundred: int, tmp_path: Path, programs: Sequence[Program]) -> None:
+def _simulate_hundred(hundred: int, tmp_path: Path, programs: Sequence[Program], kind: type[Server]) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         (folder := tmp_path / str(seed)).mkdir()
         try:
-            simulate(seed, folder, programs)
+            simulate(seed, folder, programs, kind)
         except BaseException:
             print(f"seed {seed}")
             raise

@@ -76,6 +76,8 @@ class NumberedWriter(AnswerWriter):
         return b"".join([self._numbered(1 + delta.index, self._writer.step([delta])) for delta in deltas])
 
     def last(self, usage: Usage) -> bytes:
+        if any(seen > sent for seen, sent in zip(self._seen[:-1], self._sent[:-1], strict=True)):
+            raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
         self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
         return self._numbered(-1, self._writer.last(usage))
 

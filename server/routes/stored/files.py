@@ -106,6 +106,8 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 async def retrieve_content(file_id: str, request: Request) -> Response:
     """The content of a file; only a range of bytes if the header Range names one."""
     file = await _find(request, file_id)
+    if not await asyncio.to_thread(batches_of(request).contents.path(file.id).exists):
+        raise RequestNotFound(f"The content of `{file_id}` is not on the disk any more", param="file_id")
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
     return FileResponse(batches_of(request).contents.path(file.id), media_type=media, filename=file.name)
 

@@ -299,6 +299,10 @@ async def test_files(tmp_path: Path) -> None:
         assert [each.id async for each in await api.openai.files.list(purpose="batch")] == [second.id]
         stored = tmp_path / "files" / first.id
         assert stored.stat().st_mode & 0o077 == 0, "others may not read it"
+        stored.rename(tmp_path / "away")
+        lost = await api.http.get(f"/v1/files/{first.id}/content")
+        assert (lost.status_code, "not on the disk" in lost.text) == (404, True)
+        (tmp_path / "away").rename(stored)
         assert (await api.openai.files.delete(first.id)).deleted
         assert not stored.exists()
         for path in (f"/v1/files/{first.id}", f"/v1/files/{first.id}/content", "/v1/files/..%2flock"):

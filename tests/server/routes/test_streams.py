@@ -172,6 +172,9 @@ async def test_streams_that_cannot_be_resumed(tmp_path: Path) -> None:
             (f"/v1/streams/{stream}", {"Last-Event-ID": last}, 200),
         ):
             assert (await http.get(url, headers=headers)).status_code == status
+        beyond = await http.get(f"/v1/streams/{stream}", headers={"Last-Event-ID": f"{stream}:1.999999999.0"})
+        assert "it has fewer" in beyond.text, "who has what never was is told so"
+        assert "[DONE]" not in beyond.text
         whole = await http.post(path, json={"model": NAME, **body})
         assert "x-stream-id" not in whole.headers
     async with keeping(tmp_path / "short", stream_grace=0) as (port, _), httpx.AsyncClient(base_url=port.url) as http:

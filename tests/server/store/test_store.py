@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.store import store as store_module
+from quire.server.store.data import open_data
 from quire.server.store.database import FILE, ROW, Database
 from quire.server.store.schema import VERSION
 from quire.server.store.store import Bounds, Item, Put, Store, Stored, reading, size_of
@@ -80,6 +81,31 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match="data_dir"):
         opened(tmp_path, BIG)[1]
+
+
+def test_nothing_is_taken_once_the_folder_is_gone(tmp_path: Path) -> None:
+    """SQLite would write on into a file that nobody finds any more."""
+    folder = tmp_path / "da ta ü"
+    database, store = opened(folder, BIG)
+    store.put("a", response("1"))
+    (folder / FILE).rename(tmp_path / "away")
+    with pytest.raises(sqlite3.OperationalError, match="was removed"):
+        store.put("a", response("2"))
+    (tmp_path / "away").rename(folder / FILE)
+    store.put("a", response("2"))
+    database.close()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    data = open_data(tmp_path, BIG)
+    for number in range(100):
+        data.store.put("a", response(str(number), "i" * 100))
+    data.close()
+    content = bytearray((tmp_path / FILE).read_bytes())
+    content[4096:] = b"x" * len(content[4096:])
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(ConfigError, match="data_dir: cannot"):
+        open_data(tmp_path, BIG)
 
 
 def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

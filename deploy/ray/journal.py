@@ -1,0 +1,49 @@
+"""The deployment that has --data-dir: one actor, which Serve replaces when it ends. It is no replica, and computes
+nothing."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.util import list_named_actors
+
+from deploy.ray.link import Call, JournalLink
+from deploy.ray.members import Members
+from quire.engine.errors import Overloaded
+from quire.server.config import ServerConfig
+from quire.server.observe import logs
+
+
+class Journal(Members):
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]
+        """Raises what open_data raises: while the one before it has not ended, too, and then Serve tries again."""
+        logs.set_up(config)
+        assert config.data_dir is not None
+        super().__init__(config.data_dir, int(config.max_stored_size * 2**30), living)
+
+    async def __del__(self) -> None:
+        await self.close()
+
+
+def living() -> set[str]:
+    """The ids of all replicas that have not ended: the last part of their actors' names."""
+    return {str(name).rpartition("#")[2] for name in list_named_actors()}
+
+
+def journal_link(journal: DeploymentHandle) -> JournalLink:
+    """Of the replica whose process this is."""
+    return JournalLink(serve.get_replica_context().replica_id.unique_id, calling(journal))
+
+
+def calling(journal: DeploymentHandle) -> Call:
+    async def call(method: str, *given: object) -> object:
+        try:
+            return cast(object, await getattr(journal, method).remote(*given))
+        except (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError):
+            raise Overloaded("The process that has data_dir ended. Please try again") from None
+
+    return call

@@ -1,0 +1,162 @@
+"""The one process that has --data-dir, and the replicas that share it: what they ask it, and one another through it.
+
+It may be replaced while replicas go on. What it knew of them they tell the next one when they join it; until all have
+that were there, nobody is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from quire.engine.link.hub_messages import HUB
+from quire.server.store.data import Standing, open_data
+from quire.server.store.shared import answer
+from quire.server.store.tail import PREFIX
+
+log = logging.getLogger("quire.server")
+LIFE = "journal-life"
+"""The file in the folder that says which one has it: a replica reads it, to see that its folder is this one."""
+_LOOK_SECONDS = 0.5
+"""Between two looks at which replicas there are."""
+_JOIN_SECONDS = 30.0
+"""So long the others wait for a replica that has not joined this one yet."""
+_POLL_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+"""How long a replica may take to answer another one's question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Of a replica to another one."""
+
+    number: int
+    topic: str
+    body: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A replica that has joined."""
+
+    waiting: list[Question] = field(default_factory=list)
+    """What it is yet to be asked."""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while there is any."""
+    answers: dict[int, asyncio.Future[bytes | None]] = field(default_factory=dict)
+
+
+class Members:
+    """All methods are the event loop's, but for those of `living`."""
+
+    def __init__(self, folder: Path, max_bytes: int, living: Callable[[], Set[str]]) -> None:
+        """`max_bytes`: see open_data, whose errors it raises; `living`: the names of the replicas that have not ended,
+        which takes a while."""
+        self._living = living
+        self._data = open_data(folder, max_bytes, there := living())
+        self.life = secrets.token_hex(8)
+        """Another one's is another."""
+        (folder / LIFE).write_text(self.life)
+        tails = {path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
+        self._awaited = tails & there
+        """Replicas that had another one before this, and have not joined this one yet."""
+        self._members: dict[str, _Member] = {}
+        self._numbers = count()
+        self._all_there = asyncio.Event()
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        self.life = ""
+        for member in self._members.values():
+            member.asked.set()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._data.close)
+
+    async def join(self, process: str, standing: bytes | None) -> str:
+        """A replica is there; from now on it may ask. `standing`: what it says of itself, as msgpack; None: it has
+        not begun. Returns this one's `life`."""
+        if process not in self._members:
+            self._members[process] = _Member()
+            told = Standing() if standing is None else msgspec.msgpack.decode(standing, type=Standing)
+            self._data.processes.join(process, told)
+            self._awaited.discard(process)
+        return self.life
+
+    async def ask(self, life: str, process: str, topic: str, body: bytes, to: str) -> list[bytes] | None:
+        """What HUB, or another replica, says: nothing where that one says nothing, or has ended. None: the one who asks
+        has to join first."""
+        if life != self.life or process not in self._members:
+            return None
+        await self._all_there.wait()
+        if to == HUB:
+            return [await asyncio.to_thread(answer, self._data, body)]
+        said = await self._said(to, topic, body)
+        return [] if said is None else [said]
+
+    async def questions(self, life: str, process: str) -> list[Question] | None:
+        """What others ask a replica; after a while, that nobody does. None: it has to join first."""
+        member = self._members.get(process)
+        if life != self.life or member is None:
+            return None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(member.asked.wait(), _POLL_SECONDS)
+        if life != self.life:
+            return None
+        found, member.waiting = member.waiting, []
+        member.asked.clear()
+        return found
+
+    async def say(self, process: str, number: int, body: bytes | None) -> None:
+        """A replica answers a question."""
+        member = self._members.get(process)
+        if member is not None and (waiting := member.answers.get(number)) is not None and not waiting.done():
+            waiting.set_result(body)
+
+    async def _said(self, to: str, topic: str, body: bytes) -> bytes | None:
+        if (member := self._members.get(to)) is None:
+            return None
+        number = next(self._numbers)
+        said = member.answers[number] = asyncio.get_running_loop().create_future()
+        member.waiting.append(Question(number, topic, body))
+        member.asked.set()
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await said
+        except TimeoutError:
+            return None
+        finally:
+            del member.answers[number]
+
+    async def _watch(self) -> None:
+        """Take up what replicas left that have ended."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + _JOIN_SECONDS
+        while True:
+            try:
+                living = await asyncio.to_thread(self._living)
+            except Exception as error:  # whoever knows does not answer now
+                log.error("which replicas there are is not known now: %s", error)
+            else:
+                for process in (self._members.keys() | self._awaited) - living:
+                    await self._end(process)
+            if not self._awaited or loop.time() > ends:
+                self._all_there.set()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _end(self, process: str) -> None:
+        """First its tail, then the answers that are awaited: who waits for them finds all that it had."""
+        await asyncio.to_thread(self._data.processes.gone, process)
+        self._awaited.discard(process)
+        if (member := self._members.pop(process, None)) is not None:
+            for each in member.answers.values():
+                if not each.done():
+                    each.set_result(None)

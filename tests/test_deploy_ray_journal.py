@@ -1,0 +1,155 @@
+"""deploy/ray's journal, as far as it needs no Ray: who has --data-dir is replaced while replicas go on."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from deploy.ray.call import Call as Sent
+from deploy.ray.call import Head
+from deploy.ray.link import JournalLink
+from deploy.ray.members import Members
+from deploy.ray.resume import KeptStream
+from quire.engine.errors import ConfigError, Overloaded
+from quire.server.durable import STANDING
+from quire.server.peers import Peers, asking
+from quire.server.store.calls import Call, Note, Pins
+from quire.server.store.data import Data, Standing
+from quire.server.store.progress import Progress
+from quire.server.store.shared import shared_data
+from quire.server.store.tail import Tail
+
+A = "a"
+CALL = Call(path="/v1/completions", body=b"{}", pins=Pins("s", "", 1, 7), progress=Progress([[]], [], [None]))
+
+
+class Cluster:
+    """Replicas by their names, and the Members that they call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.living: set[str] = set()
+        self.links: dict[str, JournalLink] = {}
+        self.lost = 0
+        """Answers that are lost from now on."""
+        self.replace()
+
+    def replace(self) -> None:
+        self.members = Members(self.folder, 1 << 20, lambda: self.living)
+
+    async def call(self, method: str, *given: Any) -> Any:
+        said = await getattr(self.members, method)(*given)
+        if self.lost and method == "ask":
+            self.lost -= 1
+            raise Overloaded("it ended")
+        return said
+
+    async def replica(self, name: str, standing: Standing) -> Data:
+        self.living.add(name)
+        link = self.links[name] = JournalLink(name, self.call)
+
+        async def told(_: bytes) -> bytes:
+            return msgspec.msgpack.encode(standing)
+
+        link.answering[STANDING] = told
+        await link.begin(self.folder)
+        return shared_data(self.folder, asking(link))
+
+    async def end(self) -> None:
+        for each in self.links.values():
+            await each.close()
+        await self.members.close()
+
+
+async def do(what: Any, *given: Any, **named: Any) -> Any:
+    return await asyncio.wait_for(asyncio.to_thread(what, *given, **named), 30)
+
+
+async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        one = await cluster.replica("one", Standing([(A, "s")], leads=True))
+        two = await cluster.replica("two", Standing())
+        tail = Tail(tmp_path, "one")
+        assert (await do(one.processes.look, "one", {})).leads
+        assert not (await do(two.processes.look, "two", {})).leads
+        assert await do(one.calls.put, A, CALL, 9e9, "one")
+        tail.add(tail.begin(A, "s"), 0, 0, [1, 2, 3], None)
+        await cluster.members.close()
+        cluster.replace()
+        assert await do(two.calls.holder, A, "s") == "one", "nobody is answered before all have joined"
+        assert not (await do(two.processes.look, "two", {})).leads
+        assert (tmp_path / "tail-one").exists(), "it goes on"
+        await do(one.calls.note, [Note(A, "s", Progress([[1, 2]], [], [None]), 9e9, False)], "one")
+        cluster.living.remove("one")
+        while await do(two.calls.holder, A, "s") is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert (await do(two.calls.find, A, "s")).progress.ids == [[1, 2, 3]]
+        assert (await do(two.processes.look, "two", {})).leads
+    finally:
+        await cluster.end()
+
+
+async def test_replicas_ask_one_another(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        data = await cluster.replica("one", Standing())
+        await cluster.replica("two", Standing())
+        peers = Peers(cluster.links["one"], data.calls)
+
+        async def upper(body: bytes) -> bytes | None:
+            return body.upper() if body else await asyncio.sleep(60)
+
+        cluster.links["two"].answering["topic"] = upper
+        assert await peers.ask("two", "topic", b"said") == b"SAID"
+        assert await peers.ask("two", "another topic", b"said") is None
+        assert await peers.ask("nobody", "topic", b"said") is None
+        waiting = asyncio.create_task(peers.ask("two", "topic", b""))
+        await asyncio.sleep(0.05)
+        cluster.living.remove("two")
+        assert await asyncio.wait_for(waiting, 5) is None, "it ended before it said anything"
+    finally:
+        await cluster.end()
+
+
+async def test_what_may_not_have_been_done_is_said_as_by_a_disk(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        data = await cluster.replica("one", Standing())
+        cluster.lost = 1
+        with pytest.raises(sqlite3.OperationalError, match="ended"):
+            await do(data.calls.claim, A, "s", "one", 1)
+        assert not await do(data.calls.claim, A, "s", "one", 2), "the one before was made"
+    finally:
+        await cluster.end()
+
+
+async def test_a_replica_needs_the_same_folder(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.living.add("one")
+        with pytest.raises(ConfigError, match="is not the folder that the journal has"):
+            await JournalLink("one", cluster.call).begin(tmp_path / "files")
+    finally:
+        await cluster.end()
+
+
+def test_a_kept_stream_goes_on_behind_its_last_event() -> None:
+    sent = Sent("POST", "/v1/messages", b"", [(b"authorization", b"k"), (b"content-length", b"2")], None, b"{}")
+    kept = KeptStream(sent)
+    assert kept.call is None
+    kept.begins(Head(200, [(b"content-type", b"text/event-stream"), (b"x-stream-id", b"msg_1")]))
+    rest = kept.call
+    assert rest is not None
+    assert (rest.method, rest.path, rest.body) == ("GET", "/v1/streams/msg_1", b"")
+    assert rest.headers == [(b"authorization", b"k")]
+    said = b'id: msg_1:1.2.0\ndata: {"text": "id: msg_1:9.9.9"}\n\nid: msg_1:1.3.0\ndata: {}\n\n: ping\n\n'
+    assert kept.note(said) == said
+    rest = kept.call
+    assert rest is not None
+    assert rest.headers[1:] == [(b"last-event-id", b"msg_1:1.3.0")]
