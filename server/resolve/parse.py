@@ -25,6 +25,8 @@ MAX_DETAILS = 10
 """Most complaints that one error lists."""
 _OBJECT = ("dict_type", "model_type", "model_attributes_type")
 """Complaints that pydantic words for Python: of dictionaries, and instances of our classes."""
+_UNREAD = ("audio", "video", "file", "document")
+"""Parts of the names of content that no model is shown here."""
 _QUOTED = re.compile(r"'([^']*)'")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
@@ -82,9 +84,17 @@ def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseMod
     for one in details:
         place = _where(one["loc"])
         if one["type"] == "too_many" or place not in by_place:
-            said = "Input should be an object" if one["type"] in _OBJECT else one["msg"]
-            by_place[place] = said + _meant(one, given, model)
+            by_place[place] = _said(one, given) + _meant(one, given, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
+
+
+def _said(detail: Any, given: dict[str, Any]) -> str:
+    place = detail["loc"]
+    if detail["type"] == "union_tag_invalid" and {"content", "output"} & {*place}:
+        kind = str(_at(given, place).get("type"))
+        if any(each in kind for each in _UNREAD):
+            return f"only text and images are read, got a content part of type {kind[:50]}"
+    return "Input should be an object" if detail["type"] in _OBJECT else str(detail["msg"])
 
 
 def _meant(detail: Any, given: dict[str, Any], model: type[BaseModel]) -> str:

@@ -35,7 +35,7 @@ def questions(path: Path, name: str) -> list[Request]:
     return [about(path, name, "one", 1, max_tokens=4), about(path, name, "two", 2, 3, max_tokens=4)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @registers
 @pytest.mark.parametrize(
     "name", ["qwen3_vl", "gemma3", *(name for name in FAMILIES if name not in ("qwen3_vl", "gemma3"))]
