@@ -76,7 +76,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 def upright(image: Image.Image, where: str) -> Image.Image:
     """All pixels of an image in RGB, turned as its camera says, what is transparent on white. Raises InvalidRequest."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         image.load()
