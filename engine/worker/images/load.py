@@ -24,8 +24,8 @@ from quire.engine.worker.device import Chosen
 from quire.engine.worker.images.features import ImageFeatures, largest
 from quire.engine.worker.loading.loader import dummy_stream, image_stream, load_weights
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.images.probe import PatchesProbe
 from quire.kernels.gpu.libraries.sdpa import Sdpa
-from quire.kernels.gpu.patches_probe import PatchesProbe
 
 _LARGEST = 5000
 """By each side, in pixels: what is decoded has no more in all."""

@@ -13,8 +13,8 @@ from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from quire.engine.worker.images import load
+from quire.kernels.gpu.images.probe import PatchesProbe
 from quire.kernels.gpu.libraries.sdpa import Sdpa
-from quire.kernels.gpu.patches_probe import PatchesProbe
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 from tests.engine.harness import run

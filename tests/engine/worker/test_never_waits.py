@@ -38,7 +38,8 @@ from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
-from quire.kernels.gpu.libraries import ahead, flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.images import ahead
+from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
