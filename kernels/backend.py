@@ -82,7 +82,7 @@ class AdapterSlots:
 
 
 class AdaptedLinear(ABC):
-    """A linear, and what its rows' adapters add to it. No row's bits depend on others; without one they are its own."""
+    """A linear, and what adapters add to rows: those without have the linear's own bits, and none depends on others."""
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
