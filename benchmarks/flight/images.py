@@ -49,12 +49,14 @@ _QWEN: dict[str, Any] = {
                       "fullatt_block_indexes": [7, 15, 23, 31]},
 }  # fmt: skip
 """The config.json of Qwen2.5-VL-3B, with four layers of text."""
-_SMALL = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "image_token_id": 7, "num_hidden_layers": 1}
-_SMALL |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
-_SMALL_TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64}
-_SMALL_TOWER |= {"fullatt_block_indexes": [1]}
-
-
+_SMALL: dict[str, Any] = {
+    **{"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "image_token_id": 7, "num_hidden_layers": 1},
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
+}
+_SMALL_TOWER = {
+    **{"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64},
+    "fullatt_block_indexes": [1],
+}
 _PICTURES = ((90, 60), (31, 80), (48, 48))
 """Width and height."""
 

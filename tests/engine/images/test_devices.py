@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from quire.engine.worker.images import load
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.images.probe import PatchesProbe
 from quire.kernels.gpu.libraries.sdpa import Sdpa
 from quire.kernels.reference import Reference
@@ -57,9 +59,10 @@ def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: P
 class Wrong(Sdpa):
     """Sees what is before a query alone."""
 
-    def paged_attention(self, *args: Any) -> torch.Tensor:
-        *rest, softmax = args
-        return super().paged_attention(*rest, Softmax(softmax.scale, softmax.window))
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        return super().paged_attention(q, k_cache, v_cache, metadata, Softmax(softmax.scale, softmax.window))
 
 
 def test_the_trial_of_patches() -> None:

@@ -147,7 +147,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
 def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rotated by what follows from the images; a last token within one is no graph's, from the cache too."""
     path = save_family(tmp_path, name)
-    options = {"max_tokens": 10, "logprobs": 1, "more": "?" * 230}  # two pages
+    options: dict[str, Any] = {"max_tokens": 10, "logprobs": 1, "more": "?" * 230}  # two pages
     shown = [about(path, name, str(count), *range(count), **options) for count in range(3)]
     asked, capture = [*shown, _ending_within(shown[1])], FakeCapture()
     wanted = picked(run(start(monkeypatch, None, model=str(path)), asked))

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
@@ -38,7 +39,6 @@ from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
-from quire.kernels.gpu.images import ahead
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
@@ -334,7 +334,7 @@ def test_images(
     monkeypatch.setattr(load, "cannot_read", lambda *_: None)
     monkeypatch.setattr(load, "image_stream", lambda *_: iter([("", torch.empty(0))]))
     monkeypatch.setattr(load, "load_weights", lambda table, *_, **__: empty_weights(table))
-    monkeypatch.setattr(ahead.F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     path = save_family(tmp_path, name)
     asked = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
     longest = max(24, *(span.count for each in asked for span in each.spans))
