@@ -82,8 +82,7 @@ class AdapterSlots:
 
 
 class AdaptedLinear(ABC):
-    """A linear, and what the adapters of its rows add to it. Rows without one have the linear's own bits, and no row's
-    bits depend on other rows."""
+    """A linear, and what adapters add to rows: those without have the linear's own bits, and none depends on others."""
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -137,8 +136,7 @@ class AttentionMetadata:
     beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
     sequences: Sequences | None = None  # None: of matrices too a sequence is what it is of attention
     parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
-    shapes: tuple[tuple[int, int], ...] = ()
-    """(queries, keys) of each sequence, where the host knows them: what looks ahead on a GPU does not wait then."""
+    shapes: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): the host was not told
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""

@@ -21,7 +21,7 @@ class Softmax:
     """c replaces a score s by c * tanh(s / c)."""
     ahead: int | None = 0
     """Keys behind its own position that a query sees; None: all. Backends of GPUs compute that by torch's
-    scaled_dot_product_attention (kernels/gpu/libraries/ahead.py), and what lies between as the reference does."""
+    scaled_dot_product_attention (kernels/gpu/images/ahead.py), and what lies between as the reference does."""
     bias: Tensor | None = None
     """[H, 2 L + 15] float32, for contexts of up to L tokens: added to the score of a key that stands d tokens behind
     the query (before it: d < 0) is column L - 1 + d. The last 16 columns are never used."""

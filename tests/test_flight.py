@@ -71,6 +71,6 @@ def test_a_flight_on_the_cpu(tmp_path: Path) -> None:
     table = (tmp_path / "table.txt").read_text()
     assert ran.returncode == 0, table
     assert table.startswith("everything holds")
-    for stage in ("machine", "kernels", "products", "models", "large", "http", "cores"):
+    for stage in ("machine", "kernels", "products", "models", "images", "large", "http", "cores"):
         assert f"\n{stage}: held" in table
-    assert table.count("the same tokens") == 6
+    assert table.count("the same tokens") == 12

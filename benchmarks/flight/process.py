@@ -61,11 +61,12 @@ def _reason(code: int, log: Path) -> str:
 PLAN = {
     "machine": 40.0,
     "kernels": 120.0,
-    "products": 60.0,
-    "models": 120.0,
-    "large": 120.0,
+    "products": 50.0,
+    "models": 110.0,
+    "images": 60.0,
+    "large": 110.0,
     "http": 60.0,
-    "cores": 40.0,
+    "cores": 30.0,
 }
 """Together as long as a flight; what one leaves goes to second runs."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.options import options
-from benchmarks.flight import kernels, machine, models, serving
+from benchmarks.flight import images, kernels, machine, models, serving
 from benchmarks.flight.finding import Finding, Say
 from benchmarks.flight.process import PLAN
 
@@ -19,6 +19,7 @@ STAGES: dict[str, Callable[[torch.device, Say], None]] = {
     "kernels": kernels.attention,
     "products": kernels.products,
     "models": models.compare,
+    "images": images.images,
     "large": serving.large,
     "http": serving.http,
     "cores": machine.cores,

@@ -66,12 +66,27 @@ def parts_of(
         own = (starts[:-1] < end) & (starts[1:] > begin)
         queries, contexts = np.diff(np.clip(starts, begin, end))[own], lengths[own]
         narrow = (_summed(queries), contexts, _summed(contexts), table[own])
-        wide = (positions[begin:end], slots[begin:end], np.arange(begin, end))
-        there = upload([*(each.astype(np.int32) for each in narrow), *wide], device)
-        shapes = tuple(zip(queries.tolist(), contexts.tolist(), strict=True))
-        turns = there[6] if turned else None
-        longest_here = int(queries.max()), int(contexts.max())
-        made = AttentionMetadata(*there[:6], *longest_here, turns=turns, shapes=shapes)
+        query_start, lens, key_start, block_table, where, stored, every = upload(
+            [
+                *(each.astype(np.int32) for each in narrow),
+                positions[begin:end],
+                slots[begin:end],
+                np.arange(begin, end),
+            ],
+            device,
+        )
+        made = AttentionMetadata(
+            query_start=query_start,
+            context_lens=lens,
+            key_start=key_start,
+            block_table=block_table,
+            positions=where,
+            slots=stored,
+            max_query_len=int(queries.max()),
+            max_context_len=int(contexts.max()),
+            turns=every if turned else None,
+            shapes=tuple(zip(queries.tolist(), contexts.tolist(), strict=True)),
+        )
         found.append((slice(begin, end), made))
     return found
 

@@ -24,6 +24,8 @@ MOST_PIXELS = 25_000_000
 """Of an image: a bomb is a few bytes that say they are more."""
 
 
+_BAND = 256
+"""Rows."""
 _WIDE = ("I", "I;16", "I;16B", "I;16L")
 """Modes of PNG files with 16 bits for each grey."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
@@ -74,7 +76,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 def upright(image: Image.Image, where: str) -> Image.Image:
     """All pixels of an image in RGB, turned as its camera says, what is transparent on white. Raises InvalidRequest."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         image.load()
@@ -84,13 +86,25 @@ def upright(image: Image.Image, where: str) -> Image.Image:
             image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
             image.info.pop("transparency", None)  # a grey of 16 bits
         if "A" in image.getbands() or image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+            image = _on_white(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     except MemoryError:
         raise
     except Exception as error:
         raise refused(where, f"the image cannot be decoded: {str(error)[:100]}") from None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """What is transparent on white, in RGB. A band of rows at a time: copies of a large image in all its colours would
+    take more memory than a worker may have."""
+    from PIL import Image
+
+    found = Image.new("RGB", image.size)
+    for top in range(0, image.height, _BAND):
+        box = (0, top, image.width, min(top + _BAND, image.height))
+        band = image.crop(box).convert("RGBA")
+        found.paste(Image.alpha_composite(Image.new("RGBA", band.size, (255, 255, 255, 255)), band), box)
+    return found
 
 
 def from_data(url: str, where: str) -> bytes:

@@ -46,12 +46,9 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts, kind = spec.parts(AttentionSpec), model.model_type
-    there = {
-        f"ALiBi of attention ({kind}) is": any(each.alibi is not None for each in parts),
-        f"the norm of values of attention ({kind}) is": any(each.v_norm for each in parts),
-    }
-    on_cpus = "served on CPUs alone so far: --device cpu"
-    refuse("device", *(f"{what} {on_cpus}" for what, found in there.items() if found and device.type != "cpu"))
+    biased = any(each.alibi is not None for each in parts)
+    on_cpus = f"ALiBi of attention ({kind}) is served on CPUs alone so far: --device cpu"
+    refuse("device", biased and device.type != "cpu" and on_cpus)
     states = {"states of sequences (delta nets, Mamba)": spec.needs_snapshots, "latent attention": has_latents(spec)}
     on_cuda = "on CPUs and on GPUs of CUDA's alone so far: --device cpu"
     refuse("device", *(f"{what} ({kind}): {on_cuda}" for what, found in states.items() if found and is_other(device)))

@@ -309,9 +309,7 @@ class Slots:
         positions += np.arange(len(positions))
         longest, stored = int(contexts.max()), self._stored(owner, positions)
         tables = self._by_group[slots, : -(-longest // self.block_size)]
-        starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
-        starting[0, 1:] = ends
-        starting[1, 1:] = contexts.cumsum()
+        starting = _starting(ends, contexts.cumsum())
         guessed = self._guessed(slots, starts, contexts, drafts)
         division = Division.of(counts, contexts, starting[1])
         divided = () if division is None else (division.query_start, division.key_start)
@@ -381,6 +379,14 @@ class Slots:
         if (seen == starts).all() and (known == contexts).all():
             return ()
         return seen.astype(np.int32), known.astype(np.int32)
+
+
+def _starting(*ends: np.ndarray) -> np.ndarray:
+    """Cumulative counts [rows] each, from 0 on: [counts, rows + 1] int32."""
+    starting = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
+    for row, each in zip(starting, ends, strict=True):
+        row[1:] = each
+    return starting
 
 
 def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:

@@ -18,10 +18,10 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
+from quire.kernels.gpu.images.ahead import attend_ahead, serves
 from quire.kernels.gpu.latents import attention as latents
 from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
 from quire.kernels.gpu.latents.triton_store import latent_store
-from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.recurrent import recur

@@ -12,7 +12,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
@@ -123,7 +123,8 @@ class Fetcher:
         raise refused(where, f"its address leads on more than {MOST_REDIRECTS} times")
 
     def _allowed(self, url: str, where: str) -> str:
-        """The address itself. Raises InvalidRequest for one that may not be asked."""
+        """The address in ASCII. Raises InvalidRequest for one that may not be asked."""
+        url = _ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
         if split.scheme not in ("http", "https") or not host or split.username or split.password:
@@ -151,6 +152,17 @@ class Fetcher:
                 if size > MOST_BYTES:
                     raise refused(where, f"the image at its address has more than {MOST_BYTES >> 20} MiB")
         return b"".join(kept), url
+
+
+def _ascii(url: str) -> str:
+    """An address as HTTP takes it: the host's letters by IDNA, under which digits of other kinds are digits, and the
+    rest by their bytes. Raises ValueError."""
+    if url.isascii():
+        return url
+    split = urlsplit(url)
+    host = split.netloc.encode("idna").decode("ascii")
+    path, query = (quote(each, safe="/%:@!$&'()*+,;=~?") for each in (split.path, split.query))
+    return split._replace(netloc=host, path=path, query=query, fragment="").geturl()
 
 
 async def _kept(work: Any) -> bytes | InvalidRequest:

@@ -25,6 +25,8 @@ MAX_DETAILS = 10
 """Most complaints that one error lists."""
 _OBJECT = ("dict_type", "model_type", "model_attributes_type")
 """Complaints that pydantic words for Python: of dictionaries, and instances of our classes."""
+_UNREAD = ("audio", "video", "file", "document")
+"""Parts of the names of content that no model is shown here."""
 _QUOTED = re.compile(r"'([^']*)'")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
@@ -82,8 +84,7 @@ def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseMod
     for one in details:
         place, value = _place(one, given)
         if one["type"] == "too_many" or place not in by_place:
-            said = "Input should be an object" if one["type"] in _OBJECT else one["msg"]
-            by_place[place] = said + _meant(one, value, model)
+            by_place[place] = _said(one, value) + _meant(one, value, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
 
 
@@ -101,6 +102,14 @@ def _place(detail: Any, given: Any) -> tuple[str, Any]:
         elif isinstance(given, dict) and part in given:
             text, given = f"{text}.{part}" if part.isidentifier() else text, given[part]
     return ".".join([text, *missing]).removeprefix(".") or "body", given
+
+
+def _said(detail: Any, value: Any) -> str:
+    if detail["type"] == "union_tag_invalid" and {"content", "output"} & {*detail["loc"]}:
+        kind = str(value.get("type"))
+        if any(each in kind for each in _UNREAD):
+            return f"only text and images are read, got a content part of type {kind[:50]}"
+    return "Input should be an object" if detail["type"] in _OBJECT else str(detail["msg"])
 
 
 def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:

@@ -24,14 +24,14 @@ from quire.engine.worker.device import Chosen
 from quire.engine.worker.images.features import ImageFeatures, largest
 from quire.engine.worker.loading.loader import dummy_stream, image_stream, load_weights
 from quire.kernels.backend import Backend
+from quire.kernels.gpu.images.probe import PatchesProbe
 from quire.kernels.gpu.libraries.sdpa import Sdpa
-from quire.kernels.gpu.patches_probe import PatchesProbe
 
 _LARGEST = 5000
 """By each side, in pixels: what is decoded has no more in all."""
-_HELD = 12
-"""Numbers of a tower's width that are held for each patch while an image is read: the stream, keys and values in pages
-and beside them, queries, what attention gives, and what they are made of."""
+_HELD = 20
+"""Numbers of a tower's width that are held for each patch while an image is read: the stream, queries, what attention
+gives, keys and values beside their pages, and in these, of which flash-attn's have room for four windows each."""
 
 
 class LoadedTower(NamedTuple):
@@ -66,7 +66,7 @@ def load_tower(
     scheme = Unquantized(backend, dtype) if few is None else AtLoad(backend, dtype, few)
     making = TowerMaking(backend, scheme, dtype, model_config.hidden_size, progress, device)
     loaded = _loaded(config, vision, making, reads=not stage)
-    if device.type == "cuda":
+    if device.type == "cuda" and loaded.features is not None:
         loaded = loaded._replace(step_bytes=_step_bytes(vision, dtype))
     if few is None or not backend.keeps_bits or not loaded.weight_bytes:
         return loaded

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
-from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
+from quire.kernels.gpu.images.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.ahead import attend_ahead, serves
+from quire.kernels.gpu.images.ahead import attend_ahead, serves
 from quire.kernels.gpu.mixed import by_parts
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference

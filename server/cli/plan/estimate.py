@@ -23,6 +23,7 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import DISK_GIB, EngineConfig
+from quire.engine.images.config import KEPT_BYTES
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
 from quire.server.cli.plan.experts import ExpertsPlan, impossible_experts, more_than_even, plan_experts
@@ -165,8 +166,8 @@ def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
 
 
 def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:
-    """Bytes of a tower for images on each device; of stages the first one has it."""
-    return sizes.tower_bytes(width, quantized) * machine.reads_images // machine.stages
+    """Bytes of a tower for images on each device, all of it on each rank; of stages the first one has it."""
+    return sizes.tower_bytes(width, quantized) // machine.stages
 
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
@@ -195,7 +196,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     groups = _groups(sizes, config, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, config)
-    step = step_bytes(sizes, width, tokens)
+    step = step_bytes(sizes, width, tokens) + (KEPT_BYTES if machine.gpu and sizes.tower else 0)
     beside = 0 if machine.gpu else host_bytes(config) // (sharing * machine.replicas)
     budget = machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
     if config.kv_cache_memory is not None:

@@ -101,5 +101,5 @@ def planned_images(asked: Images, vision: Vision, made: Estimate) -> ImagesPlan:
         count * len(_TOKEN.findall(layout.shown(lambda token: "<>"))),
         count * layout.tokens * hidden * width,
         count * sum(len(each.pixels) for each in contents),
-        made.sizes.tower_bytes(width, made.config.at_load) * made.machine.reads_images,
+        made.sizes.tower_bytes(width, made.config.at_load),
     )

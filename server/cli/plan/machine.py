@@ -58,11 +58,6 @@ class Machine:
     """How many machines like this the devices are divided among."""
 
     @property
-    def reads_images(self) -> bool:
-        """Whether a model's tower for images is loaded: on CPUs, on each rank, and of stages on the first."""
-        return not self.gpu
-
-    @property
     def sharing(self) -> int:
         """How many devices of an engine share one memory: the parts of a CPU's machine."""
         return 1 if self.gpu else self.count // self.nodes

@@ -47,6 +47,12 @@ def test_a_palette_may_be_transparent_in_parts() -> None:
     assert shown(saved(palette(), "GIF", transparency=0)) == [_WHITE, _GREEN, _BLUE]
 
 
+def test_tall_images_become_white_band_by_band() -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (600, 3, 4), dtype=np.uint8)
+    wanted = Image.alpha_composite(Image.new("RGBA", (3, 600), (255,) * 4), Image.fromarray(pixels)).convert("RGB")
+    assert upright(opened(saved(Image.fromarray(pixels)), "image"), "image").tobytes() == wanted.tobytes()
+
+
 def test_print_colours() -> None:
     dots = np.array([[[0, 0, 0, 0], [255, 0, 0, 0], [0, 0, 0, 255]]] * 16, dtype=np.uint8).repeat(16, 1)
     row = shown(saved(Image.fromarray(dots, "CMYK"), "JPEG", quality=95))

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
@@ -38,7 +39,7 @@ from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
-from quire.kernels.gpu.libraries import ahead, flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized
 from tests.engine.harness import request, run
@@ -72,6 +73,10 @@ KINDS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 """By what is asked for."""
+
+
+SHOWN = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+"""Families whose images are tried with every change."""
 
 
 class Shapes:
@@ -318,26 +323,27 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.few(2)
-@pytest.mark.parametrize("backend", ["triton", "flash"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_images(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str) -> None:
-    """Read whole and in parts, beside text, in graphs behind them."""
+@pytest.mark.parametrize("backend", ["triton", *nightly("flash")])
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("name", [*SHOWN, *nightly(*(each for each in FAMILIES if each not in SHOWN))])
+def test_images(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str, parts: bool
+) -> None:
+    """Read whole or in parts, beside text, with graphs behind them."""
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(load, "cannot_read", lambda *_: None)
     monkeypatch.setattr(load, "image_stream", lambda *_: iter([("", torch.empty(0))]))
     monkeypatch.setattr(load, "load_weights", lambda table, *_, **__: empty_weights(table))
-    monkeypatch.setattr(ahead.F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     path = save_family(tmp_path, name)
     asked = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
-    longest = max(span.count for each in asked for span in each.spans)
-    for tokens in (512, max(longest, 24)):
-        options = {"attention_backend": backend, "model": str(path), "max_num_batched_tokens": tokens}
-        engine = start(gpu, monkeypatch, graphs=True, state_memory=0.1, **options)
-        assert not engine.info.no_images
-        with gpu.allows_waits():
-            engine.runner.warm_prompts()
-        assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
+    longest = max(24, *(span.count for each in asked for span in each.spans))
+    options = {"attention_backend": backend, "model": str(path), "max_num_batched_tokens": longest if parts else 512}
+    engine = start(gpu, monkeypatch, graphs=True, state_memory=0.1, **options)
+    assert not engine.info.no_images
+    with gpu.allows_waits():
+        engine.runner.warm_prompts()
+    assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
 
 
 @pytest.mark.slow

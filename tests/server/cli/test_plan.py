@@ -552,6 +552,7 @@ def test_images_are_planned_as_they_are_read(
     read = reader.read("<image>", [Asked("a", shown[0])], lambda text: ids[: len(ids) // count])
     assert found["pixel_bytes"] == count * sum(len(each.pixels) for each in read.images)
     assert found["tower_bytes"] > 0
+    assert plan(capsys, *args, "--gpu", "H100")["images"] == found
     assert cli.main(["plan", *args]) == 0
     assert f"{found['tokens']} tokens of a context of 2,048" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", moved.get(self.path, "file:///etc/passwd"))
             self.end_headers()
-        elif self.path == "/image":
+        elif self.path in ("/image", "/%C3%A4/image", "/image?%C3%BC=%C3%B6"):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"pixels")
@@ -97,11 +97,20 @@ async def test_what_does_not_come(server: str, path: str, said: str) -> None:
     assert caught.value.message.startswith(f"{WHERE}: ")
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "127.1"])
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "127.0.0.1", "[::1]", "2130706433", "0x7f.1", "127.1", "①②⑦.0.0.1", "127。0。0。1", "ｌocalhost"],
+)
 async def test_nothing_of_this_machine(server: str, host: str) -> None:
     """Whatever its name: what counts is where a connection would lead."""
     with pytest.raises(InvalidRequest, match=r"not of the public network|cannot be fetched"):
         await fetched(f"http://{host}:{server.rpartition(':')[2]}/image")
+
+
+@pytest.mark.parametrize("path", ["/ä/image", "/image?ü=ö"])
+async def test_letters_of_all_kinds(server: str, path: str) -> None:
+    """They are asked for as browsers do."""
+    assert await fetched(f"{server}{path}", anywhere=True) == b"pixels"
 
 
 async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:

@@ -278,6 +278,23 @@ async def test_every_api_names_its_own_field(api: Api, endpoint: str, body: dict
 FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "part", "kind"),
+    [
+        (CHAT, {"type": "input_audio", "input_audio": {"data": BROKEN, "format": "wav"}}, "input_audio"),
+        (CHAT, {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "video_url"),
+        ("/tokenize", {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}}, "audio_url"),
+        ("/v1/responses", {"type": "input_audio", "input_audio": {"data": BROKEN, "format": "wav"}}, "input_audio"),
+        ("/v1/responses", {"type": "input_file", "file_id": "file-1"}, "input_file"),
+        ("/v1/messages", {"type": "document", "source": {"type": "text", "data": "a"}}, "document"),
+    ],
+)
+async def test_sound_and_moving_pictures_are_refused(api: Api, endpoint: str, part: dict[str, Any], kind: str) -> None:
+    messages = "input" if endpoint == "/v1/responses" else "messages"
+    error = (await api.post(endpoint, {messages: [{"role": "user", "content": [part]}], "max_tokens": 3}, 400))["error"]
+    assert error["message"].endswith(f"only text and images are read, got a content part of type {kind}")
+
+
 async def test_results_of_tools_have_images_in_every_api(api: Api, path: Path) -> None:
     """The template shows them in their place, so the prompt is the same whichever API it came by."""
     image = picture(8, 90, 60)

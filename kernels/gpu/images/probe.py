@@ -43,10 +43,8 @@ class PatchesProbe:
         try:
             lengths = (2 * backend.block_size + 5, 3)
             given = self._given(sum(lengths))
-            for what, window in (
-                ("patches", None),
-                *([("tokens that see each other", _WINDOW)] if self.windowed else []),
-            ):
+            kinds: list[tuple[str, int | None]] = [("patches", None)]
+            for what, window in [*kinds, ("tokens that see each other", _WINDOW)][: 1 + self.windowed]:
                 size, there = backend.block_size, _Given(*(each.to(self.device) for each in given))
                 found = self._computed(backend, there, lengths, window, size)
                 expected = self._computed(Reference(), given, lengths, window, size)

@@ -1,0 +1,167 @@
+"""Models that read images on the card: log probabilities beside transformers', the same tokens from graphs, the cache
+and chunks, and how long an image takes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image as Pillow
+
+from benchmarks.common.engines import dummy, folder_of, request
+from benchmarks.flight.finding import Say, tried
+from quire.engine.images.config import read_vision
+from quire.engine.images.vision import Vision
+from quire.engine.offline.llm import LLM
+from quire.engine.offline.outputs import RequestOutput
+from quire.engine.offline.params import SamplingParams
+from quire.engine.types import Request, Span
+from tests.engine.harness import run
+from tests.vision_families import expected, save_family
+
+_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "internvl", "llava_onevision")
+"""Windows in the tower and positions by row and column; features behind the first layers; tokens that see each other;
+rows of an image apart; squares of one image together."""
+_MOST = {torch.float32: 5e-3, torch.bfloat16: 0.15}
+"""Mean differences of log probabilities, of models so small that bfloat16 changes much."""
+_QWEN: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "vocab_size": 152064,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "image_token_id": 151655,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                      "out_hidden_size": 2048, "patch_size": 14, "window_size": 112,
+                      "fullatt_block_indexes": [7, 15, 23, 31]},
+}  # fmt: skip
+"""The config.json of Qwen2.5-VL-3B, with four layers of text."""
+_SMALL: dict[str, Any] = {
+    **{"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "image_token_id": 7, "num_hidden_layers": 1},
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
+}
+_SMALL_TOWER = {
+    **{"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64},
+    "fullatt_block_indexes": [1],
+}
+_PICTURES = ((90, 60), (31, 80), (48, 48))
+"""Width and height."""
+
+
+def images(device: torch.device, say: Say) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in _FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = save_family(Path(folder), name)
+            for dtype in (torch.float32, torch.bfloat16):
+                tried(say, f"{name}, {dtype}", partial(_parity, path, name, dtype, device))
+            tried(say, f"{name}: graphs, cache, chunks", partial(_same, path, device))
+    tried(say, "an image for a tower of Qwen2.5-VL's size", partial(_timed, device))
+
+
+def _llm(path: Path, device: torch.device, **options: Any) -> LLM:
+    llm = LLM(path, device=device.type, **{"num_kv_blocks": 64} | options)
+    if why := llm.info.no_images:
+        raise ValueError(why)
+    return llm
+
+
+def _talk(pictures: Sequence[Pillow.Image | None]) -> list[dict[str, Any]]:
+    """About pictures, which are left out where there are none."""
+    shown = [{"type": "image"} | ({} if each is None else {"image": each}) for each in pictures]
+    first = [{"type": "text", "text": "Compare "}, shown[0], {"type": "text", "text": " with "}, shown[1]]
+    answered, last = [{"type": "text", "text": "Two."}], [shown[2], {"type": "text", "text": "?"}]
+    return [
+        {"role": role, "content": content}
+        for role, content in (("user", first), ("assistant", answered), ("user", last))
+    ]
+
+
+def _pictures() -> list[Pillow.Image]:
+    """Blocks of colours."""
+    found = []
+    for seed, size in enumerate(_PICTURES):
+        colours = np.random.default_rng(seed).integers(0, 256, (7, 5, 3), dtype=np.uint8)
+        found.append(Pillow.fromarray(colours).resize(size, Pillow.Resampling.BILINEAR))
+    return found
+
+
+def _answer(llm: LLM) -> RequestOutput:
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    (found,) = llm.chat(_talk(_pictures()), params, use_tqdm=False)
+    return found
+
+
+def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Log probabilities of the tokens of the prompt and of the answer, beside float64's."""
+    llm = _llm(path, device, dtype=str(dtype).removeprefix("torch."))
+    answer, backend = _answer(llm), llm.info.backend
+    tokens = list(answer.outputs[0].token_ids)
+    ids, theirs = expected(path, name, _talk([None] * len(_PICTURES)), _pictures(), tokens)
+    if list(answer.prompt_token_ids or ()) != ids:
+        raise ValueError("the prompt has other tokens than transformers'")
+    rows = [*(answer.prompt_logprobs or ())[1:], *(answer.outputs[0].logprobs or ())]
+    ours = torch.tensor([row[token].logprob for row, token in zip(rows, [*ids[1:], *tokens], strict=True) if row])
+    wanted = theirs[:-1].gather(1, torch.tensor([*ids[1:], *tokens])[:, None]).squeeze(1)
+    apart = (ours - wanted).abs().mean().item()
+    if not apart < _MOST[dtype]:
+        raise ValueError(f"log probabilities differ by {apart:.3g} in the mean, at most {_MOST[dtype]}")
+    return f"log probabilities differ by {apart:.2g} in the mean from transformers'; {backend}"
+
+
+def _same(path: Path, device: torch.device) -> str:
+    """The same tokens from decode graphs, from the cache, and from chunks of a prompt."""
+    fixed = {"deterministic": True} if device.type == "cuda" else {}
+    wanted = _answer(_llm(path, device, enforce_eager=True, enable_prefix_caching=False, **fixed)).outputs[0].token_ids
+    graphed = _llm(path, device, warmup_seconds=60.0, **fixed)
+    cut = _llm(path, device, max_num_batched_tokens=64, **fixed)
+    for what, llm in (("graphs", graphed), ("the cache", graphed), ("chunks", cut)):
+        found = _answer(llm)
+        if found.outputs[0].token_ids != wanted:
+            raise ValueError(f"{what}: {found.outputs[0].token_ids} and not {wanted}")
+        if what == "the cache" and not found.num_cached_tokens:
+            raise ValueError("nothing hit")
+    return "the same tokens"
+
+
+def _timed(device: torch.device) -> str:
+    """Seconds to the first token behind an image that nobody has shown, the smallest of five."""
+    small = device.type == "cpu"
+    config = _QWEN | (_SMALL if small else {})
+    side, vision_config = 112 if small else 1024, _QWEN["vision_config"] | (_SMALL_TOWER if small else {})
+    with folder_of(config | {"vision_config": vision_config}) as folder:
+        vision = read_vision(folder)
+        assert vision is not None
+        engine = dummy(folder, device=device.type, num_kv_blocks=64 if small else 512)
+        times = []
+        for seed in range(6):
+            asked = _shown(vision, seed, side)
+            began = time.perf_counter()
+            run(engine, [asked])
+            times.append(time.perf_counter() - began)
+        tokens, work = asked.spans[0].count, asked.images[0].work
+        engine.close()
+    return f"{side} x {side} pixels, {tokens} tokens, {work} of a step's: {min(times[1:]):.3f} s"
+
+
+def _shown(vision: Vision, seed: int, side: int) -> Request:
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    layout = vision.layout(side, side)
+    (content,) = layout.contents(Pillow.fromarray(pixels))
+    content = msgspec.structs.replace(content, work=vision.work(content))
+    ids = [5, *[vision.image_token_id] * layout.tokens, 6]
+    asked = request(str(seed), ids, 1)
+    return msgspec.structs.replace(asked, spans=(Span(1, layout.tokens, content.digest),), images=(content,))
