@@ -1,4 +1,4 @@
-"""One stage's process: begun, watched, and ended with all that it started."""
+"""One stage's process: begun, watched, and ended with all that it started; and what runs beside all of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ class Run:
     ended: str
     """Why it did not end well; "": it did."""
     seconds: float
+    late: bool = False
+    """Its time was over: run again it would take as long."""
 
     @property
     def held(self) -> bool:
@@ -45,7 +47,24 @@ def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path,
     took = time.monotonic() - began
     if code == 0:
         return Run("", "", "", took)
-    return Run("", "", f"its {seconds:.0f} s were over" if code is None else _reason(code, log), took)
+    if code is None:
+        return Run("", "", f"its {seconds:.0f} s were over", took, late=True)
+    return Run("", "", _reason(code, log), took)
+
+
+@contextmanager
+def beside(command: Sequence[str], log: Path) -> Iterator[None]:
+    """A command that runs meanwhile, below all others, with what it prints in `log`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["nice", "-n", "19", *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _reason(code: int, log: Path) -> str:

@@ -15,7 +15,7 @@ from benchmarks.common.engines import Answered, answer, at_once, percentile
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, let_go
 
 
 def large(device: torch.device, say: Say) -> None:
@@ -34,8 +34,7 @@ def large(device: torch.device, say: Say) -> None:
             return f"up after {found['load_s']:.1f} s; {', '.join(parts)}; no kernel in {found.get('gap', 0):.0%}"
 
         tried(say, "shares of the copy's bytes and the product's operations", alone)
-        if not small:
-            torch.cuda.empty_cache()
+        let_go()
         tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, memory, startup
+from quire.engine.worker import device, draft_runner, memory, startup, transfer
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading import model as loading_model
@@ -419,6 +420,28 @@ def test_weights_of_few_bits(
     assert "held in" not in engine.info.quantization
     run(engine, traffic({"all": KINDS["all"]}))
     assert set(gpu.launched) >= kernels
+
+
+def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer for two uploads, or for an upload that is made longer, is refused: its copy may not have begun."""
+    made, kept = torch.empty, list[Tensor]()
+
+    def once(*shape: Any, pin_memory: bool = False, **named: Any) -> Tensor:
+        if not pin_memory or not kept:
+            kept.append(made(*shape, pin_memory=pin_memory, **named))
+        return kept[0]
+
+    numbers = [np.arange(4)]
+    with gpu.never_waits():
+        for _ in range(2):
+            transfer.upload(numbers, DEVICE)
+    monkeypatch.setattr(torch, "empty", once)
+    for again in (lambda: transfer.upload(numbers, DEVICE), lambda: kept[0].zero_()):
+        with gpu.never_waits():
+            kept.clear()
+            transfer.upload(numbers, DEVICE)
+            with pytest.raises(AssertionError, match="is under way"):
+                again()
 
 
 def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
