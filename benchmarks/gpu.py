@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -94,7 +95,7 @@ _CACHED_BYTES = 2**28
 """More than a GPU's second cache holds."""
 
 
-def main() -> None:
+def main() -> int:
     models = {"nargs": "+", "choices": sorted(SHAPES), "default": ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"]}
     args = options(
         __doc__,
@@ -116,11 +117,19 @@ def main() -> None:
         f"{name}, torch {torch.__version__}: copies {copy / 1e12:.2f} TB/s, multiplies {matmul / 1e12:.0f} TFLOP/s bf16"
     )
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy": copy, "matmul": matmul, "models": {}}
+    wrong = list[str]()
     for model in args.models:
-        with model_directory(model) as path:
-            found["models"][model] = bench(model, path, args, copy, matmul)
+        try:
+            with model_directory(model) as path:
+                found["models"][model] = bench(model, path, args, copy, matmul)
+        except Exception as error:  # the others' figures are worth having
+            wrong.append(model)
+            found["models"][model] = {"error": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        let_go()
         if args.json:  # after each model, so that an interrupted run leaves what it has
             args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
 
 
 def bench(model: str, path: Path, args: argparse.Namespace, copy: float, matmul: float) -> dict[str, Any]:

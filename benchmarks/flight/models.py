@@ -13,6 +13,8 @@ from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
+from quire.engine.types import Adapter
+from tests.adapters import save_adapter
 from tests.engine.harness import run
 
 _SHAPE: dict[str, Any] = {
@@ -64,6 +66,7 @@ _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
 _MOST = {torch.float32: 5e-3, torch.bfloat16: 0.08}
 """Mean differences of log probabilities: TF32 products, and bfloat16 rounded in other places."""
+_ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
 
@@ -83,7 +86,9 @@ def _made(folder: Path, family: str) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SHAPE | FAMILIES[family])).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SHAPE | FAMILIES[family]))
+    model.save_pretrained(folder)
+    save_adapter(folder / _ADAPTER, model, 8, targets=("q_proj", "down_proj"))
     return "random weights"
 
 
@@ -93,10 +98,15 @@ def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
 
 
 def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) -> dict[str, list[int]]:
-    """The tokens of greedy answers to all prompts, together; the last time, where they are asked several times."""
+    """The tokens of greedy answers to all prompts, together; the last time, where they are asked several times. With
+    adapters every other one has one."""
     engine = _engine(folder, device, **options)
+    own = Adapter(_ADAPTER, "0" * 64, str(folder / _ADAPTER)) if options.get("enable_lora") else None
     for _ in range(times):
-        asked = [request(str(index), prompt, 24, seed=index) for index, prompt in enumerate(_PROMPTS)]
+        asked = [
+            request(str(index), prompt, 24, seed=index, adapter=own if index % 2 else None)
+            for index, prompt in enumerate(_PROMPTS)
+        ]
         found = {name: each.ids for name, each in at_once(engine, asked).items()}
     if times > 1 and not engine.stats.prefix_hits:
         raise ValueError("nothing hit")
@@ -149,6 +159,7 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
     }
     for name, options in same.items():
         tried(say, name, partial(_equal, folder, device, fixed | options, wanted))
+    tried(say, "adapters in graphs", partial(_adapted, folder, device, fixed, wanted))
     other: dict[str, dict[str, Any]] = {
         "FP8 pages": {"kv_cache_dtype": "fp8"},
         "8-bit pages": {"kv_cache_dtype": "int8"},
@@ -166,6 +177,14 @@ def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: 
         name = next(name for name in wanted if found.get(name) != wanted[name])
         raise ValueError(f"prompt {name}: {found.get(name)} and not {wanted[name]}")
     return "the same tokens"
+
+
+def _adapted(folder: Path, device: torch.device, fixed: dict[str, Any], plain: dict[str, list[int]]) -> str:
+    """Beside eager ones; requests without an adapter have the plain engine's tokens."""
+    eager = _run(folder, device, enable_lora=True, enforce_eager=True, **fixed)
+    if any((eager[name] == plain[name]) == bool(int(name) % 2) for name in plain):
+        raise ValueError(f"{eager}, and without adapters {plain}")
+    return _equal(folder, device, fixed | {"enable_lora": True, "warmup_seconds": 60.0}, eager)
 
 
 def _share(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:

@@ -40,7 +40,7 @@ from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
-from quire.kernels.gpu.quantization import library, quantized
+from quire.kernels.gpu.quantization import library, quantized, trial
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import CHEAP, Garbage
@@ -109,6 +109,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     for each in (startup, device):
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
     monkeypatch.setattr(device, "choose_trials", lambda *_: [])
+    monkeypatch.setattr(trial, "why_not", lambda *_: None)
     monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
     monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
     monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
