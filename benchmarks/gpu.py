@@ -9,11 +9,12 @@ transformers' own continuous batching, the gaps between kernels, and the time fr
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, let_go
 from quire.engine.types import Request
 
 LLAMA3_ROPE = {
@@ -88,9 +89,13 @@ PREFILLS = (2048, 8192)
 BATCHES = (1, 32, 256)
 BYTES = 2
 """Of a bfloat16."""
+_ASLEEP = 40_000_000
+"""Cycles, some 20 ms: in them a host queues 20 calls of some kernels each."""
+_CACHED_BYTES = 2**28
+"""More than a GPU's second cache holds."""
 
 
-def main() -> None:
+def main() -> int:
     models = {"nargs": "+", "choices": sorted(SHAPES), "default": ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"]}
     args = options(
         __doc__,
@@ -112,11 +117,19 @@ def main() -> None:
         f"{name}, torch {torch.__version__}: copies {copy / 1e12:.2f} TB/s, multiplies {matmul / 1e12:.0f} TFLOP/s bf16"
     )
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy": copy, "matmul": matmul, "models": {}}
+    wrong = list[str]()
     for model in args.models:
-        with model_directory(model) as path:
-            found["models"][model] = bench(model, path, args, copy, matmul)
+        try:
+            with model_directory(model) as path:
+                found["models"][model] = bench(model, path, args, copy, matmul)
+        except Exception as error:  # the others' figures are worth having
+            wrong.append(model)
+            found["models"][model] = {"error": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        let_go()
         if args.json:  # after each model, so that an interrupted run leaves what it has
             args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
 
 
 def bench(model: str, path: Path, args: argparse.Namespace, copy: float, matmul: float) -> dict[str, Any]:
@@ -124,9 +137,7 @@ def bench(model: str, path: Path, args: argparse.Namespace, copy: float, matmul:
     small = args.device == "cpu"
     rows, tokens = (4, 4) if small else (32, 128)
     results = measure(path, args, copy, matmul, rows, tokens)
-    gc.collect()
-    if not small:
-        torch.cuda.empty_cache()
+    let_go()
     if not args.no_transformers:
         other = transformers_seconds(path, rows, tokens, args.device)
         results["transformers_s"] = other
@@ -179,7 +190,9 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
 
 def limits(device: torch.device) -> tuple[float, float]:
     """Bytes per second that a copy reads and writes, and bfloat16 operations per second of a matrix product."""
-    big, side = (2**32, 8192) if device.type == "cuda" else (2**26, 512)
+    big, side = (2**26, 512)
+    if device.type == "cuda":
+        big, side = min(2**32, torch.cuda.mem_get_info(device)[0] // 8), 8192
     source = torch.randint(0, 255, (big,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -188,20 +201,33 @@ def limits(device: torch.device) -> tuple[float, float]:
     return 2 * big / copying, 2 * side**3 / multiplying
 
 
-def times(function: Any, device: torch.device, repeats: int = 20) -> list[float]:
+def times(function: Callable[[], object], device: torch.device, repeats: int = 20) -> list[float]:
+    """Seconds of each call after three others; of a GPU its own, as far as nothing in them waits for the host."""
+    for _ in range(3):
+        function()
+    if device.type == "cuda":
+        return _times_there(function, repeats)
     found = []
-    for _ in range(repeats + 3):
-        synchronize(device)
+    for _ in range(repeats):
         began = time.perf_counter()
         function()
-        synchronize(device)
         found.append(time.perf_counter() - began)
-    return found[3:]
+    return found
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _times_there(function: Callable[[], object], repeats: int) -> list[float]:
+    """The host is ahead: the GPU sleeps while calls are queued. Between them its cache is filled with other bytes."""
+    others = torch.empty(_CACHED_BYTES, dtype=torch.uint8, device="cuda")
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_ASLEEP)
+    for begin, end in pairs:
+        others.zero_()
+        begin.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
 def model_directory(model: str) -> AbstractContextManager[Path]:

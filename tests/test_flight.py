@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flight.process import Run, run_stage, told
+from benchmarks.flight.plan import PLAN
+from benchmarks.flight.process import Run, beside, run_stage
+from benchmarks.flight.table import told
 from tests.tree import ROOT
 
 
@@ -30,11 +32,22 @@ def test_a_stage_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> Non
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     run = run_stage(program(child), os.environ, tmp_path / "log", 3.0)
     assert run.ended == "its 3 s were over"
+    assert run.late
     pid = int((tmp_path / "log").read_text())
     until = time.monotonic() + 30
     while not gone(pid):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_what_runs_beside_ends_with_the_stages(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with beside(program("import os, time; print(os.getpid(), flush=True); time.sleep(600)"), log):
+        until = time.monotonic() + 30
+        while not log.read_text().endswith("\n"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert gone(int(log.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +84,6 @@ def test_a_flight_on_the_cpu(tmp_path: Path) -> None:
     table = (tmp_path / "table.txt").read_text()
     assert ran.returncode == 0, table
     assert table.startswith("everything holds")
-    for stage in ("machine", "kernels", "products", "models", "images", "large", "http", "cores"):
+    for stage in PLAN:
         assert f"\n{stage}: held" in table
     assert table.count("the same tokens") == 12

@@ -6,11 +6,15 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.options import options
-from benchmarks.flight.process import PLAN, Run, run_stage, told
+from benchmarks.flight.plan import PLAN
+from benchmarks.flight.process import Run, beside, run_stage
+from benchmarks.flight.table import told
 
+_BUILD = Path(__file__).parents[2] / "kernels" / "cpu" / "build.py"
 _LEAST_SECONDS = 5.0
 """For which a stage is begun at all."""
 
@@ -28,12 +32,13 @@ def main() -> int:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.seconds
-    runs = [
-        _run(name, args.out, args.device, min(seconds, until - time.monotonic()))
-        for name, seconds in PLAN.items()
-        if args.only is None or name in args.only
-    ]
-    for run in [each for each in runs if not each.held]:
+    with beside([sys.executable, str(_BUILD)], args.out / "build.log"):  # what the last stage tries
+        runs = [
+            _run(name, args.out, args.device, min(seconds, until - time.monotonic()))
+            for name, seconds in PLAN.items()
+            if args.only is None or name in args.only
+        ]
+    for run in [each for each in runs if not each.held and not each.late]:
         runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "blocking"))
         if args.device == "cuda" and shutil.which("compute-sanitizer"):
             runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "sanitizer"))
@@ -46,7 +51,7 @@ def main() -> int:
 def _run(stage: str, out: Path, device: str, seconds: float, again: str = "") -> Run:
     """`again`: how a stage that failed is run once more; "": for the first time."""
     if seconds < _LEAST_SECONDS:
-        return Run(stage, again, "no time was left", 0.0)
+        return Run(stage, again, "no time was left", 0.0, late=True)
     command = [sys.executable, "-m", "benchmarks.flight.stages", stage, "--device", device]
     environment = dict(os.environ)
     if again == "blocking":
@@ -58,7 +63,7 @@ def _run(stage: str, out: Path, device: str, seconds: float, again: str = "") ->
     print(f"{name}: {seconds:.0f} s at most", flush=True)
     run = run_stage(command, environment, out / f"{name}.log", seconds)
     print(f"{name}: {run.ended or 'held'} after {run.seconds:.0f} s", flush=True)
-    return Run(stage, again, run.ended, run.seconds)
+    return replace(run, stage=stage, again=again)
 
 
 if __name__ == "__main__":

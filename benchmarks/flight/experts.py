@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
-from quire.kernels.backend import NO_ADAPTERS, Backend, Experts, Linear
+from quire.kernels.backend import Backend, Experts
 from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing
+from quire.kernels.routing import Mixture, Routing
 from quire.kernels.select import select_backend
 
 _SHAPES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral": (4096, 14336, 8, 2)}
@@ -30,7 +30,7 @@ def experts(device: torch.device, say: Say) -> None:
         mixture = _mixture(backend, weights, router, routing)
         for rows in _ROWS[: 2 if small else None]:
             x = torch.randn((rows, shape[0]), device=device).bfloat16()
-            seconds = statistics.median(times(lambda: mixture(x, NO_ADAPTERS), device, 10))  # noqa: B023
+            seconds = statistics.median(times(lambda: mixture(x, x), device, 10))  # noqa: B023
             work = 6 * shape[0] * shape[1] * shape[3] * rows
             read = min(shape[2], rows * shape[3]) * 6 * shape[0] * shape[1]
             rates = f"at most {read / seconds / 1e9:.0f} GB/s, {work / seconds / 1e12:.1f} TFLOP/s"
@@ -43,7 +43,7 @@ def _weights(shape: tuple[int, int, int, int], device: torch.device, *, down: bo
     return torch.randn((count, outs, ins), device=device, dtype=torch.bfloat16) * ins**-0.5
 
 
-def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> Linear:
+def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> Mixture:
     gate_up, down = ([backend.pack_linear(each, None) for each in stacked] for stacked in weights)
     return backend.mixture(Experts(backend.pack_linear(router, None, wide=True), gate_up, down, routing))
 
@@ -51,8 +51,8 @@ def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor
 def _right(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> str:
     """Beside plain PyTorch on the same device, which computes expert by expert."""
     x = torch.randn((40, router.shape[1]), device=router.device).bfloat16()
-    ours = _mixture(backend, weights, router, routing)(x, NO_ADAPTERS).float()
-    theirs = _mixture(Reference(), weights, router, routing)(x, NO_ADAPTERS).float()
+    ours = _mixture(backend, weights, router, routing)(x, x).float()
+    theirs = _mixture(Reference(), weights, router, routing)(x, x).float()
     error = ((ours - theirs).norm() / theirs.norm()).item()
     if not error < 0.02:
         raise ValueError(f"relative error {error:.3g}, at most 0.02")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
+from quire.engine.types import Adapter
+from tests.adapters import save_adapter
 from tests.engine.harness import run
 
 _SHAPE: dict[str, Any] = {
@@ -65,6 +66,7 @@ _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
 _MOST = {torch.float32: 5e-3, torch.bfloat16: 0.08}
 """Mean differences of log probabilities: TF32 products, and bfloat16 rounded in other places."""
+_ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
 
@@ -84,7 +86,9 @@ def _made(folder: Path, family: str) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SHAPE | FAMILIES[family])).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SHAPE | FAMILIES[family]))
+    model.save_pretrained(folder)
+    save_adapter(folder / _ADAPTER, model, 8, targets=("q_proj", "down_proj"))
     return "random weights"
 
 
@@ -93,10 +97,21 @@ def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), device=device.type, **given))
 
 
-def _run(engine: Engine, **params: Any) -> dict[str, list[int]]:
-    """The tokens of greedy answers to all prompts, together."""
-    asked = [request(str(index), prompt, 24, seed=index, **params) for index, prompt in enumerate(_PROMPTS)]
-    return {name: each.ids for name, each in at_once(engine, asked).items()}
+def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) -> dict[str, list[int]]:
+    """The tokens of greedy answers to all prompts, together; the last time, where they are asked several times. With
+    adapters every other one has one."""
+    engine = _engine(folder, device, **options)
+    own = Adapter(_ADAPTER, "0" * 64, str(folder / _ADAPTER)) if options.get("enable_lora") else None
+    for _ in range(times):
+        asked = [
+            request(str(index), prompt, 24, seed=index, adapter=own if index % 2 else None)
+            for index, prompt in enumerate(_PROMPTS)
+        ]
+        found = {name: each.ids for name, each in at_once(engine, asked).items()}
+    if times > 1 and not engine.stats.prefix_hits:
+        raise ValueError("nothing hit")
+    engine.close()
+    return found
 
 
 def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
@@ -129,21 +144,22 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
-        wanted.update(_run(_engine(folder, device, enforce_eager=True, **fixed)))
+        wanted.update(_run(folder, device, enforce_eager=True, **fixed))
         return "eager, deterministic"
 
     tried(say, "tokens to compare with", plain)
     draft = SpeculativeConfig(method="ngram")
-    same: dict[str, Callable[[], dict[str, list[int]]]] = {
-        "decode graphs": lambda: _run(_engine(folder, device, warmup_seconds=60.0, **fixed)),
-        "prefix hits": lambda: _twice(_engine(folder, device, **fixed)),
-        "few pages: preemption": lambda: _run(_engine(folder, device, num_kv_blocks=36, **fixed)),
-        "chunks of 32 tokens": lambda: _run(_engine(folder, device, max_num_batched_tokens=32, **fixed)),
-        "guesses": lambda: _run(_engine(folder, device, speculative_config=draft, **fixed)),
-        "host memory as a tier": lambda: _run(_engine(folder, device, kv_offload_memory=0.25, **fixed)),
+    same: dict[str, dict[str, Any]] = {
+        "decode graphs": {"warmup_seconds": 60.0},
+        "prefix hits": {"times": 2},
+        "few pages: preemption": {"num_kv_blocks": 36},
+        "chunks of 32 tokens": {"max_num_batched_tokens": 32},
+        "guesses": {"speculative_config": draft},
+        "host memory as a tier": {"kv_offload_memory": 0.25},
     }
-    for name, answers in same.items():
-        tried(say, name, partial(_equal, answers, wanted))
+    for name, options in same.items():
+        tried(say, name, partial(_equal, folder, device, fixed | options, wanted))
+    tried(say, "adapters in graphs", partial(_adapted, folder, device, fixed, wanted))
     other: dict[str, dict[str, Any]] = {
         "FP8 pages": {"kv_cache_dtype": "fp8"},
         "8-bit pages": {"kv_cache_dtype": "int8"},
@@ -155,23 +171,23 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
         tried(say, name, partial(_share, folder, device, options, wanted))
 
 
-def _twice(engine: Engine) -> dict[str, list[int]]:
-    _run(engine)
-    again = _run(engine)
-    if not engine.stats.prefix_hits:
-        raise ValueError("nothing hit")
-    return again
-
-
-def _equal(answers: Callable[[], dict[str, list[int]]], wanted: dict[str, list[int]]) -> str:
-    found = answers()
+def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:
+    found = _run(folder, device, **options)
     if found != wanted:
         name = next(name for name in wanted if found.get(name) != wanted[name])
         raise ValueError(f"prompt {name}: {found.get(name)} and not {wanted[name]}")
     return "the same tokens"
 
 
+def _adapted(folder: Path, device: torch.device, fixed: dict[str, Any], plain: dict[str, list[int]]) -> str:
+    """Beside eager ones; requests without an adapter have the plain engine's tokens."""
+    eager = _run(folder, device, enable_lora=True, enforce_eager=True, **fixed)
+    if any((eager[name] == plain[name]) == bool(int(name) % 2) for name in plain):
+        raise ValueError(f"{eager}, and without adapters {plain}")
+    return _equal(folder, device, fixed | {"enable_lora": True, "warmup_seconds": 60.0}, eager)
+
+
 def _share(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:
-    found = _run(_engine(folder, device, **options))
+    found = _run(folder, device, **options)
     pairs = [pair for name in wanted for pair in zip(found[name], wanted[name], strict=True)]
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)} tokens as in full precision"

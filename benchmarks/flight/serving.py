@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import time
 
@@ -13,8 +14,10 @@ from benchmarks.common.engines import Answered, answer, at_once
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, let_go
 from quire.server.cli.bench.stats import arrivals, distribution
+
+_BIRDS = ["hen", "cock", "chick"]
 
 
 def large(device: torch.device, say: Say) -> None:
@@ -33,8 +36,7 @@ def large(device: torch.device, say: Say) -> None:
             return f"up after {found['load_s']:.1f} s; {', '.join(parts)}; no kernel in {found.get('gap', 0):.0%}"
 
         tried(say, "shares of the copy's bytes and the product's operations", alone)
-        if not small:
-            torch.cuda.empty_cache()
+        let_go()
         tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
 
 
@@ -68,6 +70,7 @@ def http(device: torch.device, say: Say) -> None:
     with served("--device", device.type) as server:
         say(Finding("quire serve", f"ready after {time.monotonic() - began:.1f} s"))
         tried(say, "64 chats at once over HTTP", lambda: _chats(server.url, 64))
+        tried(say, "16 answers of a grammar beside them", lambda: _chosen(server.url, 16))
 
 
 def _chats(url: str, count: int) -> str:
@@ -77,3 +80,19 @@ def _chats(url: str, count: int) -> str:
     seconds, answers = asyncio.run(post_all(url, "/v1/chat/completions", bodies, count))
     tokens = sum(each["usage"]["completion_tokens"] for each in answers)
     return f"{tokens / seconds:.0f} tokens/s, {os.cpu_count()} cores"
+
+
+def _chosen(url: str, count: int) -> str:
+    """Each is one of three words of JSON; as many chats are free beside them."""
+    schema = {"type": "json_schema", "json_schema": {"name": "bird", "schema": {"enum": _BIRDS}}}
+    said = [[{"role": "user", "content": f"Which bird is number {number}?"}] for number in range(2 * count)]
+    bodies = [
+        {"model": "quire-demo", "max_tokens": 32, "seed": number, "messages": messages}
+        | ({"response_format": schema} if number % 2 else {"ignore_eos": True})
+        for number, messages in enumerate(said)
+    ]
+    seconds, answers = asyncio.run(post_all(url, "/v1/chat/completions", bodies, 2 * count))
+    found = [each["choices"][0]["message"]["content"] for each in answers[1::2]]
+    if wrong := [each for each in found if each.strip() not in {json.dumps(bird) for bird in _BIRDS}]:
+        raise ValueError(f"{wrong[0]!r} is none of {_BIRDS}")
+    return f"all of them in {seconds:.1f} s"

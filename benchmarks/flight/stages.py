@@ -10,21 +10,22 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.options import options
-from benchmarks.flight import images, kernels, machine, models, serving
+from benchmarks.flight import compiling, images, kernels, machine, models, serving
 from benchmarks.flight.finding import Finding, Say
-from benchmarks.flight.process import PLAN
+from benchmarks.flight.plan import PLAN
 
 STAGES: dict[str, Callable[[torch.device, Say], None]] = {
     "machine": machine.look,
+    "compiling": compiling.ahead,
     "kernels": kernels.attention,
-    "products": kernels.products,
     "models": models.compare,
     "images": images.images,
     "large": serving.large,
+    "products": kernels.products,
     "http": serving.http,
     "cores": machine.cores,
 }
-assert STAGES.keys() == PLAN.keys()
+assert list(STAGES) == list(PLAN)
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ def _linears(
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """The linears of the MLP beside a layer's experts, and of those around experts of smaller vectors, by their names."""
+    """The linears of the MLP beside a layer's experts, and of those around smaller experts, by their names."""
     name, width = shared_experts(raw)
     size = int(raw.get("moe_latent_size") or 0)
     around = dict(zip(NARROW, ((hidden, size), (size, hidden)), strict=True)) if size else {}

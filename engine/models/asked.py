@@ -28,6 +28,16 @@ def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
     return max(parts, key=lambda each: each.head_dim, default=AttentionSpec(1, 1, 64, 1.0, None, spec.norm))
 
 
+def each_attention(spec: DecoderSpec) -> list[AttentionSpec] | list[LatentAttentionSpec]:
+    """One of each shape that layers have, or of latents the widest, where a model has both or some of these alone."""
+    part = widest(spec)
+    if isinstance(part, LatentAttentionSpec):
+        return [part]
+    parts = spec.parts(AttentionSpec)
+    shapes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.softcap): each for each in parts}
+    return list(shapes.values()) or [part]
+
+
 def has_sinks(spec: DecoderSpec) -> bool:
     """Whether some attention has sinks (gpt-oss)."""
     return any(each.sinks for each in spec.parts(AttentionSpec))

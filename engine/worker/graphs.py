@@ -13,9 +13,11 @@ finds both, which has the head and the pick of steps whose picks are nothing but
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -186,6 +188,9 @@ class DecodeGraphs:
 class CudaCapture:
     """Captures into CUDA graphs, which share one pool of memory: no two of them run at once."""
 
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
+    """Kept for good: PyTorch's allocators ask them, where their captures did not end well, to whom memory belongs."""
+
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -194,17 +199,28 @@ class CudaCapture:
         # Once without recording: libraries set themselves up and Triton compiles, neither of which a graph can hold.
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
                 function()
             before.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
             # Other threads copy KV pages meanwhile (pages.py): by default what they do would end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except BaseException:
             torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where ending the capture fails
             before.wait_stream(self._stream)
-            self._pool = torch.cuda.graph_pool_handle()  # and may leave the pool as one that is still captured into
+            self._give_up(graph)
             raise
         return graph.replay, result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Where ending a capture fails, PyTorch (ATen/cuda/CUDAGraph.cpp, `capture_end`) leaves its pool as one that is
+        captured into. As long as there is such a one, memory that several streams have used is never free again, as
+        that of each download; and nothing else can be captured into that pool."""
+        device = self._stream.device_index
+        with suppress(Exception):  # it ended as it should, or had not begun
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+        self._failed.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import LinearContext, Table
 from quire.kernels.gpu import triton_sizes
-from quire.kernels.gpu.quantization import library
+from quire.kernels.gpu.quantization import library, trial
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.packing import (
     BLOCK,
@@ -22,6 +23,8 @@ from quire.kernels.gpu.quantization.packing import (
 )
 from quire.kernels.gpu.triton_sizes import cdiv
 from quire.kernels.quantized import Float8Weight, QuantizedWeight
+
+log = logging.getLogger("quire.kernels")
 
 _FEW, _SOME = 16, 64
 """Rows: tiles are chosen for up to so many."""
@@ -94,7 +97,21 @@ class QuantizedLinear:
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> QuantizedLinear | None:
-    """As `Backend.pack_quantized`; None where the kernels do not know a form. fixed: as in QuantizedLinear."""
+    """As `Backend.pack_quantized`; None where the kernels do not know a form, or compute something else for it on this
+    GPU. fixed: as in QuantizedLinear."""
+    if weights[0].codes.is_cuda:
+        where = (dtype, weights[0].codes.device, wide, fixed)
+        for weight in weights:
+            if (reason := trial.why_not(trial.kind_of(weight), *where, made)) is not None:
+                log.warning("weights of few bits are held in %s: Triton's kernels: %s", dtype, reason)
+                return None
+    return made(weights, bias, dtype=dtype, wide=wide, fixed=fixed)
+
+
+def made(
+    weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
+) -> QuantizedLinear | None:
+    """The same without a trial."""
     parts: list[Packed] = []
     for weight in weights:
         if isinstance(weight, Float8Weight):

@@ -60,13 +60,18 @@ def load_guard(folder: Path) -> None:
 
 
 class Waiting(TorchDispatchMode):
-    """Refuses operators for which the host would wait, and in a capture all that needs the host's memory."""
+    """Refuses operators for which the host would wait, in a capture all that needs the host's memory, and to write to
+    pinned memory that a copy is under way from or to: PyTorch alone knows when it has ended, and uses the memory again
+    then."""
 
     capturing = False
 
     def __init__(self) -> None:
         super().__init__()
         self.pinned: list[Tensor] = []
+        """Kept, so that no two have one place."""
+        self.under_way: set[int] = set()
+        """Storages of pinned memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -79,6 +84,9 @@ class Waiting(TorchDispatchMode):
                 assert len({each.device for each in args}) == 1, "where copies a number to the GPU, and waits"
             kinds = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim}
             assert len(kinds) < 2, f"{func} of tensors on {kinds}"
+            for given, said in zip(args, func._schema.arguments, strict=False):
+                if said.is_write and isinstance(given, Tensor):
+                    self.check_untouched(given)
         result = func(*args, **kwargs)
         if pin:
             self.pinned.append(result)
@@ -96,7 +104,15 @@ class Waiting(TorchDispatchMode):
             return
         assert not Waiting.capturing, f"{func} to {where} in a capture"
         assert not waits, f"{func} to {where} waits"
-        assert self._is_pinned(source if where == "cuda" else target), f"{func} to {where} of memory that may move"
+        here = source if where == "cuda" else target
+        assert self._is_pinned(here), f"{func} to {where} of memory that may move"
+        if where == "cpu":
+            self.check_untouched(here)
+        self.under_way.add(here.untyped_storage()._cdata)
+
+    def check_untouched(self, tensor: Tensor) -> None:
+        """Of one that something is going to write to."""
+        assert tensor.untyped_storage()._cdata not in self.under_way, "a copy from or to this memory is under way"
 
     def _is_pinned(self, tensor: Tensor | None) -> bool:
         storages = {each.untyped_storage()._cdata for each in self.pinned}
@@ -121,7 +137,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         load_guard(folder)
-        self.tensors = FakeTensorMode()
+        self.tensors, self.waiting = FakeTensorMode(), Waiting()
         self.launched: list[str] = []
         """The Triton kernels that were started."""
         for name in ("Stream", "current_stream"):
@@ -140,13 +156,14 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def never_waits(self) -> Iterator[None]:
-        with self.tensors, Waiting():
+        with self.tensors, self.waiting:
             yield
 
     def _fill(self, staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
         """Fake memory has no bytes to fill."""
         assert staged.device.type == "cpu"
         assert staged.nbytes > 0, "an empty upload"
+        self.waiting.check_untouched(staged)
         assert all(array.dtype != object for array in arrays)
 
     def _replace_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from quire.engine.worker.compiling import kept
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
 from quire.engine.worker.memory import explained
+from quire.kernels.reference import Reference
 from tests.tiny_models import FAMILIES, SHAPE
 
 PROPRIETARY = (
@@ -204,3 +205,21 @@ def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | 
     else:
         with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served on CPUs alone"):
             check_attention(torch.device("cuda"), config, decoder_spec(config))
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", [16]), ("gemma4", [16, 32])])
+def test_each_shape_of_attention_is_tried(
+    family: str, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[int]()
+
+    def probe(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, *_: Any, **__: Any) -> Any:
+        return lambda backend: tried.append(dim)
+
+    monkeypatch.setattr(devices, "Probe", probe)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
+    spec, types = decoder_spec(read_model_config(tmp_path)), (torch.bfloat16, torch.bfloat16)
+    (trial,) = devices.choose_trials(EngineConfig(enforce_eager=True), torch.device("cuda"), types, spec)
+    assert trial(Reference()) is None
+    assert sorted(set(tried)) == sizes
+    assert len(tried) == len(sizes)

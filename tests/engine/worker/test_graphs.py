@@ -408,6 +408,8 @@ def test_a_cpu_prepares_nothing_before_ready() -> None:
 
 
 class FakeStream:
+    device_index = 0
+
     def __init__(self, *_: object) -> None:
         self.waited_for: list[FakeStream] = []
 
@@ -416,11 +418,18 @@ class FakeStream:
 
 
 class FakeCuda:
-    """The current stream, and captures whose end fails: torch.cuda.graph then leaves its stream behind."""
+    """The current stream, the pools that are captured into, and captures whose end fails: torch.cuda.graph then leaves
+    its stream behind, and its pool among these."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends: bool = False) -> None:
+        """ends: what fails is not the capture's end."""
         self.current = self.first = FakeStream()
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        self.ends, self.pools = ends, iter(range(1, 9))
+        self.captured: list[object] = []
+        self.released: list[object] = []
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.released.append(pool), raising=False)
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
@@ -430,6 +439,11 @@ class FakeCuda:
 
     def switch(self, stream: FakeStream) -> None:
         self.current = stream
+
+    def end(self, device: int, pool: object) -> None:
+        if pool not in self.captured:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.captured.remove(pool)
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -442,18 +456,29 @@ class FakeCuda:
     @contextmanager
     def graph(self, graph: object, pool: object, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "other threads copy pages meanwhile"
+        assert pool not in self.captured, "already recording to mempool_id"
         self.current = stream
+        self.captured.append(pool)
         yield
+        if self.ends:
+            self.captured.remove(pool)
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """The stream; no pool that is captured into, while which no memory that downloads have used is free again; and the
+    graph, which PyTorch's allocator for pinned memory would still ask."""
+    cuda, before = FakeCuda(monkeypatch, ends=ends), len(graphs.CudaCapture._failed)
     capture = graphs.CudaCapture(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="previous error"):
-        capture(lambda: torch.zeros(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="previous error"):
+            capture(lambda: torch.zeros(1))
     assert cuda.current is cuda.first
     assert cuda.first.waited_for[-1] is capture._stream
+    assert cuda.captured == []
+    assert cuda.released == ([] if ends else [(0, 1), (0, 2)])
+    assert len(graphs.CudaCapture._failed) == before + 2
 
 
 def test_a_fake_that_can_tell() -> None:

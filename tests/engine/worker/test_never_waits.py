@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, memory, startup
+from quire.engine.worker import device, draft_runner, memory, startup, transfer
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.images import load
@@ -41,7 +42,7 @@ from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
-from quire.kernels.gpu.quantization import library, quantized
+from quire.kernels.gpu.quantization import library, quantized, trial
 from tests.engine.harness import request, run
 from tests.engine.images.test_families import about
 from tests.engine.test_heads import drafter_of, made_head
@@ -116,6 +117,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     for each in (startup, device):
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
     monkeypatch.setattr(device, "choose_trials", lambda *_: [])
+    monkeypatch.setattr(trial, "why_not", lambda *_: None)
     monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
     monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
     monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
@@ -451,6 +453,28 @@ def test_weights_of_few_bits(
     assert "held in" not in engine.info.quantization
     run(engine, traffic({"all": KINDS["all"]}))
     assert set(gpu.launched) >= kernels
+
+
+def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer for two uploads, or for an upload that is made longer, is refused: its copy may not have begun."""
+    made, kept = torch.empty, list[Tensor]()
+
+    def once(*shape: Any, pin_memory: bool = False, **named: Any) -> Tensor:
+        if not pin_memory or not kept:
+            kept.append(made(*shape, pin_memory=pin_memory, **named))
+        return kept[0]
+
+    numbers = [np.arange(4)]
+    with gpu.never_waits():
+        for _ in range(2):
+            transfer.upload(numbers, DEVICE)
+    monkeypatch.setattr(torch, "empty", once)
+    for again in (lambda: transfer.upload(numbers, DEVICE), lambda: kept[0].zero_()):
+        with gpu.never_waits():
+            kept.clear()
+            transfer.upload(numbers, DEVICE)
+            with pytest.raises(AssertionError, match="is under way"):
+                again()
 
 
 def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.gpu.quantization import library, quantized
+from quire.kernels.backend import NO_ADAPTERS, Linear
+from quire.kernels.gpu.quantization import library, quantized, trial
 from quire.kernels.gpu.quantization.library import Product
 from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 from tests.kernels.ragged import error
 from tests.kernels.triton.few_bits import DTYPES, E2M1, FEW, TABLE, float8, grouped, rounded, there
 
@@ -170,3 +171,34 @@ def test_what_fails_its_trial_is_not_used(
     x = torch.randn((20, 512), generator=generator).bfloat16()
     expected = rounded(x, floats=True) @ weight.dequantized().double().cpu().T
     assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
+
+
+KINDS = {
+    "4 bits": GroupedWeight(torch.zeros((64, 64), dtype=torch.uint8), torch.ones((64, 4)), torch.ones((64, 4))),
+    "MXFP4": GroupedWeight(torch.zeros((64, 64), dtype=torch.uint8), torch.ones((64, 4)), None, E2M1),
+    "8 bits": GroupedWeight(torch.zeros((64, 128), dtype=torch.int8), torch.ones((64, 1))),
+    "FP8": Float8Weight(torch.zeros((64, 128)).to(torch.float8_e4m3fn), torch.ones((64, 1)), (1, 128)),
+    "squares": Float8Weight(torch.zeros((256, 256)).to(torch.float8_e4m3fn), torch.ones((2, 2)), (128, 128)),
+}
+
+
+@pytest.mark.parametrize("weight", KINDS.values(), ids=list(KINDS))
+def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes what computes right, and notices a scale 5 % off where there are many rows alone, and what raises."""
+    monkeypatch.setattr(trial, "_ROWS", (3, 40))
+    kind = trial.kind_of(weight)
+
+    def found(pack: Any) -> str | None:
+        trial.why_not.cache_clear()
+        return trial.why_not(kind, torch.bfloat16, device, False, False, pack)
+
+    def off(*args: Any, **named: Any) -> Linear:
+        linear = quantized.made(*args, **named)
+        assert linear is not None
+        return lambda x, context: linear(x, context) * (1.05 if len(x) > FEW else 1.0)
+
+    assert found(quantized.made) is None
+    assert "computes something else for 40 rows" in str(found(off))
+    assert str(found(lacks)).startswith("RuntimeError: torch._scaled_mm is only supported")
+    assert found(lambda *_, **__: None) is None
+    trial.why_not.cache_clear()

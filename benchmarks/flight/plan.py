@@ -1,0 +1,16 @@
+"""The stages, in the order in which they run, and the seconds that each has at most."""
+
+from __future__ import annotations
+
+PLAN = {
+    "machine": 30.0,
+    "compiling": 100.0,
+    "kernels": 55.0,
+    "models": 110.0,
+    "images": 50.0,
+    "large": 115.0,
+    "products": 45.0,
+    "http": 35.0,
+    "cores": 20.0,
+}
+"""Together as long as a flight; what one leaves goes to second runs."""

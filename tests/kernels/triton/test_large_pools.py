@@ -1,0 +1,108 @@
+"""Pools of more numbers than 32 bits count: what kernels read and write there is what they do in a small one. Memory
+that nobody touches is none on the host; a GPU must have it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.latents.latent import Latent
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
+from tests.kernels.ragged import page, random_part, to_device
+
+_NUMBERS = 2**31
+_BYTES = 12 * 2**30
+CONTEXTS = [(40, 1), (33, 1), (21, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _room(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < _BYTES:
+        pytest.skip("the GPU has less memory")
+
+
+def behind(small: Tensor) -> tuple[Tensor, int]:
+    """The same pages, or slots, behind so many others that nobody touches."""
+    others = -(-_NUMBERS // small[0].numel())
+    large = torch.empty((others + len(small), *small.shape[1:]), dtype=small.dtype, device=small.device)
+    large[others:].copy_(small)
+    return large, others
+
+
+def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetadata:
+    parts = tuple(moved(each, pages, size) for each in metadata.parts)
+    table, slots = metadata.block_table + pages, metadata.slots + pages * size
+    return replace(metadata, block_table=table, slots=slots, parts=parts)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [16, 256])
+def test_keys_and_values(
+    device: torch.device, size: int, kv_dtype: torch.dtype | None, generator: torch.Generator
+) -> None:
+    backend = Triton()
+    backend.block_size = size
+    parts = [random_part(context, count, 4, 2, 64, torch.bfloat16, generator) for context, count in CONTEXTS]
+    k_cache, v_cache, metadata = page(backend, parts, kv_dtype=kv_dtype)
+    metadata, k_cache, v_cache = to_device(metadata, device), k_cache.to(device), v_cache.to(device)
+    qkv = torch.randn((sum(count for _, count in CONTEXTS), 8 * 64), generator=generator).bfloat16().to(device)
+
+    def computed(k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        q = backend.rope_store(qkv.clone(), Rope(64, None), k_cache, v_cache, metadata)
+        return backend.paged_attention(q, k_cache, v_cache, metadata, Softmax(0.125, None))
+
+    (far_k, pages), (far_v, _) = behind(k_cache), behind(v_cache)
+    found = computed(far_k, far_v, moved(metadata, pages, size))
+    assert torch.equal(found, computed(k_cache, v_cache, metadata))
+    assert found.isfinite().all()
+    for far, small in ((far_k, k_cache), (far_v, v_cache)):
+        assert torch.equal(far[pages:].view(torch.uint8), small.view(torch.uint8))
+
+
+def test_latents(device: torch.device, generator: torch.Generator) -> None:
+    backend, context = Triton(), 40
+    cache = torch.randn((3, 16, 1, 128 + 64), generator=generator).bfloat16().to(device)
+    turns = torch.randn((64, 64), generator=generator).to(device)
+    latent = Latent(torch.ones(128, device=device), 1e-6, turns, False)
+    kv = torch.randn((1, 128 + 64), generator=generator).bfloat16().to(device)
+    query = torch.randn((1, 4 * (128 + 64)), generator=generator).bfloat16().to(device)
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    table, at = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([context - 1])
+    metadata = AttentionMetadata(one, one[1:] * context, one * context, table, at, 16 + at % 16, 1, context)
+    metadata = to_device(metadata, device)
+
+    def computed(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        q = backend.latent_store(query.clone(), kv, latent, cache, metadata)
+        return backend.paged_attention(q, cache, cache, metadata, Softmax(0.1, values=128))
+
+    far, pages = behind(cache)
+    assert torch.equal(computed(far, moved(metadata, pages, 16)), computed(cache, metadata))
+    assert torch.equal(far[pages:], cache)
+
+
+def test_columns_of_convolutions(device: torch.device, generator: torch.Generator) -> None:
+    channels, tokens = 64, 20
+    weight = torch.randn((3, channels), generator=generator).to(device)
+    recent = torch.randn((3, 10, channels), generator=generator).bfloat16().to(device)
+    x = torch.randn((tokens, channels), generator=generator).bfloat16().to(device)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    at = torch.arange(5, 5 + tokens)
+    metadata = AttentionMetadata(starts, starts[1:] + 5, starts, torch.zeros((1, 2), dtype=torch.int32), at, at, 20, 25)
+    metadata = replace(to_device(metadata, device), state_slots=torch.tensor([1], device=device))
+
+    def computed(recent: Tensor, metadata: AttentionMetadata) -> Tensor:
+        conv = ShortConv(weight, None, gated=False)
+        return Triton().short_conv(x, conv, Columns(None, 16, recent), metadata)
+
+    far, slots = behind(recent)
+    assert metadata.state_slots is not None
+    found = computed(far, replace(metadata, state_slots=metadata.state_slots + slots))
+    assert torch.equal(found, computed(recent, metadata))
+    assert torch.equal(far[slots:], recent)
