@@ -126,6 +126,7 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
 def _features(folder: Path, device: torch.device, say: Say) -> None:
     """Each with the tokens that the plain engine gives; where only bits may differ, that it answers at all."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
+    elsewhere = {"cpu_offload_gb": 1.0} if device.type == "cuda" else {}  # a CPU's are there
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
@@ -140,6 +141,7 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
         "few pages: preemption": lambda: _run(_engine(folder, device, num_kv_blocks=36, **fixed)),
         "chunks of 32 tokens": lambda: _run(_engine(folder, device, max_num_batched_tokens=32, **fixed)),
         "guesses": lambda: _run(_engine(folder, device, speculative_config=draft, **fixed)),
+        "layers in the host's memory": lambda: _run(_engine(folder, device, **fixed, **elsewhere)),
         "host memory as a tier": lambda: _run(_engine(folder, device, kv_offload_memory=0.25, **fixed)),
     }
     for name, answers in same.items():
