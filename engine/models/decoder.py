@@ -30,7 +30,7 @@ from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
 from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.kv_codes import KVScales
-from quire.kernels.streaming.layers import StreamedLayers
+from quire.kernels.streaming.layers import Layers, StreamedLayers
 
 KVCache = list[Pages]
 """By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
@@ -114,6 +114,7 @@ class Decoder:
         self._making = Making(*made, adapters, shard, experts)
         self._streaming = streamed
         self.streamed = None if streamed is None else streamed[0]
+        self._weights = Layers() if self.streamed is None else self.streamed
         self.argmax, self.draw = backend.argmax, backend.draw
         self.make_parts(self._making)
 
@@ -269,8 +270,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What comes out of the layers, as `begin` has it, the last of them with the rows `kept` alone, if they are
         given; and what goes into the layers `taps`."""
-        if self.streamed is not None:
-            self.streamed.begin()
+        self._weights.begin()
         x, residual = self.begin(token_ids, metadata)
         deep = list[Tensor]()
         if features is not None:
@@ -322,29 +322,21 @@ class Decoder:
         `kept` alone, if they are given."""
         done = layers.start
         if metadata.of_text and (recorded := self._recorded(kv_cache)) is not None:
-            alone = len(x) > _FEW_TOKENS or (self.streamed is not None and self.streamed.order)
-            together = 1 if alone else self.spec.num_layers
+            together = 1 if len(x) > _FEW_TOKENS or self._weights.order else self.spec.num_layers
             end = layers.stop - (kept is not None)
             for done in range(layers.start, end, together):
-                self._enter(done)
+                self._weights.enter(done)
                 x, residual = recorded(x, residual, metadata, range(done, min(done + together, end)))
-                self._leave(done)
+                self._weights.leave(done)
+                self.progress()
             done = end
         for index in range(done, layers.stop):
             rows = kept if index == layers.stop - 1 else None
-            self._enter(index)
+            self._weights.enter(index)
             x, residual = self._layer(index, kv_cache, rows, self._backend, x, residual, metadata)
-            self._leave(index)
+            self._weights.leave(index)
+            self.progress()
         return x, residual
-
-    def _enter(self, index: int) -> None:
-        if self.streamed is not None:
-            self.streamed.enter(index)
-
-    def _leave(self, index: int) -> None:
-        if self.streamed is not None:
-            self.streamed.leave(index)
-        self.progress()
 
     def _layer(
         self,

@@ -313,7 +313,8 @@ def choose_backend(
     try:
         trials = [] if tried else choose_trials(config, device, types, spec)
         if config.block_size is not None:
-            trials = [partial(_of_pages, config.block_size, each) for each in trials or [None]]
+            otherwise: list[Trial | None] = [*trials] or [None]
+            trials = [partial(_of_pages, config.block_size, each) for each in otherwise]
         backend, why = select_backend(
             device,
             *wanted,

@@ -60,7 +60,7 @@ class LayersFromHost(StreamedLayers):
             if not tensor.is_contiguous():  # one copy takes a layer, as bytes
                 continue
             self._held.setdefault(layer, []).append(_Held(tensor, tensor.cpu().clone().view(tensor.shape)))
-            tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
+            tensor.set_(tensor.new_empty(0))
 
     @torch.inference_mode()
     def settle(self) -> None:

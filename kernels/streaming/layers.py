@@ -17,15 +17,30 @@ Choice = Callable[[Sequence[int]], list[int]]
 """Of the bytes of each layer to those that are streamed, ascending. Raises ValueError where that cannot be."""
 
 
-class StreamedLayers(ABC):
+class Layers:
+    """Who a pass through the layers tells where it is. They are all there, where nothing else is said."""
+
+    order: Sequence[int] = ()
+    """The layers that are streamed, ascending; known once the weights are settled."""
+
+    def begin(self) -> None:
+        """A pass through the layers begins."""
+
+    def enter(self, layer: int) -> None:
+        """The layer is computed next: its weights are there for what is computed from now on."""
+
+    def leave(self, layer: int) -> None:
+        """It was computed, or what computes it is queued."""
+
+
+class StreamedLayers(Layers, ABC):
     backend: Backend
     """Packs the layers' linears."""
 
     def __init__(self, choice: Choice, slots: int) -> None:
         """slots: how many layers may be there, or on their way, at a time."""
         self._choice, self._count = choice, slots
-        self.order: list[int] = []
-        """The layers that are streamed, ascending; known once the weights are settled."""
+        self.order = []
         self._places: dict[int, int] = {}
 
     def expect(self, sizes: Sequence[int]) -> None:
@@ -51,16 +66,13 @@ class StreamedLayers(ABC):
         """Bytes that the layers would take besides, where they are multiplied, if all were kept."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """A pass through the layers begins."""
+    def begin(self) -> None: ...
 
     @abstractmethod
-    def enter(self, layer: int) -> None:
-        """The layer is computed next: its weights are there for what is computed from now on."""
+    def enter(self, layer: int) -> None: ...
 
     @abstractmethod
-    def leave(self, layer: int) -> None:
-        """It was computed, or what computes it is queued."""
+    def leave(self, layer: int) -> None: ...
 
     def counts(self) -> ExpertCounts:
         """Of no experts: the bytes that were read of disks alone."""
@@ -77,7 +89,7 @@ class StreamedLayers(ABC):
         return self.order[following] if following < len(self.order) else None
 
     @property
-    def first(self) -> list[int]:
+    def first(self) -> Sequence[int]:
         """The layers that the slots begin with."""
         return self.order[: self._count]
 

@@ -80,7 +80,7 @@ class LayersFromDisk(StreamedLayers):
 
     def _read(self, layer: int, memory: Tensor) -> None:
         """Raises OSError."""
-        target, begin = memoryview(memory.numpy()), 0
+        target, begin = memory.numpy().data, 0
         for held in self._held.get(layer, ()):
             piece, done = self._arena.piece(held.weights), 0
             while done < piece.size:

@@ -199,10 +199,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, config)
     step = step_bytes(sizes, width, tokens)
-    beside = 0 if machine.gpu else host_bytes(config) // (sharing * machine.replicas)
-    budget = machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
-    if config.kv_cache_memory is not None:
-        budget = int(config.kv_cache_memory * GIB) // (sharing * machine.replicas)
+    budget = _budget(config, machine, on_device, step)
     seqs = max(config.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching
     shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached)
@@ -233,6 +230,15 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         tiers=planned_tiers(config, machine.replicas, kept * block_size, block_size),
     )
     return _fitted(made, wishes)
+
+
+def _budget(config: EngineConfig, machine: Machine, on_device: int, step: int) -> int:
+    """Bytes for the KV cache of each device. on_device, step: of its weights, and of the largest step."""
+    parts = machine.sharing * machine.replicas
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory * GIB) // parts
+    beside = 0 if machine.gpu else host_bytes(config) // parts
+    return machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
 
 
 def _groups(sizes: ModelSizes, config: EngineConfig, block_size: int) -> PageGroups:

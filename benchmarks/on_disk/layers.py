@@ -1,4 +1,4 @@
-"""What layers on a disk cost: `python -m benchmarks.layers_on_disk FOLDER`, the folder on the disk in question.
+"""What layers on a disk cost: `python -m benchmarks.on_disk.layers FOLDER`, the folder on the disk in question.
 
 A dense model of random weights decodes one stream, then sixteen, and computes a prompt: in memory, and with bounds of
 its layers' bytes. Each is a process of its own, whose private memory is limited (RLIMIT_DATA) to what it had before
@@ -68,7 +68,7 @@ def measured(model: Path, folder: Path | None, bound: float | None, queue: Any) 
 
 
 def main() -> None:
-    args = options(__doc__, {"folder": Path, "--layers": 24, "--shares": "1.05,0.5,0.15"})
+    args = options(__doc__, {"folder": Path, "--layers": 24, "--shares": "1.05,0.5,0.25"})
     spawn, found = multiprocessing.get_context("spawn"), list[Any]()
     with folder_of(SHAPE | {"num_hidden_layers": args.layers}) as model:
         size = 0.0
@@ -77,6 +77,10 @@ def main() -> None:
             bound = None if share is None else share * size
             process = spawn.Process(target=measured, args=(model, None if share is None else args.folder, bound, queue))
             process.start()
+            while queue.empty() and process.is_alive():
+                time.sleep(0.1)
+            if queue.empty():
+                raise SystemExit(f"a bound of {bound} GiB failed")
             told = json.loads(queue.get())
             process.join()
             found.append(told["ids"])

@@ -1,4 +1,4 @@
-"""What experts on a disk cost: `python -m benchmarks.experts.on_disk FOLDER`, the folder on the disk in question.
+"""What experts on a disk cost: `python -m benchmarks.on_disk.experts FOLDER`, the folder on the disk in question.
 
 OLMoE's experts (64 of 2048 x 1024, 8 a token) in few layers, with random weights, so that all experts are used alike:
 the worst case for what is kept. One stream decodes. Where it says `dropped`, all of the file is taken out of memory
