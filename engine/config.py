@@ -150,6 +150,11 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Most tokens of one prompt in a step, so that others share it; default: all that fit"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a page of the KV cache, by which the backend is chosen; default: the backend's",
+    )
     kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
     num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
     state_memory: float | None = Field(None, gt=0, description="GiB of it for large states; default: half, at most 2")
@@ -234,11 +239,19 @@ class EngineConfig(BaseModel):
     disable_sliding_window: bool = Field(
         False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
     )
-    experts_on_disk: str | None = Field(
-        None, min_length=1, description="Directory in which a CPU's routed experts lie, instead of memory"
+    weights_on_disk: str | None = Field(
+        None, min_length=1, description="Directory in which a CPU's routed experts, or else layers, lie, not in memory"
     )
-    experts_in_memory: float | None = Field(
-        None, gt=0, description="GiB of memory for those of them that are used most; default: what the system leaves"
+    weights_in_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of memory for the experts that are used most, or for layers; default: what the system leaves, "
+        "half of what is free",
+    )
+    cpu_offload_gb: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of each GPU's layers that lie in the host's memory, and are copied as steps need them",
     )
     seed: int = Field(0, description="Seed of dummy weights")
 

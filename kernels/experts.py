@@ -80,6 +80,11 @@ class ExpertsOnDisk(ABC):
     def said(self) -> str:
         """What is where, for people to read."""
 
+    @property
+    @abstractmethod
+    def saved(self) -> int:
+        """Bytes of memory that they would take besides if they were all there."""
+
     @abstractmethod
     def step(self) -> None:
         """A step begins: no expert is being read."""

@@ -8,6 +8,7 @@ each product of a tile has one fixed shape, whatever the number of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -345,12 +346,31 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    linear = _pack_onednn(weight, bias) if _onednn_packs(weight.device, weight.dtype) else None
-    if wide and bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
-        return lambda x, context: torch.mm(x, weight.t(), out_dtype=torch.float32)
-    if linear is None:
-        linear = lambda x, context: F.linear(x, weight, bias)  # noqa: E731
+    if not _onednn_packs(weight.device, weight.dtype):
+        return _Whole(weight, bias, wide)
+    linear = _pack_onednn(weight, bias)
     return (lambda x, context: linear(x, context).float()) if wide else linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A linear as PyTorch multiplies it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    wide: bool
+
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """As kernels/streaming/from_host.py has it."""
+        return (self.weight,)
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        weight = self.weight
+        if self.wide and self.bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        out = F.linear(x, weight, self.bias)
+        return out.float() if self.wide else out
 
 
 def _onednn_packs(device: torch.device, dtype: torch.dtype) -> bool:

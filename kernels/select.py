@@ -11,6 +11,7 @@ from torch import cuda, device, dtype, version
 from quire.kernels.backend import Backend
 from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder.from_disk import LayersFromDisk
 from quire.kernels.cpu.decoder.mapped import MappedArena, MappedExperts
 from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.gpu.libraries.flash import Flash
@@ -20,6 +21,7 @@ from quire.kernels.gpu.libraries.sdpa import Sdpa
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
+from quire.kernels.streaming.layers import Choice, StreamedLayers
 
 _ON_GPUS = ("flash", "torch_varlen", "triton", "sdpa")
 _PREFERRED = {
@@ -132,8 +134,20 @@ def experts_on_disk(backend: Backend, folder: Path, memory: int) -> ExpertsOnDis
     used most. None where the backend has no such way. Raises OSError where no file can be made there."""
     if not isinstance(backend, Cpu):
         return None
-    arena = MappedArena(folder)
-    made = MappedExperts(arena, memory)
-    library = native.Native(backend.library.isa, arena)
-    made.backend = Cpu(library, deterministic=backend.deterministic, activation_bits=backend.activation_bits)
+    made = MappedExperts(arena := MappedArena(folder), memory)
+    made.backend = _packing_into(arena, backend)
     return made
+
+
+def layers_from_disk(backend: Backend, folder: Path, choice: Choice, slots: int) -> StreamedLayers | None:
+    """What packs layers into a file of the folder, and reads them from there. Likewise."""
+    if not isinstance(backend, Cpu):
+        return None
+    made = LayersFromDisk(arena := MappedArena(folder), choice, slots)
+    made.backend = _packing_into(arena, backend)
+    return made
+
+
+def _packing_into(arena: MappedArena, backend: Cpu) -> Cpu:
+    library = native.Native(backend.library.isa, arena)
+    return Cpu(library, deterministic=backend.deterministic, activation_bits=backend.activation_bits)

@@ -35,7 +35,7 @@ NOT_RUN = {
         [
             f"quire {what} MODEL {flags}"
             for what in ("serve", "plan")
-            for flags in ("--tensor-parallel-size 2 --enable-expert-parallel", "--experts-on-disk")
+            for flags in ("--tensor-parallel-size 2 --enable-expert-parallel", "--weights-on-disk")
         ],
         "it wants a model with experts; tests/engine/test_expert_parallel.py and test_experts_on_disk.py make some",
     ),

@@ -141,6 +141,7 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
 def _features(folder: Path, device: torch.device, say: Say) -> None:
     """Each with the tokens that the plain engine gives; where only bits may differ, that it answers at all."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
+    elsewhere = {"cpu_offload_gb": 1.0} if device.type == "cuda" else {}  # a CPU's are there
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
@@ -155,6 +156,7 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
         "few pages: preemption": {"num_kv_blocks": 36},
         "chunks of 32 tokens": {"max_num_batched_tokens": 32},
         "guesses": {"speculative_config": draft},
+        "layers in the host's memory": elsewhere,
         "host memory as a tier": {"kv_offload_memory": 0.25},
     }
     for name, options in same.items():

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import time
 
 import torch
@@ -36,8 +37,21 @@ def large(device: torch.device, say: Say) -> None:
             return f"up after {found['load_s']:.1f} s; {', '.join(parts)}; no kernel in {found.get('gap', 0):.0%}"
 
         tried(say, "shares of the copy's bytes and the product's operations", alone)
+        if not small:
+            let_go()
+            tried(
+                say, "8 GiB of layers in the host's memory", lambda: _offloaded(start(path, args, cpu_offload_gb=8.0))
+            )
         let_go()
         tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
+
+
+def _offloaded(engine: Engine) -> str:
+    """One stream, whose time should be that of the bus."""
+    one = at_once(engine, [asked("one", 64, 32)])["one"]
+    note = next(each for each in engine.info.notes if each.startswith("layers:"))
+    engine.close()
+    return f"{1000 * statistics.median(one.gaps):.1f} ms a token; {note}"
 
 
 def _arrivals(engine: Engine, streams: int) -> str:

@@ -49,8 +49,10 @@ _OF_IMAGES = (
     "image_newline",
 )
 """Of towers for images, and of what follows them."""
-_ROUTED = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
+ROUTED = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
 """In the names of routed experts' tensors, in GGUF files and Granite's too."""
+LAYERS = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
+"""In the names of layers' tensors, likewise."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -141,15 +143,15 @@ def is_pickled(file: Path) -> bool:
 
 
 def read_stored_weights(
-    path: Path, counts: Callable[[str], bool] = is_of_text, *, experts: bool = True
+    path: Path, counts: Callable[[str], bool] = is_of_text, *, without: re.Pattern[str] | None = None
 ) -> StoredWeights | None:
     """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is missing.
-    counts: which of them, by their names there; experts: the routed ones too.
+    counts: which of them, by their names there; without: those whose names have this are left out.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
     """
     if not path.is_dir():
-        return _stored_in_gguf(path, counts, experts=experts)
+        return _stored_in_gguf(path, counts, without)
     floats = other = 0
     for shard in weight_files(path):
         tensors = _read_header(shard)
@@ -158,7 +160,7 @@ def read_stored_weights(
         for name, tensor in tensors.items():
             if name.endswith("rotary_emb.inv_freq") or not counts(name):
                 continue
-            if not experts and _ROUTED.search(name):
+            if without is not None and without.search(name):
                 continue
             begin, end = tensor.data_offsets
             if tensor.dtype in _FLOAT_BYTES:
@@ -196,12 +198,12 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
     return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
 
 
-def _stored_in_gguf(path: Path, counts: Callable[[str], bool], *, experts: bool) -> StoredWeights:
+def _stored_in_gguf(path: Path, counts: Callable[[str], bool], without: re.Pattern[str] | None) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
     tensors = {name: tensor for name, tensor in read_gguf(path).tensors.items() if counts(name)}
     for name, tensor in tensors.items():
-        if not experts and _ROUTED.search(name):
+        if without is not None and without.search(name):
             continue
         if tensor.type.name in FLOATS:
             floats += tensor.numbers

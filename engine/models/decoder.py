@@ -23,12 +23,14 @@ from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.part import Making, PageTensor, Part, Step, times
 from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes.noted import OfLayer
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.layers.stream.layer_inputs import LayerInputs
 from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
 from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.kv_codes import KVScales
+from quire.kernels.streaming.layers import Layers, StreamedLayers
 
 KVCache = list[Pages]
 """By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
@@ -72,6 +74,8 @@ class Decoder:
     """The class of transformers that computes it; "": none does."""
     on_disk: ExpertsOnDisk | None = None
     """What keeps its experts on a disk; None: they are in memory."""
+    streamed: StreamedLayers | None = None
+    """What brings its layers' weights; None: they are where they are multiplied."""
 
     def __init__(
         self,
@@ -91,11 +95,13 @@ class Decoder:
         groups: PageGroups | None = None,
         layers: range | None = None,
         experts: tuple[Backend, Scheme] | None = None,
+        streamed: tuple[StreamedLayers, Scheme] | None = None,
     ) -> None:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
         `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by
-        default each page is of all layers. `layers`: which of the model's it has, where others have the rest: the
+        default each page is of all layers. `streamed`: what brings its layers' weights, and the scheme that packs them
+        for it. `layers`: which of the model's it has, where others have the rest: the
         first ones with the embedding, the last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
@@ -106,6 +112,9 @@ class Decoder:
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
         self._making = Making(*made, adapters, shard, experts)
+        self._streaming = streamed
+        self.streamed = None if streamed is None else streamed[0]
+        self._weights = Layers() if self.streamed is None else self.streamed
         self.argmax, self.draw = backend.argmax, backend.draw
         self.make_parts(self._making)
 
@@ -113,8 +122,10 @@ class Decoder:
         """What has weights."""
         spec, scheme, dtype = self.spec, making.scheme, making.dtype
         adapters, shard = making.adapters, making.shard
-        names = {index: f"model.layers.{index}" for index in self.layers}
-        self._layers = [[each.part(making, name) for each in spec.layers[index]] for index, name in names.items()]
+        self._layers = [
+            [each.part(self._making_of(place, making), f"model.layers.{index}") for each in spec.layers[index]]
+            for place, index in enumerate(self.layers)
+        ]
         self._steps = [_steps(layer) for layer in self._layers]
         self._recording: tuple[KVCache | None, Recorded | None] = None, None
         self._embedding = Embedding(
@@ -135,6 +146,13 @@ class Decoder:
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, spec.norm)
         size, parts, cuts = spec.hidden_size, {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
         self._head = JoinedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
+
+    def _making_of(self, place: int, making: Making) -> Making:
+        """For the layer at this place among these."""
+        if self._streaming is None:
+            return making
+        streamed, scheme = self._streaming
+        return replace(making, scheme=OfLayer(scheme, streamed, place))
 
     @property
     def computes(self) -> str:
@@ -253,6 +271,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What comes out of the layers, as `begin` has it, the last of them with the rows `kept` alone, if they are
         given; and what goes into the layers `taps`."""
+        self._weights.begin()
         x, residual = self.begin(token_ids, metadata)
         deep = list[Tensor]()
         if features is not None:
@@ -304,15 +323,19 @@ class Decoder:
         `kept` alone, if they are given."""
         done = layers.start
         if metadata.of_text and (recorded := self._recorded(kv_cache)) is not None:
-            together = self.spec.num_layers if len(x) <= _FEW_TOKENS else 1
+            together = 1 if len(x) > _FEW_TOKENS or self._weights.order else self.spec.num_layers
             end = layers.stop - (kept is not None)
             for done in range(layers.start, end, together):
+                self._weights.enter(done)
                 x, residual = recorded(x, residual, metadata, range(done, min(done + together, end)))
+                self._weights.leave(done)
                 self.progress()
             done = end
         for index in range(done, layers.stop):
             rows = kept if index == layers.stop - 1 else None
+            self._weights.enter(index)
             x, residual = self._layer(index, kv_cache, rows, self._backend, x, residual, metadata)
+            self._weights.leave(index)
             self.progress()
         return x, residual
 

@@ -78,8 +78,10 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: Literal["priority", "fcfs"]
     scheduler_cls: str | None
     disable_sliding_window: bool
-    experts_on_disk: str | None
-    experts_in_memory: float | None
+    block_size: int | None
+    weights_on_disk: str | None
+    weights_in_memory: float | None
+    cpu_offload_gb: float
     seed: int
 
 

@@ -254,7 +254,7 @@ def each_params(
 
 def each_priority(given: Sequence[int] | None, count: int) -> list[int]:
     """Those of each of so many prompts. Raises InvalidRequest."""
-    found = [0] * count if given is None else list(given)
+    found = [0] * count if given is None else list(given) if isinstance(given, Sequence) else []
     if len(found) != count or not all(isinstance(each, int) for each in found):
         raise InvalidRequest(f"priority: {count} prompts need a list of as many integers", param="priority")
     return found

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -310,6 +311,9 @@ def choose_backend(
     wanted = (dtype, head_size(spec, device), config.attention_backend, widest(spec).softcap is not None)
     try:
         trials = [] if tried else choose_trials(config, device, types, spec)
+        if config.block_size is not None:
+            otherwise: list[Trial | None] = [*trials] or [None]
+            trials = [partial(_of_pages, config.block_size, each) for each in otherwise]
         backend, why = select_backend(
             device,
             *wanted,
@@ -329,6 +333,13 @@ def choose_backend(
             param="deterministic",
         )
     return backend, f"{why}; deterministic" if deterministic else why
+
+
+def _of_pages(tokens: int, trial: Trial | None, backend: Backend) -> str | None:
+    """A Trial that a backend with pages of another size fails."""
+    if backend.block_size != tokens:
+        return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"
+    return None if trial is None else trial(backend)
 
 
 def choose_trials(

@@ -81,7 +81,7 @@ class Worker:
     everywhere: Everywhere | None = None
     """Calls something on every rank; None: what computes takes no calls."""
     experts: Callable[[], ExpertCounts] | None = None
-    """What was read of those that are on a disk; None: none are."""
+    """What was read of those that are on a disk, or of layers; None: none are."""
 
 
 def start_worker(
@@ -121,7 +121,8 @@ def _start(
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress, stage=config.pipeline_parallel_size - 1)
-        held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        moved = sum(each.saved for each in (model.on_disk, model.streamed) if each is not None)
+        held = max(held_bytes(model.parameters(), config, backend, loaded.read_bytes) - moved, 0)
         weight_bytes = tower.weight_bytes + elsewhere + held
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
@@ -164,8 +165,13 @@ def _start(
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
         everywhere=ranks.everywhere(model),
-        experts=None if model.on_disk is None else model.on_disk.counts,
+        experts=_counts(model),
     )
+
+
+def _counts(model: Decoder) -> Callable[[], ExpertCounts] | None:
+    elsewhere = model.on_disk if model.streamed is None else model.streamed
+    return None if elsewhere is None else elsewhere.counts
 
 
 def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: KVPlan, ranks: SingleProcess) -> Room:
@@ -206,6 +212,7 @@ def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan)
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         model.on_disk is not None and model.on_disk.said,
+        model.streamed is not None and model.streamed.said,
         chosen.changed,
         is_other(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
         windowed

@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch (Shao et al., 2024, "DeepSeekMath"): Quire samples answers, PyTorch takes a step, and the
 weights go back, all in one process.
 
-    python examples/rl/grpo.py --steps 60 --log curve.csv
+    python examples/rl/grpo.py --steps 60 --curve curve.csv
 
 The embedded story-teller learns to tell stories whose words begin with the same letter. What a step of reinforcement
 learning needs of a sampler: many answers to a prompt, the log probability of each of their tokens, and new weights
@@ -14,7 +14,7 @@ With `--deepspeed` (pip install deepspeed) the step is DeepSpeed's, ZeRO of stag
 
     torchrun --nproc-per-node 2 examples/rl/grpo.py --deepspeed
 
-where the first rank samples and each learns from its share of the answers (not tried yet).
+where the first rank samples and each learns from its share of the answers; on CPUs DS_ACCELERATOR=cpu may be needed.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of the sampler")
     parser.add_argument("--reward-model", type=Path, help="a folder of a sequence classifier of one label")
     parser.add_argument("--deepspeed", action="store_true", help="train with it; pip install deepspeed")
-    parser.add_argument("--log", type=Path, help="a CSV file to write")
+    parser.add_argument("--curve", type=Path, help="a CSV file to write")
     return parser.parse_args(argv)
 
 
@@ -260,8 +260,8 @@ def run(args: argparse.Namespace) -> list[Step]:
             f"weights {step.weights_version}  {step.seconds:.1f} s",
             flush=True,
         )
-    if args.log is not None and llm is not None:
-        with args.log.open("w", newline="") as file:
+    if args.curve is not None and llm is not None:
+        with args.curve.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(asdict(steps[0])), lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(each) for each in steps)

@@ -67,6 +67,11 @@ class DenseLinear:
     wide: bool
     multiply: Linear
 
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """As kernels/streaming/from_host.py has it."""
+        return (self.weight,)
+
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         return self.multiply(x, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ def fails(worker: RankWorker) -> None:
     raise ValueError(f"on {worker.rank}")
 
 
+def leaves(worker: RankWorker) -> None:
+    sys.exit(worker.rank)
+
+
 def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
     llm = LLM(num_kv_blocks=40)
     ((rank, found),) = llm.collective_rpc(width, args=(1,), kwargs={"times": 2})
@@ -32,6 +37,8 @@ def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
     assert table["model.embed_tokens.weight"][1] == "bfloat16"
     with pytest.raises(EngineError, match="rank 0: ValueError: on 0"):
         llm.collective_rpc(fails)
+    with pytest.raises(EngineError, match="rank 0: SystemExit: 0"):
+        llm.collective_rpc(leaves)
     with pytest.raises(InvalidRequest, match=r"method: there is no 'model', but describe and parameters"):
         llm.collective_rpc("model")
     assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(METHODS)
@@ -67,7 +74,7 @@ def test_priorities_are_one_for_each_prompt() -> None:
     plain = [each.outputs[0].token_ids for each in llm.generate(["a", "b"], params, use_tqdm=False)]
     urgent = llm.generate(["a", "b"], params, use_tqdm=False, priority=[1, 0])
     assert [each.outputs[0].token_ids for each in urgent] == plain
-    for wrong in ([1], ["a", "b"]):
+    for wrong in ([1], ["a", "b"], 5):
         with pytest.raises(InvalidRequest, match="priority: 2 prompts need a list of as many integers"):
             llm.generate(["a", "b"], params, priority=wrong)  # type: ignore[arg-type]
 

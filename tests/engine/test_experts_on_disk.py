@@ -1,4 +1,4 @@
-"""Experts on a disk (--experts-on-disk): the bits that they have in memory, in every form of weights, on ranks and in
+"""Experts on a disk (--weights-on-disk): the bits that they have in memory, in every form of weights, on ranks and in
 stages, with those kept in memory that are used most; what is counted, and what is refused."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.safetensors import ROUTED, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -76,7 +76,7 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     monkeypatch.setattr(mapped, "_EVERY", 2)
-    on_disk = settings | {"experts_on_disk": str(tmp_path / "disk")}
+    on_disk = settings | {"weights_on_disk": str(tmp_path / "disk")}
     plain = engine(path, **on_disk)
     assert answers(plain) == expected
     assert plain.stats.experts_read > plain.stats.experts_kept == 0
@@ -84,14 +84,14 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
     assert plain.stats.experts_guessed_right or way == "mxfp4"  # of five experts three are chosen, mostly of few rows
     store = plain.runner.model.on_disk
     assert isinstance(store, mapped.MappedExperts)
-    some = engine(path, **on_disk, experts_in_memory=5 * store._slot_bytes / 2**30)
+    some = engine(path, **on_disk, weights_in_memory=5 * store._slot_bytes / 2**30)
     first = {*some.runner.model.on_disk._slot_of}
     assert answers(some) == expected
     assert answers(some) == expected  # with prefixes cached
     assert len(first) == 5
     assert first != {*some.runner.model.on_disk._slot_of}
     assert 0 < some.stats.experts_kept < some.stats.experts_read
-    every = engine(path, **on_disk, experts_in_memory=1.0)
+    every = engine(path, **on_disk, weights_in_memory=1.0)
     assert answers(every) == expected
     assert every.stats.experts_kept == every.stats.experts_read
     assert not list((tmp_path / "disk").iterdir())  # the file has no name
@@ -103,7 +103,7 @@ def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stores = []
     for memory in (None, 3):
         kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
-        made = engine(path, dtype="bfloat16", experts_on_disk=str(tmp_path), experts_in_memory=kept)
+        made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=kept)
         stores.append(made.runner.model.on_disk)
     store, total = stores[1], len(stores[1]._experts)
     assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
@@ -132,7 +132,7 @@ def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
     expected = answers(engine(path, **settings))
-    made = engine(path, **settings, experts_on_disk=str(tmp_path / "disk"), experts_in_memory=0.0002)
+    made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=0.0002)
     assert answers(made) == expected
     assert made.stats.experts_read > 0
     assert any("in a file on disk" in note for note in made.info.notes)
@@ -141,17 +141,16 @@ def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, An
 @pytest.mark.parametrize(
     ("family", "settings", "wrong"),
     [
-        ("llama", {}, "experts_on_disk: the model has no experts"),
-        ("mixtral", {"attention_backend": "reference"}, "experts_on_disk: backend 'reference' reads no weights"),
-        ("mixtral", {"experts_in_memory": 1e-7}, "experts_on_disk: an expert takes .* bytes, more than"),
-        ("mixtral", {"experts_on_disk": None, "experts_in_memory": 1.0}, "experts_in_memory: says how many GiB"),
-        ("mixtral", {"experts_on_disk": "/proc/x"}, "experts_on_disk: /proc/x: "),
+        ("mixtral", {"attention_backend": "reference"}, "weights_on_disk: backend 'reference' reads no weights"),
+        ("mixtral", {"weights_in_memory": 1e-7}, "weights_on_disk: an expert takes .* bytes, more than"),
+        ("mixtral", {"weights_on_disk": None, "weights_in_memory": 1.0}, "weights_in_memory: says how many GiB"),
+        ("mixtral", {"weights_on_disk": "/proc/x"}, "weights_on_disk: /proc/x: "),
     ],
 )
 def test_what_is_refused(family: str, settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     with pytest.raises(ConfigError, match=wrong):
-        engine(path, **{"experts_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
+        engine(path, **{"weights_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
 
 
 def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,23 +161,23 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(ConfigError, match="has no room for the experts: no space left"):
-            engine(path, experts_on_disk=str(tmp_path))
+        with pytest.raises(ConfigError, match="has no room for the weights: no space left"):
+            engine(path, weights_on_disk=str(tmp_path))
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", {"tmpfs"})
-    with pytest.raises(ConfigError, match=r"experts_on_disk: .* is in memory itself \(tmpfs\)"):
-        engine(path, experts_on_disk=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"weights_on_disk: .* is in memory itself \(tmpfs\)"):
+        engine(path, weights_on_disk=str(tmp_path))
 
 
 def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral")
-    every, rest = (read_stored_weights(path, experts=experts) for experts in (True, False))
+    every, rest = (read_stored_weights(path, without=without) for without in (None, ROUTED))
     sizes = read_sizes(read_raw_config(str(path))[0])
     assert every is not None
     assert rest is not None
     assert every.floats - rest.floats == sizes.expert_parameters
     packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
-    assert read_stored_weights(packed, experts=False).floats == rest.floats
+    assert read_stored_weights(packed, without=ROUTED).floats == rest.floats
 
 
 def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
         links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         return sum(str(tmp_path / "disk") in link for link in links)
 
-    made = engine(path, experts_on_disk=str(tmp_path / "disk"))
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"))
     answers(made)
     assert files() > 0
     del made

@@ -1,4 +1,5 @@
-"""Who goes first, by flags: as they came whatever their priorities, and by a class of a user's own."""
+"""Who goes first, by flags: as they came whatever their priorities, and by a class of a user's own; windows and pages
+by flags."""
 
 from __future__ import annotations
 
@@ -94,3 +95,10 @@ def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: P
     assert (whole.info.max_model_len, within.info.max_model_len) == (256, 48)
     with pytest.raises(ConfigError, match="max_model_len: 64 exceeds the model's 48 positions"):
         Engine(config.model_copy(update={"disable_sliding_window": True, "max_model_len": 64}))
+
+
+def test_pages_have_the_size_that_was_asked_for_or_the_start_ends(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=60)
+    assert Engine(config.model_copy(update={"block_size": 16})).info.block_size == 16
+    with pytest.raises(ConfigError, match=r"its pages have 16 tokens, not 32 \(block_size\); reference: its pages"):
+        Engine(config.model_copy(update={"block_size": 32}))

@@ -34,7 +34,7 @@ def test_the_reward_is_the_share_of_words() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
 def test_a_few_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
-    few = ["--steps=4", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1", f"--log={tmp_path / 'curve.csv'}"]
+    few = ["--steps=4", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1", f"--curve={tmp_path / 'curve.csv'}"]
     if trainer == "deepspeed":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
         few.append("--deepspeed")

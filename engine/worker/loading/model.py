@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,7 +40,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
-from quire.engine.worker.loading.on_disk import completed, start_on_disk
+from quire.engine.worker.loading.on_disk import completed, lies_on_disk, start_elsewhere
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
@@ -82,13 +83,14 @@ def load_model(
     stored, device, dtype, backend = stored_at(config), chosen.device, chosen.dtype, chosen.backend
     files = stored if tensors is None else None
     layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[stage]
+    on_disk = lies_on_disk(config, chosen.spec)
     if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
-        check_files(config, device, dtype, files, chosen.spec.num_layers)
+        check_files(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_tasks(path, model_config, config)
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, chosen.kv_dtype)
-    on_disk = start_on_disk(config, stored, model_config, chosen, tensors)
+    elsewhere = start_elsewhere(config, stored, model_config, chosen, tensors)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.layer_states, positions, backend.block_size, keep_all=kept)
@@ -107,16 +109,17 @@ def load_model(
         shard=shard,
         groups=groups_of_stage(groups, layers),
         layers=layers,
-        experts=None if on_disk is None else on_disk.packing,
+        experts=None if elsewhere.experts is None else elsewhere.experts.packing,
+        streamed=elsewhere.layers,
     )
     if room is not None:
         room.elsewhere = model.elsewhere
-    model.on_disk = None if on_disk is None else on_disk.experts
+    model.on_disk = None if elsewhere.experts is None else elsewhere.experts.experts
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
     with completed(model, config):
-        read = fill(checkpoint, config, device, model.converted(weights.stream), files)
+        read = fill(checkpoint, config, device, model.converted(weights.stream), files, on_disk)
     return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
 
 
@@ -136,10 +139,18 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     return config.max_model_len or min(model_config.max_position, most)
 
 
-def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None, layers: int) -> None:
-    """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`."""
+def check_files(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    path: Path | None,
+    layers: int,
+    on_disk: re.Pattern[str] | None = None,
+) -> None:
+    """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`.
+    on_disk: as lies_on_disk gives it."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        stored = read_stored_weights(path, without_mtp(layers), experts=config.experts_on_disk is None)
+        stored = read_stored_weights(path, without_mtp(layers), without=on_disk)
         check_room(stored, str(dtype).removeprefix("torch."), config.at_load)
 
 
@@ -163,9 +174,16 @@ def adapter_room(config: EngineConfig, backend: Backend, dtype: torch.dtype, dev
     return Adapters(backend, config.max_loras, config.max_lora_rank, dtype, device)
 
 
-def fill(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, stream: Tensors, path: Path | None) -> int:
+def fill(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device,
+    stream: Tensors,
+    path: Path | None,
+    on_disk: re.Pattern[str] | None = None,
+) -> int:
     """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
-    where they are; or make them up. Returns their bytes."""
+    where they are; or make them up. Returns their bytes. on_disk: as lies_on_disk gives it."""
     table = checkpoint.table
     whole = chain(
         named_stream(stream, table, checkpoint.unused),
@@ -174,7 +192,7 @@ def fill(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, str
     if config.load_format == "dummy":
         if device.type == "cpu":
             embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
-            here = [each for name, each in table.items() if config.experts_on_disk is None or ".experts." not in name]
+            here = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
             sizes = StoredWeights(sum(math.prod(each.shape) for each in here), 0)
             check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.at_load)
         whole = chain(dummy_stream(table, config.seed, device))

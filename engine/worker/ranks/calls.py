@@ -39,9 +39,14 @@ def called(worker: RankWorker, content: bytes) -> bytes:
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # for the function's module, and what it imports
-        method, args, kwargs = pickle.loads(call)
+        try:
+            method, args, kwargs = pickle.loads(call)
+        except (AttributeError, ImportError) as error:
+            raise ImportError(
+                f"the function must be one of a module's, not of the program's own file: {error}"
+            ) from error
         function = getattr(RankWorker, method) if isinstance(method, str) else method
         found = function(worker, *args, **kwargs)
         return pickle.dumps((found, None))
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises; sys.exit() too ends the call alone
         return pickle.dumps((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))

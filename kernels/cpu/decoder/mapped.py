@@ -1,6 +1,7 @@
-"""Experts on a disk: their packed weights lie in a file that is mapped into memory, so that the system reads what is
+"""Weights in a file (MappedArena), and experts there: it is mapped into memory, so that the system reads what is
 multiplied, and lets go of it when memory is short; the most used ones are copied into memory that it cannot let go.
-Results have the bits that they have where all is in memory: the same kernels read the same bytes."""
+Results have the bits that they have where all is in memory: the same kernels read the same bytes. Layers of dense
+models in such a file: from_disk.py."""
 
 from __future__ import annotations
 
@@ -39,6 +40,21 @@ class Held(NamedTuple):
     """Where the address of the weights stands."""
     weights: Tensor
     """[bytes] uint8."""
+
+
+class Reopened:
+    """A file that is open another time, to be read past the system's cache if its file system lets it."""
+
+    def __init__(self, descriptor: int) -> None:
+        """descriptor: of the first time; the file need not have a name."""
+        again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
+        try:
+            self.number, self.direct = os.open(again, flags | os.O_DIRECT), True
+        except OSError:
+            self.number, self.direct = os.open(again, flags), False
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
 class _Piece(NamedTuple):
@@ -96,6 +112,9 @@ class MappedArena(native.Arena):
         """All is on the disk, and nothing of it in memory."""
         self._out_of_memory(self._chunks)
 
+    def reopened(self) -> Reopened:
+        return Reopened(self._file.fileno())
+
     def piece(self, weights: Tensor) -> _Piece:
         return self._pieces[weights.data_ptr()]
 
@@ -142,7 +161,7 @@ class MappedExperts(ExpertsOnDisk):
         self._order = places.argsort(stable=True)  # the first of all layers, then the second
         self._scores = torch.zeros(len(self._experts))
         self._keep_first()
-        self._read_before = _read_bytes()
+        self._read_before = read_bytes()
 
     def _keep_first(self) -> None:
         """Before anything is known of their use: as many of each layer."""
@@ -159,6 +178,10 @@ class MappedExperts(ExpertsOnDisk):
     def size(self) -> int:
         """Bytes of all experts."""
         return sum(len(held.weights) for expert in self._experts for held in expert)
+
+    @property
+    def saved(self) -> int:
+        return self.size - len(self._slots)
 
     @property
     def said(self) -> str:
@@ -202,7 +225,7 @@ class MappedExperts(ExpertsOnDisk):
         for held in self._experts[expert]:
             copy = self._slots[begin : begin + len(held.weights)]
             copy.copy_(held.weights)
-            _point(held, copy)
+            point(held, copy)
             self._arena.let_go(held.weights)
             begin += _rounded(held.weights)
         self._slot_of[expert], self._noted.kept[expert] = slot, 1
@@ -210,13 +233,13 @@ class MappedExperts(ExpertsOnDisk):
     def _drop(self, expert: int) -> int:
         """The slot that it had."""
         for held in self._experts[expert]:
-            _point(held, held.weights)
+            point(held, held.weights)
         self._noted.kept[expert] = 0
         return self._slot_of.pop(expert)
 
     def counts(self) -> ExpertCounts:
         read, kept, guessed, right = self._noted.counts.tolist()
-        return ExpertCounts(read, kept, guessed, right, _read_bytes() - self._read_before)
+        return ExpertCounts(read, kept, guessed, right, read_bytes() - self._read_before)
 
 
 def _note(arena: MappedArena) -> _Noted:
@@ -239,7 +262,7 @@ def _note(arena: MappedArena) -> _Noted:
     return _Noted(structs, lists, all_starts, kept, guessed, uses, counts)
 
 
-def _point(held: Held, weights: Tensor) -> None:
+def point(held: Held, weights: Tensor) -> None:
     ctypes.c_void_p.from_address(held.pointer).value = weights.data_ptr()
 
 
@@ -247,7 +270,7 @@ def _rounded(weights: Tensor) -> int:
     return -(-len(weights) // 64) * 64
 
 
-def _read_bytes() -> int:
+def read_bytes() -> int:
     """What this process has had read from disks, page faults and pages asked for included."""
     try:
         lines = _IO.read_text().splitlines()

@@ -59,6 +59,12 @@ class QuantizedLinear:
         self._fixed = fixed
         self._outs = sum(each.outs for each in parts)
 
+    @property
+    def movable(self) -> list[Tensor]:
+        """As kernels/streaming/from_host.py has it: what is large."""
+        large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
+        return [each for each in large if each is not None]
+
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
         dtype = torch.float32 if self.wide else x.dtype

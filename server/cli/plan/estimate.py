@@ -28,11 +28,12 @@ from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
 from quire.server.cli.plan.experts import ExpertsPlan, impossible_experts, more_than_even, plan_experts
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.streamed import LayersPlan, plan_layers
 from quire.server.cli.plan.tiers import Tier, host_bytes, planned_tiers
 from quire.server.cli.plan.weights import kv_bytes, serving_types, weight_bytes
 
 _DEFAULTS = EngineConfig()
-_NO_EXPERTS = ExpertsPlan(0, 0, whole=False)
+_NO_EXPERTS, _ALL_THERE = ExpertsPlan(0, 0, whole=False), LayersPlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Estimate:
     shares: StateShares = ONE_SLOT
     """How many sequences and snapshots have these slots."""
     experts: ExpertsPlan = _NO_EXPERTS
+    layers: LayersPlan = _ALL_THERE
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -179,7 +181,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     in_8_bits = int8_embedding(quantized, config.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
     experts = plan_experts(config, sizes, machine, dtype)
-    on_device += more_than_even(config, sizes, machine, on_device) - experts.on_disk + experts.kept
+    layers = plan_layers(config, sizes, machine, dtype, on_device)
+    on_device += more_than_even(config, sizes, machine, on_device) - experts.on_disk + experts.kept - layers.saved
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if draft is None else draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
@@ -192,15 +195,12 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     token = whole // split + own // alone
     kept = token - own // alone * (draft is not None and draft.is_model)  # see Runner.mover
     pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": config.divides_tokens}
-    block_size = machine.page_tokens(dtype, sizes.head_dim, config.attention_backend, **pages)
+    block_size = machine.page_tokens(dtype, sizes.head_dim, config.attention_backend, asked=config.block_size, **pages)
     groups = _groups(sizes, config, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, config)
     step = step_bytes(sizes, width, tokens) + (KEPT_BYTES if machine.gpu and sizes.tower else 0)
-    beside = 0 if machine.gpu else host_bytes(config) // (sharing * machine.replicas)
-    budget = machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
-    if config.kv_cache_memory is not None:
-        budget = int(config.kv_cache_memory * GIB) // (sharing * machine.replicas)
+    budget = _budget(config, machine, on_device, step)
     seqs = max(config.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching
     shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached)
@@ -227,9 +227,19 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         state_bytes=states,
         shares=shares,
         experts=experts,
+        layers=layers,
         tiers=planned_tiers(config, machine.replicas, kept * block_size, block_size),
     )
     return _fitted(made, wishes)
+
+
+def _budget(config: EngineConfig, machine: Machine, on_device: int, step: int) -> int:
+    """Bytes for the KV cache of each device. on_device, step: of its weights, and of the largest step."""
+    parts = machine.sharing * machine.replicas
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory * GIB) // parts
+    beside = 0 if machine.gpu else host_bytes(config) // parts
+    return machine.kv_budget(on_device + beside, step, config.gpu_memory_utilization)
 
 
 def _groups(sizes: ModelSizes, config: EngineConfig, block_size: int) -> PageGroups:
@@ -273,7 +283,7 @@ def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) 
     """Those of `quire serve`. context: None where it is the model's own; seqs: the most sequences at once."""
     machine, config, offload = made.machine, made.config, made.config.kv_offload_dir
     how, several = "pipeline" if machine.stages > 1 else "tensor", machine.nodes > 1
-    utilization, disk, memory = config.gpu_memory_utilization, config.disk_gib, config.experts_in_memory
+    utilization, disk, memory = config.gpu_memory_utilization, config.disk_gib, config.weights_in_memory
     given: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
         ("--max-model-len", context),
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
@@ -282,6 +292,7 @@ def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) 
         ("--nnodes", machine.nodes if several else None),
         ("--master-addr", "ADDRESS" if several else None),
         ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),
+        ("--block-size", config.block_size),
         ("--dtype", made.dtype if config.dtype != "auto" or made.dtype != made.sizes.dtype else None),
         ("--quantization", config.at_load),
         ("--kv-cache-dtype", config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None),
@@ -298,8 +309,9 @@ def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) 
             f"{utilization:g}" if machine.gpu and utilization != _DEFAULTS.gpu_memory_utilization else None,
         ),
         ("--kv-cache-memory", None if config.kv_cache_memory is None else f"{config.kv_cache_memory:g}"),
-        ("--experts-on-disk", config.experts_on_disk),
-        ("--experts-in-memory", f"{memory:g}" if memory and config.experts_on_disk is not None else None),
+        ("--weights-on-disk", config.weights_on_disk),
+        ("--weights-in-memory", f"{memory:g}" if memory and config.weights_on_disk is not None else None),
+        ("--cpu-offload-gb", f"{config.cpu_offload_gb:g}" if config.cpu_offload_gb else None),
         ("--kv-offload-memory", f"{config.kv_offload_memory:g}" if config.kv_offload_memory else None),
         ("--kv-offload-dir", offload),
         ("--kv-offload-disk", f"{disk:g}" if offload is not None and disk != DISK_GIB else None),
@@ -324,11 +336,13 @@ def _reasons(made: Estimate, wishes: Wishes, pages: int) -> list[str]:
     machine, sizes, config, context = made.machine, made.sizes, made.config, made.config.max_model_len
     if made.dtype == "bfloat16" and not machine.bf16:
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
+    if not config.divides_tokens and config.block_size not in (None, made.block_size):
+        return [f"pages have {made.block_size} tokens there, not {config.block_size} (--block-size)"]
     if machine.stages == 1 and sizes.heads % machine.count:
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
     if config.divides_tokens and (machine.gpu or machine.nodes > 1):
         return ["ranks divide tokens (--decode-context-parallel-size) on the CPUs of one machine alone so far"]
-    if (wrong := impossible_experts(config, sizes, machine)) is not None:
+    if (wrong := made.layers.impossible or impossible_experts(config, sizes, machine)) is not None:
         return [wrong]
     if machine.stages > sizes.num_layers:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, GIB, QUANTIZED_BITS
+from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
-from quire.server.cli.plan.weights import COMPRESSION_SAVES
+from quire.server.cli.plan.weights import linear_bytes
 
 
 def impossible_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
     """Why a model's experts cannot be placed as they should; None: they can."""
-    ranks, on_disk = machine.count // machine.stages, config.experts_on_disk is not None
-    if (config.enable_expert_parallel or on_disk) and not sizes.experts:
-        return "the model has no experts, to be whole on devices or on a disk"
+    ranks = machine.count // machine.stages
+    if config.enable_expert_parallel and not sizes.experts:
+        return "the model has no experts, to be whole on devices"
     if config.enable_expert_parallel and ranks > sizes.experts:
         return f"the model's {sizes.experts} experts of a layer cannot be divided among {ranks} devices"
-    if on_disk and machine.gpu:
-        return "experts on a disk (--experts-on-disk) are for CPUs: a GPU's weights are in its memory"
     return None
 
 
@@ -44,10 +42,11 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
     whole = config.enable_expert_parallel
     ranks = machine.count // machine.stages if whole else 1
     least, most = sizes.experts // ranks, -(-sizes.experts // ranks)
-    if config.experts_on_disk is None or impossible_experts(config, sizes, machine) is not None:
+    if config.weights_on_disk is None or not sizes.experts or machine.gpu:
         return ExpertsPlan(least, most, whole)
-    size = round(_bytes(sizes, machine, dtype, config.at_load) * share_of_fullest(config, sizes, machine))
-    memory = int((config.experts_in_memory or 0.0) * GIB)
+    of_all = linear_bytes(sizes.expert_parameters, sizes, machine, dtype, config.at_load)
+    size = round(of_all * share_of_fullest(config, sizes, machine))
+    memory = int((config.weights_in_memory or 0.0) * GIB)
     kept = min(memory // (machine.sharing * machine.replicas), size)
     chosen = size * sizes.experts_per_token / sizes.experts
     return ExpertsPlan(least, most, whole, size, kept, round(chosen * (1 - kept / size)))
@@ -64,11 +63,3 @@ def share_of_fullest(config: EngineConfig, sizes: ModelSizes, machine: Machine) 
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.experts
     return -(-sizes.experts // ranks) * ranks / sizes.experts if whole else 1.0
-
-
-def _bytes(sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
-    """Of all routed experts, as a device keeps them."""
-    bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits or 8.0 * DTYPE_BYTES[dtype]
-    if quantized is None and not sizes.bits and machine.compresses and dtype == "bfloat16":
-        bits *= 1 - COMPRESSION_SAVES
-    return round(sizes.expert_parameters * bits / 8) // machine.count

@@ -63,16 +63,26 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def page_tokens(
-        self, dtype: str, head_dim: int, backend: str = "auto", *, codes: bool = False, divided: bool = False
+        self,
+        dtype: str,
+        head_dim: int,
+        backend: str = "auto",
+        *,
+        codes: bool = False,
+        divided: bool = False,
+        asked: int | None = None,
     ) -> int:
         """Tokens of a page of the KV cache, which the attention backend decides.
 
         "auto" is the backend that a GPU would have with everything installed: flash-attn, where it can serve. codes:
-        pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens.
+        pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens; asked: as was asked
+        for, where a backend has such pages.
         """
         if divided or codes:
             return TILE * self.count if divided else PAGE
         flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
+        if backend == "auto" and flash and asked in (PAGE, *FLASH_PAGES.values()):
+            return asked
         return FLASH_PAGE if backend == "auto" and flash else FLASH_PAGES.get(backend, PAGE)
 
     def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:

@@ -41,6 +41,7 @@ def as_text(
         ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters{active}"),
         ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
         *_experts(made),
+        *_layers(made),
         (
             "KV",
             f"{_kv_formula(made)} = {_size(made.kv_token_bytes)} a token"
@@ -85,6 +86,15 @@ def _experts(made: Estimate) -> list[tuple[str, str]]:
         each = " on each device" if made.machine.count > 1 else ""
         found.append(f"{_size(plan.on_disk)} in a file on disk, {_size(plan.kept)} of it in memory too{each}")
     return [("experts", "; ".join(found))] if found else []
+
+
+def _layers(made: Estimate) -> list[tuple[str, str]]:
+    plan = made.layers
+    if not plan.layers:
+        return []
+    each = " on each device" if made.machine.count > 1 else ""
+    where = "in a file on disk" if plan.from_disk else "in the host's memory"
+    return [("layers", f"{plan.streamed} of {plan.layers} streamed{each}: {_size(plan.elsewhere)} {where}")]
 
 
 def _images(made: Estimate, images: ImagesPlan) -> list[tuple[str, str]]:
@@ -151,6 +161,8 @@ def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = 
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
         "experts": {"whole": made.experts.whole, "disk_bytes": made.experts.on_disk, "kept_bytes": made.experts.kept},
+        "layers": {"streamed": made.layers.streamed, "elsewhere_bytes": made.layers.elsewhere}
+        | {"step_bytes": made.layers.read},
         "state_bytes": made.state_bytes,
         "images": None if images is None else images.as_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
@@ -214,6 +226,13 @@ def notes(made: Estimate) -> list[str]:
             f"{_size(made.experts.token_bytes)} a token are read from the disk unless the system has room to keep them"
         )
         found.append(f"limits are those of memory; of the experts that one token chooses {rest}")
+    if made.layers.read:
+        plan = made.layers
+        how = "for each GB/s that the disk reads" if plan.from_disk else "where the bus copies 25 GB/s (PCIe 4.0 x16)"
+        found.append(
+            f"limits are those of memory; a step reads {_size(plan.read)} of layers, so there are at most "
+            f"{plan.steps:.3g} steps a second {how}"
+        )
     if made.experts.whole and made.machine.count > 1:
         found.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
     if made.machine.replicas > 1:

@@ -38,6 +38,14 @@ def weight_bytes(
     return weights, on_device
 
 
+def linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
+    """Of so many numbers of linears, as a device keeps its part of them."""
+    bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits or 8.0 * DTYPE_BYTES[dtype]
+    if quantized is None and not sizes.bits and machine.compresses and dtype == "bfloat16":
+        bits *= 1 - COMPRESSION_SAVES
+    return round(numbers * bits / 8) // machine.count
+
+
 def _by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
     """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
     return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)

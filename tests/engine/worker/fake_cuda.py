@@ -65,6 +65,8 @@ class Waiting(TorchDispatchMode):
     then."""
 
     capturing = False
+    lasting: Sequence[Tensor] = ()
+    """Pinned memory of before, which nobody frees: what a graph copies of it may be copied again and again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class Waiting(TorchDispatchMode):
             (source,) = args
             target = None
             where, waits = torch.device(kwargs.get("device") or source.device).type, not kwargs.get("non_blocking")
-        if where == source.device.type:
+        if where == source.device.type or any(source is each for each in Waiting.lasting):
             return
         assert not Waiting.capturing, f"{func} to {where} in a capture"
         assert not waits, f"{func} to {where} waits"
@@ -126,6 +128,9 @@ class FakeStream:
         pass
 
     def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
         pass
 
     def record_event(self) -> None:

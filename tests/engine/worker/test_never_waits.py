@@ -361,6 +361,26 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "backend", "graphs"),
+    [("llama", "triton", True), *nightly(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
+)
+def test_layers_from_the_host(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
+) -> None:
+    """They come while others are computed, in captures too."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    path = save_tiny_model(tmp_path, family, num_hidden_layers=4)
+    offloaded = {"cpu_offload_gb": 1.0, "model": str(path), "attention_backend": backend}
+    engine = start(gpu, monkeypatch, graphs=graphs, **offloaded)
+    streamed = engine.runner.model.streamed  # type: ignore[attr-defined]
+    assert streamed.order == [0, 1, 2, 3]
+    monkeypatch.setattr(Waiting, "lasting", [*streamed._blocks.values()])
+    kinds = {name: KINDS[name] for name in ("greedy", "all")}
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+
+
 class Quiet:
     """Stands for NCCL: tensors on the GPU, of sizes that go together."""
 

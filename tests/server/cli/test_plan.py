@@ -448,7 +448,7 @@ def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["plan", str(path), "--tensor-parallel-size", "8", "--enable-expert-parallel"]) == 1
     dense = tiny_models.save_tiny_model(tmp_path / "dense", "llama")
     assert cli.main(["plan", str(dense), "--tensor-parallel-size", "2", "--enable-expert-parallel"]) == 1
-    assert "the model has no experts, to be whole on devices or on a disk" in capsys.readouterr().out
+    assert "the model has no experts, to be whole on devices" in capsys.readouterr().out
 
 
 def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,20 +456,64 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
     shape = {"num_local_experts": 16, "intermediate_size": 512, "hidden_size": 256}
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", **shape)
     sizes, machine = read_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
-    settings: list[dict[str, Any]] = [{}, {"experts_on_disk": "/disk"}]
-    settings.append({**settings[1], "experts_in_memory": 0.004})
+    settings: list[dict[str, Any]] = [{}, {"weights_on_disk": "/disk"}]
+    settings.append({**settings[1], "weights_in_memory": 0.004})
     memory, disk, some = (estimate(sizes, machine, Wishes(EngineConfig(dtype="float32", **each))) for each in settings)
     saved = memory.device_weight_bytes - disk.device_weight_bytes
     assert saved == disk.experts.on_disk == sizes.expert_parameters * 4
     assert some.device_weight_bytes - disk.device_weight_bytes == some.experts.kept == int(0.004 * GIB)
     assert some.experts.token_bytes < disk.experts.token_bytes == saved * 2 // 16
-    args = ["plan", str(path), "--experts-on-disk", "/disk", "--experts-in-memory", "0.004", "--dtype", "float32"]
+    args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.004", "--dtype", "float32"]
     assert cli.main(args) == 0
     told = capsys.readouterr().out
     assert "in a file on disk, 4.096 MiB of it in memory too" in told
-    assert "--experts-on-disk /disk --experts-in-memory 0.004" in told
+    assert "--weights-on-disk /disk --weights-in-memory 0.004" in told
     assert cli.main([*args, "--memory", "4"]) == 1
-    assert "experts on a disk (--experts-on-disk) are for CPUs" in capsys.readouterr().out
+    assert "weights on a disk (--weights-on-disk) are for CPUs" in capsys.readouterr().out
+
+
+def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is on a disk, or in a GPU's host, needs no memory but for two layers, and sets the pace."""
+    path = tiny_models.save_tiny_model(tmp_path, "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    for gpu, moved in (
+        (False, {"weights_on_disk": "/disk", "weights_in_memory": 0.02}),
+        (True, {"cpu_offload_gb": 0.02}),
+    ):
+        machine = Machine("test", 4 * GIB, gpu=gpu)
+        memory, some = (estimate(sizes, machine, Wishes(EngineConfig(dtype="float32", **each))) for each in ({}, moved))
+        plan, each = some.layers, (sizes.parameters - sizes.embeddings) * 4 // 8
+        assert 0 < plan.streamed < plan.layers == 8
+        assert plan.read == plan.streamed * each
+        assert memory.device_weight_bytes - some.device_weight_bytes == plan.read - 2 * each
+        on_device = each * (8 - plan.streamed + 2)
+        assert on_device <= 0.02 * GIB < on_device + each if not gpu else plan.read <= 0.02 * GIB < plan.read + each
+        assert plan.steps == pytest.approx((25e9 if gpu else 1e9) / plan.read)
+    args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.02", "--dtype", "float32"]
+    assert cli.main(args) == 0
+    told = capsys.readouterr().out
+    assert " of 8 streamed: " in told
+    assert "steps a second for each GB/s that the disk reads" in told
+    assert "--weights-on-disk /disk --weights-in-memory 0.02" in told
+    args = ["plan", str(path), "--cpu-offload-gb", "0.02", "--dtype", "float32"]
+    assert cli.main(args) == 1
+    assert "layers in the host's memory (--cpu-offload-gb) are a GPU's" in capsys.readouterr().out
+    assert cli.main([*args, "--memory", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "--cpu-offload-gb 0.02" in told
+    assert "in the host's memory" in told
+    assert cli.main([*args[:2], "--cpu-offload-gb", "0.001", "--dtype", "float32", "--memory", "4"]) == 1
+    assert "2 layers have memory in any case" in capsys.readouterr().out
+
+
+def test_pages_of_the_size_that_was_asked_for_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, page in (([], 256), (["--block-size", "16"], 16), (["--block-size", "128"], 128)):
+        assert cli.main(["plan", "--gpu", "L4", "--dtype", "bfloat16", *flags]) == 0
+        told = capsys.readouterr().out
+        assert f"a page of {page} tokens" in told
+        assert " ".join(flags) in told
+    assert cli.main(["plan", "--block-size", "32", "--dtype", "bfloat16"]) == 1
+    assert "pages have 16 tokens there, not 32 (--block-size)" in capsys.readouterr().out
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
     assert said.splitlines() == [
         "small: cannot be understood:",
         "  --swap-space: use --kv-offload-memory, in GiB",
-        "  -ngl: a GPU holds all layers; on a CPU --experts-on-disk leaves routed experts on a disk",
+        "  -ngl: --cpu-offload-gb leaves a GPU's layers in the host's memory, --weights-on-disk a CPU's on a disk",
         "  --sise: did you mean --size?",
         "  --zzz: not known; see --help",
     ]

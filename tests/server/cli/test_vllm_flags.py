@@ -86,7 +86,6 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--cpu-offload-gb", "0"],
         ["--generation-config=auto"],
         ["--no-enable-eplb"],
         ["-O3"],
@@ -104,7 +103,7 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted(
     assert capsys.readouterr().err.startswith(f"serve: changes nothing: {argv[0].split('=')[0]} (")
 
 
-@pytest.mark.parametrize("argv", [["--cpu-offload-gb", "4"], ["--generation-config", "vllm"], ["--enable-eplb"]])
+@pytest.mark.parametrize("argv", [["--generation-config", "vllm"], ["--enable-eplb"]])
 def test_other_values_of_these_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_known(parser(), argv)
@@ -133,7 +132,7 @@ def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureF
     switched_off = dict.fromkeys((flag[2:].replace("-", "_") for flag in SWITCHES), False)
     for name in (*EngineConfig.model_fields, "enable_chunked_prefill", "no_enable_chunked_prefill"):
         switched_off.pop(name, None)
-    usual = {"cpu_offload_gb": 0, "offload_num_in_group": 1, "hf_overrides": {}, "convert": "auto"}
+    usual = {"offload_num_in_group": 1, "hf_overrides": {}, "convert": "auto"}
     given = {**unset, **{name: False for name in switched_off if name in unset}, **usual}
     assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert all(text.startswith("changes nothing: ") for text in caplog.messages)

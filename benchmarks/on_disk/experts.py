@@ -1,4 +1,4 @@
-"""What experts on a disk cost: `python -m benchmarks.experts.on_disk FOLDER`, the folder on the disk in question.
+"""What experts on a disk cost: `python -m benchmarks.on_disk.experts FOLDER`, the folder on the disk in question.
 
 OLMoE's experts (64 of 2048 x 1024, 8 a token) in few layers, with random weights, so that all experts are used alike:
 the worst case for what is kept. One stream decodes. Where it says `dropped`, all of the file is taken out of memory
@@ -68,7 +68,7 @@ def main() -> None:
         wanted = told("in memory", made, drop=False)
         del made
         gc.collect()
-        on_disk: dict[str, Any] = {"kv_cache_memory": 0.25, "experts_on_disk": str(args.folder)}
+        on_disk: dict[str, Any] = {"kv_cache_memory": 0.25, "weights_on_disk": str(args.folder)}
         made = dummy(model, **on_disk)
         print(next(note for note in made.info.notes if note.startswith("experts:")))
         found = [told("on disk, dropped, no guesses", made, drop=True, guesses=False)]
@@ -79,7 +79,7 @@ def main() -> None:
         del made
         gc.collect()
         for share in (0.25, 0.75):
-            made = dummy(model, **on_disk, experts_in_memory=share * size / 2**30)
+            made = dummy(model, **on_disk, weights_in_memory=share * size / 2**30)
             found.append(told(f"on disk, dropped, {share:.0%} kept in memory", made, drop=True))
             del made
             gc.collect()

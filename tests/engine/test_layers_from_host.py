@@ -1,0 +1,75 @@
+"""Layers in the host's memory (--cpu-offload-gb), on a CPU in a GPU's place: the bits that a model has that is all on
+the device, one step at a time and in graphs; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError
+from quire.engine.worker.loading import on_disk
+from quire.kernels import reference
+from quire.kernels.streaming.from_host import LayersFromHost
+from tests.engine.harness import run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_experts_on_disk import answers, engine
+from tests.engine.test_ranks import one_thread
+from tests.engine.worker.test_graphs import fake_flash, picked, start, traffic
+from tests.kernels.fake_capture import FakeCapture
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["fake_flash", "one_thread", "thread_ranks"]
+pytestmark = pytest.mark.usefixtures("thread_ranks", "one_thread")
+REFERENCE: dict[str, Any] = {"attention_backend": "reference", "dtype": "float32"}
+SHAPE: dict[str, Any] = {"num_hidden_layers": 5}
+
+
+@pytest.fixture(autouse=True)
+def stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears are PyTorch's own products of their weights, as on a GPU."""
+    monkeypatch.setattr(reference, "_onednn_packs", lambda *_: False)
+    monkeypatch.setattr(on_disk, "_check", lambda *_: None)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2"])
+def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, **(SHAPE if family == "llama" else {"num_hidden_layers": 4}))
+    settings = REFERENCE | settings
+    expected = answers(engine(path, **settings))
+    made = engine(path, **settings, cpu_offload_gb=1.0)
+    streamed: Any = made.runner.model.streamed  # type: ignore[attr-defined]
+    assert isinstance(streamed, LayersFromHost)
+    assert len(streamed.order) == len(made.runner.model.layers)  # type: ignore[attr-defined]
+    assert answers(made) == expected  # the same steps: PyTorch's products may differ with the number of rows
+    assert any("lie in the host's memory" in note for note in made.info.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash")
+def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they replay copies the weights again, whatever is in the slots."""
+    wanted = picked(run(start(monkeypatch, None), traffic()))
+    capture = FakeCapture()
+    made = start(monkeypatch, capture, cpu_offload_gb=1.0)
+    streamed: Any = made.runner.model.streamed  # type: ignore[attr-defined]
+    assert len(streamed.order) > 2
+    begin = streamed.begin
+
+    def begun() -> None:
+        for slot in streamed._slots:
+            slot.zero_()
+        begin()
+
+    monkeypatch.setattr(streamed, "begin", begun)
+    assert picked(run(made, traffic())) == wanted
+    assert capture.replays > len(capture.recordings) > 2
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path, "llama", **SHAPE)
+    with pytest.raises(ConfigError, match=r"cpu_offload_gb: 2 layers have memory in any case: only from .* bytes on"):
+        engine(path, **REFERENCE, cpu_offload_gb=1e-6)

@@ -1,0 +1,220 @@
+"""Layers of dense models on a disk (--weights-on-disk): the bits that they have in memory, in every form of weights, on
+ranks and in stages, with adapters and guesses; what is kept within a bound; what is refused; a disk that fails."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.checkpoint.safetensors import LAYERS, read_stored_weights
+from quire.engine.checkpoint.stages import STREAM_SLOTS, most_kept, most_streamed, spread
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine, let_go
+from quire.engine.worker.loading import on_disk
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder.from_disk import LayersFromDisk
+from tests.engine.harness import run
+from tests.engine.models.test_experts import told
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_experts_on_disk import MISSING, answers, any_folder, engine
+from tests.engine.test_ranks import QUANTIZED, asked_with_adapters, one_thread
+from tests.gguf_models import write_gguf
+from tests.quantized_models import quantize_checkpoint
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["any_folder", "one_thread", "thread_ranks"]
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None or not hasattr(os, "posix_fallocate"), reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5}
+
+
+def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model in this form, and settings."""
+    path = save_tiny_model(tmp_path / "model", "qwen3", **WIDE)
+    if way in QUANTIZED:
+        return quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way], leave=("lm_head",)), {"dtype": "bfloat16"}
+    if way.startswith("Q"):
+        return write_gguf(path, tmp_path / "model.gguf", lambda _: way), {"dtype": "bfloat16"}
+    return path, {"dtype": way} if way.startswith(("float3", "bf")) else {"quantization": way, "dtype": "bfloat16"}
+
+
+def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """So many layers are kept, whatever they take."""
+    chosen = lambda sizes, _: spread(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
+    monkeypatch.setattr(on_disk, "most_kept", chosen)
+
+
+def layers_of(some: Engine) -> LayersFromDisk:
+    streamed: Any = some.runner.model.streamed  # type: ignore[attr-defined]
+    assert isinstance(streamed, LayersFromDisk)
+    return streamed
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("way", ["bfloat16", "float32", "int8", "int4", "fp8", "gptq", "float8", "Q4_0"])
+def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
+    """With none kept, and with some; a step at a time, and with prefixes cached."""
+    path, settings = written(way, tmp_path)
+    if settings["dtype"] == "float32" and not Cpu().multiplies(torch.float32):
+        pytest.skip("oneDNN multiplies here")
+    expected = answers(engine(path, **settings))
+    elsewhere = settings | {"weights_on_disk": str(tmp_path / "disk")}
+    whole = engine(path, **elsewhere, weights_in_memory=1.0)
+    sizes = layers_of(whole)._sizes
+    assert not layers_of(whole).order
+    assert answers(whole) == expected
+    for count, memory in ((5, STREAM_SLOTS * max(sizes)), (3, sum(sizes[:2]) + STREAM_SLOTS * max(sizes))):
+        some = engine(path, **elsewhere, weights_in_memory=(memory + 4096) / 2**30)
+        assert len(layers_of(some).order) == count
+        assert answers(some) == expected
+        assert answers(some) == expected
+        assert any(f"{5 - count} of 5 are kept in memory" in note for note in some.info.notes)
+    assert not list((tmp_path / "disk").iterdir())  # the file has no name
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"num_kv_blocks": 24, "max_model_len": 128},
+    ],
+    ids=str,
+)
+def test_ranks_stages_guesses_and_preemption(
+    family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
+    expected = answers(engine(path, **settings))
+    all_but(monkeypatch, 0)
+    made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"))
+    assert layers_of(made).order
+    assert answers(made) == expected
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, requests = asked_with_adapters(tmp_path)
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "dtype": "bfloat16"}
+    expected = {name: told(each) for name, each in run(engine(path, **lora), requests).items()}
+    all_but(monkeypatch, 0)
+    made = engine(path, **lora, weights_on_disk=str(tmp_path / "disk"))
+    assert layers_of(made).order
+    assert {name: told(each) for name, each in run(made, requests).items()} == expected
+
+
+@pytest.mark.slow
+def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that ends between two layers, as one that failed, leaves slots as it likes."""
+    path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
+    expected = answers(engine(path))
+    all_but(monkeypatch, 0)
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"))
+    streamed = layers_of(made)
+    for stop in range(5):
+        streamed.begin()
+        for layer in range(stop):
+            streamed.enter(layer)
+            streamed.leave(layer)
+        made.reset_prefix_cache()
+        assert answers(made) == expected
+
+
+def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 250_000 / 2**30)
+    expected = answers(made)
+    streamed = layers_of(made)
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        streamed.leave(4)
+        for layer in (2, 3, 4):
+            with pytest.raises(OSError, match="Input/output error"):
+                streamed.enter(layer)
+    made.reset_prefix_cache()
+    assert answers(made) == expected
+
+
+def test_which_layers_are_streamed() -> None:
+    assert spread(10, 0) == []
+    assert spread(10, 10) == list(range(10))
+    gaps = {after - before for before, after in pairwise(spread(48, 12))}
+    assert gaps == {4}
+    assert most_kept([10] * 8, 80) == []
+    assert len(most_kept([10] * 8, 79)) == 3  # five kept and two slots: one fewer would need six and two
+    assert len(most_kept([10] * 8, 20)) == 8
+    with pytest.raises(ValueError, match="2 layers have memory at a time, 20 bytes, and 19 are for all"):
+        most_kept([10] * 8, 19)
+    assert len(most_streamed([10] * 8, 39)) == 3
+    assert len(most_streamed([10] * 8, 1000)) == 8
+    for sizes in ([10] * 8, [10] * 2):
+        with pytest.raises(ValueError, match="2 "):
+            most_streamed(sizes, 29)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"attention_backend": "reference"}, "weights_on_disk: backend 'reference' reads no weights"),
+        ({"weights_in_memory": 1e-7}, "weights_on_disk: 2 layers have memory at a time, .* bytes"),
+        ({"model_impl": "transformers"}, "weights_on_disk: the model's layers are computed by transformers' class"),
+        ({"weights_on_disk": None, "cpu_offload_gb": 1.0}, "cpu_offload_gb: a CPU's weights are in the host's memory"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=wrong):
+        engine(path, **{"weights_on_disk": str(tmp_path), "dtype": "bfloat16"} | settings)
+
+
+def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")
+    rest = read_stored_weights(path, without=LAYERS)
+    assert rest is not None
+    config = engine(path).runner.model.spec  # type: ignore[attr-defined]
+    ends = 1 if config.tie_embeddings else 2
+    assert rest.floats == (ends * config.vocab_size + 1) * config.hidden_size
+    packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
+    found = read_stored_weights(packed, without=LAYERS)
+    assert found is not None
+    assert found.floats == rest.floats
+
+
+def test_without_a_bound_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
+    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 4 * 250_000)
+    assert len(layers_of(engine(path, weights_on_disk=str(tmp_path))).order) == 5
+    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 12 * 250_000)
+    assert not layers_of(engine(path, weights_on_disk=str(tmp_path))).order
+
+
+def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama", dtype=torch.bfloat16, **WIDE)
+
+    def files() -> int:
+        links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return sum(str(tmp_path / "disk") in link for link in links)
+
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 250_000 / 2**30)
+    answers(made)
+    (thread,) = layers_of(made)._reader._threads
+    assert files() > 0
+    del made
+    let_go()
+    assert files() == 0
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,168 @@
+"""Layers that come from the host's memory: whatever order a GPU does things in, within what its streams and events say,
+a layer is computed with its own weights, and nothing is on its way behind the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.stages import STREAM_SLOTS, spread
+from quire.kernels.reference import Reference
+from quire.kernels.streaming.from_host import LayersFromHost
+
+_SIZE = 40
+
+
+class Event:
+    done = False
+
+
+class Stream:
+    """What is done in order, each behind the events that it waits for."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.queue = runtime, deque[Callable[[], bool]]()
+
+    def do(self, action: Callable[[], Any]) -> None:
+        def done() -> bool:
+            action()
+            return True
+
+        self.queue.append(done)
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.do(lambda: setattr(event, "done", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.runtime.waited.append(event)
+        self.queue.append(lambda: event.done)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Runtime:
+    """A GPU's two streams, whose work is done when `finish` is called, in any order that they allow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited = list[Event]()
+        self.main, self.copies = Stream(self), Stream(self)
+        self.current, self.pinned = self.main, list[Tensor]()
+        empty, copy = torch.empty, Tensor.copy_
+
+        def made(*shape: Any, pin_memory: bool = False, device: Any = None, **named: Any) -> Tensor:
+            tensor = empty(*shape, **named)
+            if pin_memory:
+                self.pinned.append(tensor)
+            return tensor
+
+        def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if not non_blocking:
+                return copy(target, source)
+            assert any(source is each for each in self.pinned), "memory that may move"
+            middle = len(target) // 2  # a copy takes its time
+            self.current.do(lambda: copy(target[:middle], source[:middle]))
+            self.current.do(lambda: copy(target[middle:], source[middle:]))
+            return target
+
+        @contextlib.contextmanager
+        def entered(stream: Stream) -> Iterator[None]:
+            before, self.current = self.current, stream
+            yield
+            self.current = before
+
+        monkeypatch.setattr(torch, "empty", made)
+        monkeypatch.setattr(Tensor, "copy_", copied)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.copies)
+        monkeypatch.setattr(torch.cuda, "stream", entered)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.main)
+
+    @torch.inference_mode()
+    def finish(self, rng: random.Random) -> None:
+        streams, idle = [self.main, self.copies], 0
+        while any(each.queue for each in streams):
+            idle += 1
+            assert idle < 100, "streams wait for each other"
+            for each in rng.sample(streams, 2):
+                for _ in range(rng.randrange(4)):
+                    if each.queue and each.queue[0]():
+                        each.queue.popleft()
+                        idle = 0
+
+
+class Whole:
+    def __init__(self, weight: Tensor) -> None:
+        self.movable = (weight,)
+
+    def __call__(self, x: Tensor, context: object) -> Tensor:
+        return x
+
+
+def loaded(layers: int, streamed: int) -> tuple[LayersFromHost, list[Tensor]]:
+    """Layers of two tensors each, all numbers of which are the layer's own; and the first tensor of each."""
+    choice = lambda sizes: spread(len(sizes), streamed)  # noqa: E731
+    made = LayersFromHost(Reference(), torch.device("cuda", 0), choice, STREAM_SLOTS)
+    made.expect([1] * layers)
+    weights = [torch.full((_SIZE, 3), float(layer)) for layer in range(layers)]
+    for layer, weight in enumerate(weights):
+        made.note(layer, Whole(weight))
+        made.note(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
+    made.settle()
+    return made, weights
+
+
+@pytest.mark.parametrize(("layers", "streamed"), [(8, 3), (7, 7), (12, 5)])
+def test_a_layer_has_its_own_weights_in_any_order(layers: int, streamed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        with monkeypatch.context() as patch:
+            runtime = Runtime(patch)
+            made, weights = loaded(layers, streamed)
+            assert sum(each.nbytes for each in made._slots) < sum(each.nbytes for each in runtime.pinned)
+            seen = list[bool]()
+
+            def look(weight: Tensor, layer: int, seen: list[bool] = seen) -> None:
+                seen.append(bool((weight == layer).all()))
+
+            for _ in range(rng.randrange(1, 4)):
+                made.begin()
+                for layer in range(layers if rng.random() < 0.8 else rng.randrange(1, layers)):
+                    made.enter(layer)
+                    for _ in range(3):  # computing takes its time
+                        runtime.main.do(partial(look, weights[layer], layer))
+                    made.leave(layer)
+            runtime.finish(rng)
+            assert seen
+            assert all(seen)
+
+
+def test_a_pass_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a capture could not end."""
+    runtime = Runtime(monkeypatch)
+    made, _ = loaded(9, 4)
+    made.begin()
+    for layer in range(9):
+        made.enter(layer)
+        made.leave(layer)
+    assert all(event in runtime.waited for event in made._arrived.values())
+    assert {*made._arrived} == {*made.order}
+
+
+def test_linears_that_cannot_be_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Runtime(monkeypatch)
+    made = LayersFromHost(Reference(), torch.device("cuda", 0), lambda sizes: spread(len(sizes), 3), STREAM_SLOTS)
+    made.expect([1] * 4)
+    for layer in range(4):
+        made.note(layer, lambda x, context: x)
+    with pytest.raises(ValueError, match="the linears of backend 'reference' cannot be moved"):
+        made.settle()
