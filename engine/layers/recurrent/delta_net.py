@@ -70,7 +70,7 @@ class DeltaNet(MatrixPart):
         return self._given(run, self._recur(run, self._convolve(run, qkv, step), z, ba, step), residual, step)
 
     @cached_property
-    def _rule(self) -> DeltaRule:
+    def rule(self) -> DeltaRule:
         norm, spec = self._result_norms.get(self._result_norm), self._spec
         assert norm is not None
         rate, shift = -self._weights["A_log"].exp(), self._weights["dt_bias"].contiguous()

@@ -117,18 +117,18 @@ class MatrixPart(RecurrentPart):
         )
 
     def _convolve(self, run: Operations, x: Tensor, step: Step) -> Tensor:
-        return run.short_conv(x, self._conv, Columns(None, 1, step.pages[0]), step.metadata)
+        return run.short_conv(x, self.conv, Columns(None, 1, step.pages[0]), step.metadata)
 
     def _recur(self, run: Operations, x: Tensor, z: Tensor, beside: Tensor, step: Step) -> Tensor:
-        return run.recur(x, z, beside, self._rule, Matrices(*step.pages[1:]), step.metadata)
+        return run.recur(x, z, beside, self.rule, Matrices(*step.pages[1:]), step.metadata)
 
     @cached_property
-    def _conv(self) -> ShortConv:
+    def conv(self) -> ShortConv:
         """Available once the weights are loaded."""
         weight = self._weights[CONV][:, 0].t().contiguous()
         return ShortConv(weight, self._weights.get(CONV_BIAS), gated=False)
 
     @cached_property
     @abstractmethod
-    def _rule(self) -> Recurrence:
+    def rule(self) -> Recurrence:
         """Available once the weights are loaded."""

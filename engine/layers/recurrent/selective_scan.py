@@ -95,7 +95,7 @@ class SelectiveScanPart(MatrixPart):
         return self._given(run, self._recur(run, run.join(x, bc), z, steps, step), residual, step)
 
     @cached_property
-    def _rule(self) -> SelectiveScan:
+    def rule(self) -> SelectiveScan:
         spec, weights = self._spec, self._weights
         rate = -weights["A_log"].exp().view(len(self._heads), spec.value, spec.key).transpose(1, 2)
         shift, skip = (weights[name].contiguous() for name in ("dt_proj.bias", "D"))

@@ -123,7 +123,7 @@ class StateSpacePart(MatrixPart):
         return run.add(x, attended) if self._spec.parallel else x, residual
 
     @cached_property
-    def _conv(self) -> ShortConv:
+    def conv(self) -> ShortConv:
         """Once its weights are there. Their arithmetic is float32, so factors of what is convolved are theirs."""
         own = zip(self._spans, self._spec.factors[1:4], strict=True)
         factors = torch.cat([torch.full((len(span),), factor) for span, factor in own])
@@ -131,7 +131,7 @@ class StateSpacePart(MatrixPart):
         return ShortConv(weight.t().contiguous(), self._weights.get(CONV_BIAS), gated=False)
 
     @cached_property
-    def _rule(self) -> StateSpace:
+    def rule(self) -> StateSpace:
         spec, weights = self._spec, self._weights
         shift, skip = (weights[name].contiguous() for name in ("dt_bias", "D"))
         rate, norm, before = -weights["A_log"].exp(), weights.get("norm.weight"), spec.result_norm == "before"
