@@ -25,9 +25,10 @@ def command(
     return parser
 
 
-def add(parser: argparse._ActionsContainer, flags: Mapping[str, Any]) -> None:
-    """`flags`: by the names of each flag or argument its default, or what argparse's add_argument takes; False: a flag
-    without a value; a type: an argument of this type; OneOf, by any name; Group, by its title."""
+def add(parser: Any, flags: Mapping[str, Any]) -> None:
+    """Add flags to argparse's parser, or to a group of one. `flags`: by the names of each flag or argument its default,
+    or what argparse's add_argument takes; False: a flag without a value; a type: an argument of this type; OneOf, by
+    any name; Group, by its title."""
     for names, given in flags.items():
         if isinstance(given, OneOf):
             add(parser.add_mutually_exclusive_group(), given)
