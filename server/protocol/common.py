@@ -42,6 +42,8 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "webhook": (),
+    "webhook_url": (),
     "regex": (),
     "stop_regex": (),
     "ebnf": (),
@@ -54,8 +56,9 @@ INSTEAD: Mapping[str, str] = {
     "ebnf": "structured_outputs.grammar",
     "grammar": "structured_outputs.grammar",
     "json_schema": "structured_outputs.json, or response_format",
+    **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
-"""What means the same here as parameters of SGLang's and llama.cpp's servers."""
+"""What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""
 
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),

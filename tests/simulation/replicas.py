@@ -121,7 +121,6 @@ class Replicas(OfSeveral):
         self.disk = Disk(folder, rng)
         self.failure: BaseException | None = None
         self.replicas: dict[int, Replica] = {}
-        self._numbers = 0
         self._owner = Owner(self, self.disk)
         self._stopping = False
         self._keeping = [
@@ -130,8 +129,7 @@ class Replicas(OfSeveral):
 
     async def _keep(self, number: int, program: Program) -> None:
         while not (self.dead or self._stopping):
-            self._numbers += 1
-            name = f"replica{self._numbers}"
+            name = f"replica{next(self.network.numbers)}"
             replica = self.replicas[number] = Context().run(Replica, self, program, name)
             await replica.ended.wait()
             await asyncio.sleep(self.rng.choice((0.1, 1.0)))

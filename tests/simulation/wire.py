@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 
 import zmq
 
@@ -16,6 +17,8 @@ class Network:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        self.numbers = count()
+        """Of replicas, whose names are never used twice."""
         self.hubs: dict[str, SimulatedWire] = {}
         """By address."""
         self.late_until: dict[bytes, float] = {}

@@ -70,6 +70,12 @@ async def test_constraints_of_other_servers_are_not_ignored(api: Api, name: str)
     assert ("use structured_outputs" in error["error"]["message"]) is (name != "stop_regex")
 
 
+async def test_webhooks_are_refused_with_what_to_ask_instead(api: Api) -> None:
+    for path, asked in (("/v1/responses", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
+        error = await api.post(path, asked | {"webhook_url": "http://a"}, status=400)
+        assert "GET /v1/responses/{id} or /v1/batches/{id}" in error["error"]["message"]
+
+
 async def test_token_ids_of_a_chat() -> None:
     async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS])) as api:
         body = {"messages": HELLO, "return_token_ids": True}
