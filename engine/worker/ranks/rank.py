@@ -19,7 +19,7 @@ from quire.engine.text.grammar import GrammarCompiler
 from quire.engine.types import Adapter
 from quire.engine.worker.device import choose, set_up_cpu
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.images.load import load_tower
+from quire.engine.worker.images.load import LoadedTower, load_tower
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
 from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
@@ -66,6 +66,7 @@ class Rank(ABC):
     loaded: Loaded
     _runner: Runner
     _heads: Heads
+    _tower: LoadedTower
 
     def __init__(self, config: EngineConfig, start: Start, progress: Callable[[], None], here: Joined | None) -> None:
         """`progress` is called after each part of a stage's step. `here`: of a machine but the first."""
