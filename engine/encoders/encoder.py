@@ -289,8 +289,7 @@ class Encoder:
         pages = max(pages_of(each, size) for each in lengths)
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        most = ROWS if cut else None
-        turned = turns is not None
+        most, turned = ROWS if cut else None, turns is not None
         groups = [(parts_of(each, size, self.device, most, turned=turned), int(each.max())) for each in lengths]
         for index, layer in enumerate(self._layers):
             parts, seen = groups[spec.groups[index] if spec.groups else 0]
