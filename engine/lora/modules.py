@@ -84,7 +84,7 @@ def _linears(
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """Of the MLP beside a layer's experts, by its name in a layer, and what stands around experts of smaller vectors."""
+    """Of the MLP beside a layer's experts, by its name there, and what stands around experts of smaller vectors."""
     name, width = shared_experts(raw)
     size = int(raw.get("moe_latent_size") or 0)
     around = dict(zip(NARROW, ((hidden, size), (size, hidden)), strict=True)) if size else {}
