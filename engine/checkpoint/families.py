@@ -52,6 +52,7 @@ FAMILIES = {
     "kimi_k2": "latent",
     "lfm2": "recurrent",
     "lfm2_moe": "sparse",
+    "lfm3": "recurrent",
     "llama": "dense",
     "mamba": "recurrent",
     "mamba2": "recurrent",
@@ -130,7 +131,7 @@ SELECTIVE_SCANS = ("falcon_mamba", "jamba", "mamba")
 STATES: dict[str, tuple[str, ...]] = dict.fromkeys(
     (*DELTA_NETS, *STATE_SPACES, *SELECTIVE_SCANS), ("linear_attention",)
 )
-STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",)}
+STATES |= {"falcon_h1": ("hybrid",), "lfm2": ("conv",), "lfm2_moe": ("conv",), "lfm3": ("conv",)}
 STATES |= {"zamba2": ("linear_attention", "hybrid")}
 """By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
 ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2")
@@ -139,6 +140,8 @@ WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
 """Families whose attention has a gate for each query."""
+HEAD_GATED = ("lfm3",)
+"""Those whose attention has one for each head, unless use_attention_gate says that it has none."""
 _SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
 _SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
 _SHARED |= {"nemotron_h": "mixer.shared_experts"}

@@ -278,8 +278,8 @@ class Cpu(Reference):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         if x.dtype not in self.library.sigmoid_mul or not x.is_contiguous():
             return super().sigmoid_mul(x, gate)
-        pointers = _pointers(x, gate.contiguous())
-        self.library.sigmoid_mul[x.dtype](*pointers, x.numel(), torch.get_num_threads())
+        pointers, sizes = _pointers(x, gate.contiguous()), (gate.numel(), x.shape[1] // gate.shape[1])
+        self.library.sigmoid_mul[x.dtype](*pointers, *sizes, torch.get_num_threads())
         return x
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:

@@ -71,7 +71,7 @@ def alone(path: Path, requests: list[Request], **options: Any) -> dict[str, obje
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("family", [*LARGE, "lfm2"])
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
     """Together, with hits, in chunks, preempted, from the host's memory, and with guesses that are wrong."""
     path, few = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), {"quantization": quantization}
@@ -91,7 +91,7 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [*LARGE, "lfm2"])
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype: str, tmp_path: Path) -> None:
     """After a crash another engine gets it with the tokens that its caller has; guesses are on, and it is cut again."""
     path = save_tiny_model(tmp_path, family)
@@ -113,7 +113,7 @@ def with_tokenizer(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", [*LARGE, "lfm2"])
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
     """Tokens that a grammar leaves no choice about are guesses, and states are put back behind wrong ones."""
     schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
@@ -133,7 +133,7 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba")])
+@pytest.mark.parametrize("family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")])
 def test_choices_and_beams(family: str, tmp_path: Path) -> None:
     """They share a prompt's pages and its snapshot."""
     path, prompts = with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]
@@ -238,6 +238,8 @@ ODD: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"layer_types": ["full_attention"], "num_hidden_layers": 1}),
     ("lfm2", {"conv_L_cache": 2}),
     ("lfm2", {"conv_L_cache": 16, "layer_types": ["full_attention", "conv", "conv"]}),
+    ("lfm3", {"sliding_window": 1, "conv_L_cache": 2}),
+    ("lfm3", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "tie_word_embeddings": False}),
     ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_conv_kernel_dim": 2}),
     ("qwen3_5", {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 48}),
     ("qwen3_5", {"layer_types": ["linear_attention"], "num_hidden_layers": 1, "tie_word_embeddings": True}),

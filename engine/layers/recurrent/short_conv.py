@@ -27,6 +27,8 @@ class ShortConvSpec(PartSpec):
     """Of what is read."""
     bias: bool = False
     """Of both linears and of the sum."""
+    output_norm: bool = False
+    """Norm of what it gives, before it joins the residual stream."""
 
     @property
     def state(self) -> ColumnState:
@@ -51,8 +53,9 @@ class ShortConvolution(Part):
         outs, ins = dict.fromkeys(reads, shard.outs(channels)), {out: shard.ins(channels)}
         self._in = linear(hidden, dict.fromkeys(reads, channels), cuts=outs)
         self._out = linear(channels, {out: hidden}, cuts=ins)
-        self._norm = f"{layer}.input_layernorm"
-        self._norms = NormWeights({self._norm: hidden}, making.dtype, spec.norm)
+        self._norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+        norms = [self._norm] + [self._output_norm] * spec.output_norm
+        self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
@@ -90,7 +93,8 @@ class ShortConvolution(Part):
         convolved = run.short_conv(bcx, self._conv, self._columns(step.pages), step.metadata)
         if step.rows is not None:
             convolved, residual, context = convolved[step.rows], residual[step.rows], context.at(step.rows)
-        return run.sum(run.apply(self._out.packed, convolved, context), self._making.shard.group), residual
+        x = run.sum(run.apply(self._out.packed, convolved, context), self._making.shard.group)
+        return self._norms.norm(run, self._output_norm, x), residual
 
     @staticmethod
     def _columns(pages: Pages) -> Columns:

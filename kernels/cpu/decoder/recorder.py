@@ -236,7 +236,7 @@ class _Recorder(Operations):
         return self._call("cast", out, x, out, _Given(_PER_TOKEN, x.width), _THREADS)
 
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
-        return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, x.width), _THREADS)
+        return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, gate.width), x.width // gate.width, _THREADS)
 
     def _attended(self, q: Any, softmax: Softmax) -> Any:
         self._attends_in = q.dtype
