@@ -277,7 +277,7 @@ class Operations(ABC):
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate), both [T, F]. May overwrite x."""
+        """x [T, F] * sigmoid(gate), gate [T, G]: each of F / G numbers side by side. May overwrite x."""
 
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]

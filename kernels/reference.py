@@ -184,7 +184,7 @@ class Reference(Backend):
         return x.to(dtype)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * sigmoid(gate)
+        return (x.unflatten(1, (gate.shape[1], -1)) * sigmoid(gate)[:, :, None]).flatten(1)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         if self.deterministic:

@@ -382,6 +382,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [0],
     },
+    "lfm3": {
+        "model_type": "lfm3",
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv", "sliding_attention"],
+        "num_hidden_layers": 5,
+        "head_dim": 32,
+        "sliding_window": 20,
+        "tie_word_embeddings": True,
+    },
+    "lfm3-ungated": {"model_type": "lfm3", "num_hidden_layers": 6, "head_dim": 16, "use_attention_gate": False},
     "mamba2": {"model_type": "mamba2", **MAMBA2},
     "mamba2-tied": {
         "model_type": "mamba2",

@@ -40,7 +40,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
         Case(f"{n} streams" if n > 1 else "1 stream", n, max(2, args.waves * n), args.input_len, args.output_len)
         for n in args.streams
     ]
-    return made + [Case(f"prompts of {n}", PROMPTS_OPEN, PROMPTS_OPEN, n, 1) for n in args.prompts]
+    made += [Case(f"prompts of {n}", PROMPTS_OPEN, PROMPTS_OPEN, n, 1) for n in args.prompts]
+    return made + [Case(f"a prompt of {n}", 1, 1, n, 1) for n in args.alone]
 
 
 async def rate(server: str, case: Case, seed: int, vocab: int) -> float:
@@ -72,7 +73,7 @@ async def run(args: argparse.Namespace) -> None:
 
         rates = await by_turns(args.servers, args.rounds, measure)
         columns = [compared(rates[args.servers[0]], each) for each in rates.values()]
-        print(f"{case.name:16}{' | '.join(columns)}", flush=True)
+        print(f"{case.name:18}{' | '.join(columns)}", flush=True)
 
 
 def main() -> None:
@@ -82,6 +83,7 @@ def main() -> None:
             "servers": {"nargs": "+", "metavar": "URL=MODEL[=close]"},
             "--streams": {"nargs": "*", "default": (1, 8, 32)},
             "--prompts": {"nargs": "*", "default": (1024,), "help": "tokens of prompts, four at a time"},
+            "--alone": {"nargs": "*", "default": (), "type": int, "help": "tokens of prompts, one at a time"},
             "--input-len": 128,
             "--output-len": 64,
             "--waves": {"default": 1, "help": "requests for each stream of a turn"},

@@ -52,6 +52,7 @@ FAMILIES = {
     "kimi_k2": "latent",
     "lfm2": "recurrent",
     "lfm2_moe": "sparse",
+    "lfm3": "recurrent",
     "llama": "dense",
     "mamba": "recurrent",
     "mamba2": "recurrent",
@@ -132,6 +133,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "falcon_h1": ("hybrid",),
     "lfm2": ("conv",),
     "lfm2_moe": ("conv",),
+    "lfm3": ("conv",),
     "zamba2": ("linear_attention", "hybrid"),
 }
 """By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
@@ -141,6 +143,8 @@ WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
 """Families whose attention has a gate for each query."""
+HEAD_GATED = ("lfm3",)
+"""Those whose attention has one for each head, unless use_attention_gate says that it has none."""
 _SHARED = {
     "hunyuan_v1_moe": "mlp.shared_mlp",
     "nemotron_h": "mixer.shared_experts",

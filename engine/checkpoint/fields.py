@@ -214,6 +214,8 @@ class ServedFields(SharedFields, total=False):
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
     time_step_min: _Epsilon | None
     use_mem_rope: bool | None
+    use_sandwich_norm: bool | None
+    use_attention_gate: bool | None
     mamba_hidden_act: _Text | None
     mixer_rms_eps: _Epsilon | None
     projectors_bias: bool | None

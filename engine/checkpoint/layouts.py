@@ -90,6 +90,16 @@ _LFM2 = Layout(
         "feed_forward.w2": "mlp.down_proj",
     },
 )
+_LFM3 = Layout(
+    outside=_LFM2.outside,
+    inside={
+        **_LFM2.inside,
+        "post_operator_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffn_norm": "post_feedforward_layernorm",
+        "self_attn.g_proj": "self_attn.gate_proj",
+    },
+)
 
 _GATED_QUERY = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
 """Each head's query and its gate."""
@@ -209,6 +219,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "granitemoeshared": _GRANITE_MOE,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "lfm3": _LFM3,
     "jamba": Layout(
         outside=_BAMBA.outside, inside={**{name: own for name, own in _BAMBA.inside.items() if own != _SPACE}, **_SCAN}
     ),

@@ -46,6 +46,8 @@ class AttentionSpec(PartSpec):
     """Norm of what is projected."""
     gated: bool = False
     """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
+    head_gates: bool = False
+    """The same by one number for each head."""
     output_norm: bool = False
     """Norm of what attention gives, before it joins the residual stream."""
     axes: tuple[int, ...] | None = None
@@ -135,8 +137,9 @@ class Attention(PagedPart):
             spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts={name: cuts[name] for name in sizes}
         )
         gate = f"{prefix}.gate_proj"
-        gates = {gate: q_size} if spec.gated else {}
-        self._gate = linear(hidden, gates, bias=spec.qkv_bias, cuts={gate: cuts[q]}) if gates else None
+        gates = {gate: q_size if spec.gated else spec.num_heads} if spec.gated or spec.head_gates else {}
+        cuts[gate] = cuts[q] if spec.gated else shard.heads(heads, 1)
+        self._gate = linear(hidden, gates, bias=spec.qkv_bias, cuts={gate: cuts[gate]}) if gates else None
         self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.ins(q_size)})
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         norms = {self._input_norm: hidden} if spec.input_norm else {}

@@ -9,6 +9,7 @@ from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
     DELTA_NETS,
     GATED,
+    HEAD_GATED,
     LATENT,
     LATENT_SIZES,
     NARROW,
@@ -104,6 +105,7 @@ def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, d
         queries, keys = heads * dim, kv_heads * dim
         found = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
         found |= {"gate": (hidden, queries)} if kind in GATED else {}
+        found |= {"gate": (hidden, heads)} if kind in HEAD_GATED and raw.get("use_attention_gate") is not False else {}
         return {f"self_attn.{name}_proj": shape for name, shape in found.items()}
     latent, rotated, plain, value = (int(raw.get(name) or 0) for name in LATENT_SIZES)
     low, queries = raw.get("q_lora_rank"), heads * (plain + rotated)

@@ -18,8 +18,8 @@ BEHIND = {"input_norm": False, "output_norm": True}
 
 
 def two_ropes(full: Read, sliding: Read) -> Read:
-    """Reads rotations of layers with a window and of those without one, which alone may be scaled. full, sliding: read
-    rope_theta where a rotation does not say it."""
+    """Reads rotations of layers that attend: of those with a window, and of those without one, which alone may be
+    scaled. full, sliding: read rope_theta where a rotation does not say it."""
 
     def read(config: ModelConfig) -> list[dict[str, Any]]:
         ropes = config.raw.get("rope_parameters") or {}

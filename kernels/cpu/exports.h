@@ -207,7 +207,7 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
       int sequences, int groups, int heads, int key, int value, int drafts, float eps, int threads);                   \
   EXPORTED void join_##suffix(const T* x, const T* y, T* out, long rows, int first, int second, int threads);          \
   EXPORTED void cast_##suffix(const T* x, void* out, long size, int threads);                                          \
-  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads);                                     \
+  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long gates, int each, int threads);                          \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
                                         const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
                                         const int32_t* table, long table_stride, long key_stride, long value_stride,   \

@@ -225,7 +225,7 @@ SIGNATURES = {
     "selective_scan": [*[_POINTER] * 16, _LONG, *[_INT] * 6, _FLOAT, _INT],
     "join": [*[_POINTER] * 3, _LONG, *[_INT] * 3],
     "cast": [*[_POINTER] * 2, _LONG, _INT],
-    "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT],
+    "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],

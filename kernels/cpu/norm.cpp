@@ -114,7 +114,23 @@ void add(const T* x, T* residual, long size, int threads) {
   });
 }
 
-// x *= sigmoid(gate).
+// x *= sigmoid(gate), where each gate is that of so many numbers side by side.
+template <class T>
+void sigmoid_mul_wide(T* x, const T* gate, long gates, int each, int threads) {
+  parallel_rows(threads, gates, gates * each, [&](long begin, long end) {
+    for (long g = begin; g < end; ++g) {
+      float score;
+      vstore_first(&score, vload_first(gate + g, 1), 1);
+      const Vec share = vset(1.0f / (1.0f + __builtin_expf(-score)));
+      for (long i = g * each; i < (g + 1) * each; i += 16) {
+        const int count = (g + 1) * each - i < 16 ? static_cast<int>((g + 1) * each - i) : 16;
+        vstore_first(x + i, vmul(vload_first(x + i, count), share), count);
+      }
+    }
+  });
+}
+
+// The same with a gate for each number.
 template <class T>
 void sigmoid_mul(T* x, const T* gate, long size, int threads) {
   parallel_rows(threads, (size + kPiece - 1) / kPiece, size * 6, [&](long begin, long end) {
@@ -240,8 +256,8 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
     using Other = std::conditional_t<std::is_same_v<T, float>, bf16, float>;                                           \
     cast(x, static_cast<Other*>(out), size, threads);                                                                  \
   }                                                                                                                    \
-  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads) {                                    \
-    sigmoid_mul(x, gate, size, threads);                                                                               \
+  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long gates, int each, int threads) {                         \
+    each > 1 ? sigmoid_mul_wide(x, gate, gates, each, threads) : sigmoid_mul(x, gate, gates, threads);                 \
   }                                                                                                                    \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
     gate_mul<false>(gate_up, out, rows, size, threads);                                                                \

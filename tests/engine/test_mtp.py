@@ -85,7 +85,9 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h", "nemotron_h-latent"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h", "nemotron_h-latent"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
@@ -202,7 +204,9 @@ def test_a_gguf_file_may_have_it(family: str, kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next", "nemotron_h", "nemotron_h-latent"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "glm4_moe", "deepseek_v3", "qwen3-next", "nemotron_h", "nemotron_h-latent"]
+)
 def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights, its part of every page, and its spare pages."""
     path = model(folder, family)

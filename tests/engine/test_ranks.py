@@ -59,6 +59,7 @@ SHAPES += [
     "falcon_h1",
     "nemotron_h",
     "nemotron_h-latent",
+    "lfm3",
     "gemma4",
     "gemma4-small",
     "gemma4-moe",

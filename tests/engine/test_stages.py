@@ -48,7 +48,7 @@ pytestmark = [
 ]
 BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 3}
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss", "lfm2", "qwen3_5"]
-SHAPES += ["mamba2", "granite-hybrid", "nemotron_h", "falcon_mamba", "jamba"]
+SHAPES += ["mamba2", "granite-hybrid", "nemotron_h", "nemotron_h-latent", "falcon_mamba", "jamba", "lfm3"]
 
 
 def engine(path: Path | str, stages: int, **settings: Any) -> Engine:

@@ -283,7 +283,8 @@ void rowwise() {
   expect_finite(x, rows * size, "activate");
   Kernels<T>::add_rms_norm(x.get(), y.get(), weight.get(), rows, size, 1e-5f, threads);
   expect_finite(x, rows * size, "add_rms_norm");
-  Kernels<T>::sigmoid_mul(x.get(), y.get(), rows * size, threads);
+  Kernels<T>::sigmoid_mul(x.get(), y.get(), rows * size, 1, threads);
+  Kernels<T>::sigmoid_mul(x.get(), y.get(), rows, size, threads);
   expect_finite(x, rows * size, "sigmoid_mul");
   std::vector<float> other(rows * size);  // has room for either type
   Kernels<T>::cast(x.get(), other.data(), rows * size, threads);

@@ -73,6 +73,21 @@ def test_activations(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("each", [1, 5, 64])
+@pytest.mark.parametrize("shape", [(1, 6), (7, 1), (300, 16)])
+def test_sigmoids_of_gates(
+    cpu: Cpu, shape: tuple[int, int], each: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """A gate for each number, or for several side by side."""
+    gate = (torch.randn(shape, generator=generator) * 4).to(dtype)
+    x = torch.randn((shape[0], shape[1] * each), generator=generator).to(dtype)
+    found = cpu.sigmoid_mul(x.clone(), gate)
+    assert error(found, reference.sigmoid_mul(x.double(), gate.double())) < TOLERANCE[dtype]
+    rows = [cpu.sigmoid_mul(x[at : at + 1].clone(), gate[at : at + 1]) for at in range(shape[0])]
+    assert torch.equal(torch.cat(rows), found), "a row's bits do not depend on the others"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
 def test_gates(cpu: Cpu, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -105,6 +105,7 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
         (reference.activate(x, Activation("gelu")), F.gelu(x)),
         (reference.activate(x, Activation("gelu_tanh")), F.gelu(x, approximate="tanh")),
         (reference.sigmoid_mul(x, residual), x * residual.sigmoid()),
+        (reference.sigmoid_mul(x, weight[:5, None]), x * weight[:5, None].sigmoid()),
         (reference.add_gated(x, weight[:5, None], residual), x * weight[:5, None].sigmoid() + residual),
     ):
         torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-14)
@@ -116,6 +117,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "clamped": lambda x: reference.clamped_mul(x, Clamp(1.702, 7.0)),
     "add_gated": lambda x: reference.add_gated(x, x[:, :1].contiguous(), x),
     "sigmoid_mul": lambda x: reference.sigmoid_mul(x, x),
+    "sigmoid_mul of heads": lambda x: reference.sigmoid_mul(x, x[:, : x.shape[1] // 2].contiguous()),
     "layer_norm": lambda x: reference.layer_norm(x, x.new_ones(x.shape[1]), x.new_ones(x.shape[1]), 1e-5),
     "rms_norm": lambda x: reference.rms_norm(x, x.new_ones(x.shape[1]), 1e-5),
     "sigmoid router": lambda x: route(x.float(), Routing(8, "sigmoid"), None)[1],

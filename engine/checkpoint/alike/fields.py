@@ -72,6 +72,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "tie_embedding": "tie_word_embeddings",
         "num_dense_layers": "first_k_dense_replace",
     },
+    "lfm3": {"norm_eps": "rms_norm_eps"},
     "mellum": {"num_mtp_layers": "num_nextn_predict_layers"},
     "mpt": {
         "d_model": "hidden_size",
@@ -182,6 +183,20 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "conv_L_cache": 3,
         "first_k_dense_replace": 2,
     },
+    "lfm3": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+        },
+        "head_dim": 128,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "max_position_embeddings": 128_000,
+        "num_key_value_heads": 4,
+    },
     "mellum": {"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024},
     "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
     "ministral3": {
@@ -256,6 +271,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind in ("lfm2", "lfm2_moe"):
         _complete_lfm2(found)
+    if kind == "lfm3":
+        _complete_lfm3(found)
     if kind in DELTA_NETS:
         _complete_layer_types(found)
     if kind in unequal.KINDS:
@@ -287,6 +304,14 @@ def _complete_layer_types(found: dict[str, Any]) -> None:
     ):
         kinds = ("full_attention", "linear_attention")
         found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
+
+
+def _complete_lfm3(found: dict[str, Any]) -> None:
+    """Where config.json does not say what layers are, one of four attends to all tokens, and another to the last ones."""
+    layers = found.get("num_hidden_layers")
+    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        kinds = ("sliding_attention", "conv", "full_attention", "conv")
+        found["layer_types"] = [kinds[layer % 4] if layer else "conv" for layer in range(layers)]
 
 
 def _complete_lfm2(found: dict[str, Any]) -> None:

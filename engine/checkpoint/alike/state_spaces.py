@@ -107,6 +107,8 @@ def complete(found: dict[str, Any]) -> None:
         found["num_hidden_layers"] = layers = len(types)  # whatever config.json says
     if isinstance(types, list) and types:
         found["layer_types"] = [_OLDER.get(each, each) if isinstance(each, str) else each for each in types]
+        if kind == "nemotron_h" and "mlp" not in types and "moe" not in types:
+            found["hidden_act"] = None  # of MLPs alone, and there is none
     elif isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         found["layer_types"] = _layer_types(kind, found, layers)
     _complete_sizes(kind, found)

@@ -10,6 +10,7 @@ from quire.engine.checkpoint.families import (
     ALONE,
     ENCODERS,
     GATED,
+    HEAD_GATED,
     PAIRED,
     SELECTIVE_SCANS,
     STATE_SPACES,
@@ -32,14 +33,14 @@ _NORM_BIASES = {
 }
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = (
-    {"gemma2", "gemma3", "gemma3_text", "glm4"},
+    {"gemma2", "gemma3", "gemma3_text", "glm4", "lfm3"},
     {"cohere", "cohere2", "gptj", "phi", *ALONE},
 )
 """Families whose layers have another number of norms than two."""
 TIED = {
     *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"),
-    *("falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "mamba"),
-    *("minicpm3", "youtu", *ENCODERS),
+    *("falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "lfm3"),
+    *("mamba", "minicpm3", "youtu", *ENCODERS),
 }
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
@@ -53,7 +54,8 @@ _NO_OUT_BIAS = {
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {
     *("apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED),
-    *("dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "mellum", "qwen3_vl_moe_text", "qwen3_vl_text"),
+    *("dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "lfm3", "mellum", "qwen3_vl_moe_text"),
+    "qwen3_vl_text",
 }
 """Families with a norm of each query and key head."""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
@@ -95,6 +97,7 @@ def attention_numbers(text: Mapping[str, Any], hidden: int, *, latents: bool) ->
     if kind in shared_blocks.KINDS:  # whose parameters are no layer's: block_numbers
         return 0, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
     parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
+    parameters += hidden * heads if kind in HEAD_GATED and text.get("use_attention_gate") is not False else 0
     asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
     if asked or kind in _BIASED or kind in ("qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text"):
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)

@@ -28,10 +28,12 @@ class RecurrentPart(Part):
 
     _out: JoinedLinear
 
-    def __init__(self, making: Making, layer: str, name: str, norm: NormSpec) -> None:
-        """`name`: the part's name in a checkpoint, after the layer's."""
-        self._making, self._prefix, self._norm = making, f"{layer}.{name}", f"{layer}.input_layernorm"
-        self._norms = NormWeights({self._norm: making.hidden_size}, making.dtype, norm)
+    def __init__(self, making: Making, layer: str, name: str, norm: NormSpec, *, output_norm: bool = False) -> None:
+        """`name`: the part's name in a checkpoint, after the layer's. `output_norm`: what it gives is normed too."""
+        self._making, self._prefix = making, f"{layer}.{name}"
+        self._norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+        norms = [self._norm] + [self._output_norm] * output_norm
+        self._norms = NormWeights(dict.fromkeys(norms, making.hidden_size), making.dtype, norm)
         self._weights: dict[str, Tensor] = {}
         """This rank's weights beside those of linears and norms, float32, by their names after the part's."""
 
@@ -54,7 +56,8 @@ class RecurrentPart(Part):
         context = step.context
         if step.rows is not None:
             found, residual, context = found[step.rows], residual[step.rows], context.at(step.rows)
-        return run.sum(run.apply(self._out.packed, found, context), self._making.shard.group), residual
+        x = run.sum(run.apply(self._out.packed, found, context), self._making.shard.group)
+        return self._norms.norm(run, self._output_norm, x), residual
 
 
 @dataclass(frozen=True, slots=True)

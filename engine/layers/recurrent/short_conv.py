@@ -26,6 +26,8 @@ class ShortConvSpec(PartSpec):
     """Of what is read."""
     bias: bool = False
     """Of both linears and of the sum."""
+    output_norm: bool = False
+    """Norm of what it gives, before it joins the residual stream."""
 
     @property
     def state(self) -> ColumnState:
@@ -40,7 +42,7 @@ class ShortConvSpec(PartSpec):
 
 class ShortConvolution(RecurrentPart):
     def __init__(self, spec: ShortConvSpec, making: Making, layer: str) -> None:
-        super().__init__(making, layer, "conv", spec.norm)
+        super().__init__(making, layer, "conv", spec.norm, output_norm=spec.output_norm)
         self._spec, channels, shard, hidden = spec, spec.channels, making.shard, making.hidden_size
         self._own = shard.span(channels)
         reads = {f"{name}_proj": (channels, shard.outs(channels)) for name in "bcx"}

@@ -4,6 +4,7 @@ selective scans (Mamba), gated delta nets, short convolutions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.checkpoint.families import STATES, shared_experts
@@ -13,13 +14,14 @@ from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import PartSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.short_conv import ShortConvSpec
+from quire.engine.models.dense import two_ropes
 from quire.engine.models.experts import mixture, where_sparse
-from quire.engine.models.family import Family, SpecAs, SpecOf
+from quire.engine.models.family import Family, SpecAs, SpecOf, windows
 from quire.engine.models.recurrent.falcon_h1 import falcon_h1
 from quire.engine.models.recurrent.selective_scan import selective_scan
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.models.values import biased
+from quire.engine.models.values import Read, biased, unless
 
 PartOf = Callable[[ModelConfig, NormSpec], PartSpec]
 
@@ -58,6 +60,37 @@ def _short_conv(config: ModelConfig, norm: NormSpec) -> PartSpec:
     return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
 
 
+def _lfm3(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+    """Norms behind each part too, a gate for each head, and rotations of their own in layers with a window."""
+    if config.raw.get("use_sandwich_norm") is False:
+        raise ModelError("model: config.json: use_sandwich_norm: an LFM3 without norms behind its parts is not served")
+    return _LFM3(config, spec_as)
+
+
+def _where_attending(values: Callable[[ModelConfig], Sequence[Any]]) -> Read:
+    """Reads for all layers what `values` reads for those with attention; the others have None."""
+
+    def read(config: ModelConfig) -> list[Any]:
+        found, own = iter(values(config)), STATES[config.model_type]
+        return [None if kind in own else next(found) for kind in config.raw.get("layer_types") or ()]
+
+    return read
+
+
+_LFM3 = Family(
+    attention={
+        "qk_norm": "heads",
+        "window": _where_attending(windows),
+        "rope": _where_attending(two_ropes(lambda config: 1_000_000.0, lambda config: 10_000.0)),
+        "head_gates": unless("use_attention_gate"),
+        "output_norm": True,
+        **biased("attention_bias"),
+    },
+    mlp={"output_norm": True},
+    mixing=beside_attention(lambda config, norm: replace(_short_conv(config, norm), output_norm=True)),
+)
+
+
 def _delta_net(config: ModelConfig, norm: NormSpec) -> PartSpec:
     raw = config.raw
     key_heads, heads = raw.get("linear_num_key_heads") or 16, raw.get("linear_num_value_heads") or 32
@@ -88,6 +121,8 @@ def _granite_hybrid(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
 TABLE: Mapping[str, SpecOf] = {
     # LFM2 (Liquid AI, 2025): gated short convolutions in most layers.
     "lfm2": Family(attention={"qk_norm": "heads"}, mixing=beside_attention(_short_conv)),
+    # LFM3 (Liquid AI, 2026): wider convolutions, and attention within windows in some layers.
+    "lfm3": _lfm3,
     # Qwen3.5's text models (Qwen Team, 2026): gated delta nets in most layers, attention with gates in the others;
     # norms whose weights are offsets from 1.
     "qwen3_5_text": Family(

@@ -1,5 +1,6 @@
 """Nemotron-H (NVIDIA, 2025) and Nemotron 3: layers that are one part each, a state space, attention without positions,
-an MLP, or experts, these also of smaller vectors; all without gates. Of limits of steps it has time_step_min alone, as transformers reads it."""
+an MLP, or experts, these also of smaller vectors; all without gates. Of limits of steps it has time_step_min alone, as
+transformers reads it."""
 
 from quire.engine.checkpoint.families import NARROW
 from quire.engine.checkpoint.files import ModelConfig

@@ -123,7 +123,7 @@ class Calls(ABC):
         return self.call("mul_columns", x, x, beside, *self.rows(x), self.width(beside), first)
 
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
-        return self.call("sigmoid_mul", x, x, gate, self.numbers(x))
+        return self.call("sigmoid_mul", x, x, gate, self.numbers(gate), self.width(x) // self.width(gate))
 
     def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
         caches = _held(qkv, (k_cache, v_cache), rope.kv_scales)

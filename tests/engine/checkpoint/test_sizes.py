@@ -60,6 +60,20 @@ def test_experts_are_read_only_when_chosen() -> None:
     assert found.active_parameters < found.touched(4) < found.touched(64) <= found.parameters
 
 
+def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -> None:
+    """Nemotron 3 Super, whose name says 120B and 12B a token."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}
+    spaces = {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
+    experts = {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688}
+    experts |= {"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1}
+    found = read_sizes(
+        {"model_type": "nemotron_h", "vocab_size": 131072, **sizes, **spaces, **experts}
+        | {"hybrid_override_pattern": "MEMEMEMEME*" * 8, "tie_word_embeddings": False}
+    )
+    assert found.parameters == pytest.approx(120.67e9, rel=1e-4)
+    assert found.active_parameters == pytest.approx(12.2e9, rel=0.01)
+
+
 def test_latent_attention_caches_the_latent() -> None:
     found = read_sizes(AutoConfig.for_model("deepseek_v32").to_dict())
     assert (found.kv_numbers, found.kv_heads) == ((512 + 64) * 61, 1)

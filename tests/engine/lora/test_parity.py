@@ -95,6 +95,7 @@ JOINED = {
     "arcee": ("k_proj", "up_proj", "down_proj"),
     "qwen3_5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "lfm3": ("q_proj", "o_proj", "g_proj", "in_proj", "out_proj", "w1", "w2"),
     "mamba2": ("in_proj", "out_proj"),
     "mamba": ("in_proj", "x_proj", "out_proj"),
     "jamba-dense": ("q_proj", "in_proj", "x_proj", "out_proj", "gate_proj", "down_proj"),

@@ -1,0 +1,280 @@
+"""What layers with states do beside everything else: weights in few bits, grammars, choices and beams, crashes, sleep
+and new weights, vectors; and shapes that no published model has. Always the tokens of an engine that computes each
+request alone and afresh."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire import LLM, BeamSearchParams
+from quire import SamplingParams as Params
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.link.client import EngineClient
+from quire.engine.link.weights import Weights
+from quire.engine.loop import Engine
+from quire.engine.models import decoder_spec
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import Request
+from tests.engine.harness import request, run
+from tests.engine.test_speculation import CHEAP, Garbage
+from tests.engine.test_states import known
+from tests.engine.vectors import same, vectors
+from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import nightly
+
+BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
+LARGE = ["qwen3_5", "qwen3-next", "falcon_h1", "granite-hybrid", "nemotron_h-latent", "mamba2", "mamba", "jamba"]
+LARGE += ["zamba2", "zamba2-blocks"]
+"""Families whose states are too large for every page."""
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 7},
+    {"num_kv_blocks": 14, "state_memory": 5e-4},
+    {"num_kv_blocks": 14, "state_memory": 5e-4, "kv_offload_memory": 0.02},
+]
+
+
+def engine(path: Path, **options: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), **BASE | options))
+
+
+def texts(seed: int = 5) -> list[list[int]]:
+    """The last ones begin as those before them do; lengths stand at and beside ends of pages and pieces."""
+    rng = random.Random(seed)
+    own = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 3, 16, 31, 48, 65, 90)]
+    return [*own, own[-1][:64] + own[1], own[-1][:63], own[-2][:33] + own[2]]
+
+
+def asked(**params: Any) -> list[Request]:
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"prompt_logprobs": 1}]
+    each = enumerate(texts())
+    options = {"max_tokens": 20, "logprobs": 0, **params}
+    return [request(str(at), prompt, seed=at, **options | kinds[at % 3]) for at, prompt in each]
+
+
+def alone(path: Path, requests: list[Request], **options: Any) -> dict[str, object]:
+    made = engine(path, enable_prefix_caching=False, **options)
+    return {name: told for each in requests for name, told in known(run(made, [each])).items()}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
+    """Together, with hits, in chunks, preempted, from the host's memory, and with guesses that are wrong."""
+    path, few = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), {"quantization": quantization}
+    requests = asked()
+    wanted = alone(path, requests, **few)
+    assert wanted != alone(path, requests), "weights are rounded"
+    for shape in SHAPES:
+        made = engine(path, **few | shape)
+        made.scheduler._drafter = Adaptive(Garbage(random.Random(4)), 8, CHEAP)
+        for _ in range(2):
+            assert known(run(made, requests)) == wanted, shape
+        assert made.stats.prefix_hits > 0
+        assert made.stats.draft_tokens > 0
+        assert made.stats.preemptions > 0 or "state_memory" not in shape
+        made.close()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype: str, tmp_path: Path) -> None:
+    """After a crash another engine gets it with the tokens that its caller has; guesses are on, and it is cut again."""
+    path = save_tiny_model(tmp_path, family)
+    requests = [
+        msgspec.structs.replace(each, params=each.params) for each in asked() if not each.params.prompt_logprobs
+    ]
+    wanted = {each.id: run(engine(path, dtype=dtype), [each])[each.id].ids for each in requests}
+    for cut, shape in zip((1, 8, 17), SHAPES, strict=False):
+        again = engine(path, dtype=dtype, speculative_config="ngram", **shape)
+        rest = run(again, [msgspec.structs.replace(each, emitted_ids=wanted[each.id][:cut]) for each in requests])
+        assert {name: each.ids for name, each in rest.items()} == {name: ids[cut:] for name, ids in wanted.items()}
+
+
+def with_tokenizer(folder: Path, family: str) -> Path:
+    path = save_tiny_model(folder, family, vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, path)
+    return path
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
+    """Tokens that a grammar leaves no choice about are guesses, and states are put back behind wrong ones."""
+    schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
+    path, grammar = with_tokenizer(tmp_path, family), json_grammar(schema)
+    kinds: list[dict[str, Any]] = [{"grammar": grammar, "temperature": t, "ignore_eos": False} for t in (0.0, 1.1)]
+    requests = [
+        request(str(at), text, seed=at, max_tokens=24, logprobs=0, **({} if at % 3 == 2 else kinds[at % 2]))
+        for at, text in enumerate(texts())
+    ]
+    plain = engine(path, enable_prefix_caching=False, speculative_config={"method": "none"})
+    wanted = {name: told for each in requests for name, told in known(run(plain, [each])).items()}
+    for shape in SHAPES[:3]:
+        made = engine(path, speculative_config={"method": "grammar", "num_speculative_tokens": 16}, **shape)
+        for _ in range(2):
+            assert known(run(made, requests)) == wanted, shape
+        assert sum(made.stats.accepted_drafts) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")])
+def test_choices_and_beams(family: str, tmp_path: Path) -> None:
+    """They share a prompt's pages and its snapshot."""
+    path, prompts = with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]
+    options = {"threads": 1, "dtype": "float32", "max_model_len": 176, "snapshot_tokens": 16}
+    sampled = Params(n=4, temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, logprobs=0)
+    beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+
+    def found(llm: LLM) -> list[object]:
+        chosen = [
+            [(each.token_ids, each.cumulative_logprob) for each in one.outputs]
+            for one in llm.generate(prompts, sampled, use_tqdm=False)
+        ]
+        searched = [
+            [(each.tokens, each.cum_logprob) for each in one.sequences] for one in llm.beam_search(prompts, beams)
+        ]
+        return [chosen, searched]
+
+    fresh = LLM(str(path), num_kv_blocks=90, enable_prefix_caching=False, max_num_seqs=1, **options)
+    wanted = found(fresh)
+    fresh.close()
+    made = LLM(str(path), num_kv_blocks=14, max_num_seqs=6, state_memory=5e-4, speculative_config="ngram", **options)
+    assert [found(made), found(made)] == [wanted, wanted]
+    made.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "zamba2", "nemotron_h-latent", "mamba", "lfm2"])
+async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
+    """No snapshot outlives the weights that it was computed with, nor a sleep."""
+    first, second = save_tiny_model(tmp_path / "first", family), tmp_path / "second"
+    second.mkdir()
+    shutil.copy(first / "config.json", second)
+    tensors = {
+        name: each * (1.1 if each.ndim > 1 else 1.0) for name, each in load_file(first / "model.safetensors").items()
+    }
+    save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
+    prompt, config = texts()[6], {"dtype": "float32", "skip_tokenizer_init": True, **BASE}
+    each = request("0", prompt, max_tokens=12, logprobs=0)
+    wanted = [run(Engine(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
+    assert wanted[0] != wanted[1]
+    client = EngineClient(InProcessLink(EngineConfig(model=str(first), **config)))
+    await client.link.start()
+    weights, number = Weights(client), 0
+
+    async def tokens() -> tuple[list[int], int]:
+        nonlocal number
+        number += 1
+        ids, cached = list[int](), 0
+        async for outputs in client.submit([msgspec.structs.replace(each, id=str(number))]):
+            for output in outputs:
+                ids, cached = ids + output.new_ids, max(cached, output.cached_tokens)
+        return ids, cached
+
+    try:
+        assert await tokens() == (wanted[0], 0)
+        assert await tokens() == (wanted[0], 80)
+        await weights.sleep(1)
+        await weights.wake_up()
+        ids, _ = await tokens()
+        assert ids == wanted[0]
+        await weights.update(str(second))
+        assert await tokens() == (wanted[1], 0)
+        assert await tokens() == (wanted[1], 80)
+        await weights.update(str(first))
+        assert await tokens() == (wanted[0], 0)
+    finally:
+        await client.link.stop()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["last", "mean", "cls"])
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "nemotron_h-latent", "zamba2", "jamba"])
+def test_a_vector_does_not_depend_on_what_else_runs(family: str, mode: str, dtype: str, tmp_path: Path) -> None:
+    path, options = save_tiny_model(tmp_path, family), {"pooling_type": mode, "dtype": dtype}
+    plain = engine(path, **options, enable_prefix_caching=False)
+    wanted = [vectors(plain, [prompt])[0] for prompt in texts()]
+    others = [request(f"t{at}", prompt, max_tokens=20, temperature=1.0) for at, prompt in enumerate(texts(9))]
+    for shape in SHAPES:
+        made = engine(path, **options | shape)
+        for _ in range(2):
+            assert same(vectors(made, texts(), others=others), wanted), shape
+        made.close()
+
+
+ODD: list[tuple[str, dict[str, Any]]] = [
+    ("mamba2", {"num_heads": 1, "head_dim": 128, "n_groups": 1, "num_hidden_layers": 1}),
+    ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 8, "state_size": 66, "conv_kernel": 5}),
+    ("mamba2", {"num_heads": 4, "head_dim": 48, "n_groups": 2, "expand": 3, "tie_word_embeddings": True}),
+    (
+        "falcon_h1",
+        {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_state": 30, "mamba_n_groups": 1, "mamba_d_conv": 2},
+    ),
+    ("falcon_h1", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 40, "num_hidden_layers": 1}),
+    ("bamba", {"attn_layer_indices": [0, 1], "num_hidden_layers": 2}),
+    ("granite-hybrid", {"layer_types": ["full_attention"], "num_hidden_layers": 1}),
+    ("granite-hybrid", {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}),
+    ("nemotron_h", {"layer_types": ["linear_attention"]}),
+    ("nemotron_h", {"layer_types": ["full_attention", "linear_attention"], "n_groups": 1}),
+    ("nemotron_h-latent", {"moe_latent_size": 1, "num_experts_per_tok": 6}),
+    ("nemotron_h-latent", {"moe_latent_size": 96, "moe_intermediate_size": 31}),
+    ("lfm2", {"layer_types": ["full_attention"], "num_hidden_layers": 1}),
+    ("lfm2", {"conv_L_cache": 2}),
+    ("lfm2", {"conv_L_cache": 16, "layer_types": ["full_attention", "conv", "conv"]}),
+    ("lfm3", {"sliding_window": 1, "conv_L_cache": 2}),
+    ("lfm3", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "tie_word_embeddings": False}),
+    ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_conv_kernel_dim": 2}),
+    ("qwen3_5", {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 48}),
+    ("qwen3_5", {"layer_types": ["linear_attention"], "num_hidden_layers": 1, "tie_word_embeddings": True}),
+    ("qwen3_5", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
+    ("mamba", {"num_hidden_layers": 1, "conv_kernel": 2, "state_size": 2, "time_step_rank": 1}),
+    ("mamba", {"intermediate_size": 16, "state_size": 64}),
+    ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+    ("jamba", {"attn_layer_period": 9, "attn_layer_offset": 8, "mamba_d_conv": 2, "mamba_expand": 1}),
+    ("zamba2", {"layers_block_type": ["hybrid"], "num_hidden_layers": 1}),
+    ("zamba2", {"mamba_d_conv": 2, "mamba_ngroups": 8, "adapter_rank": 1}),
+]
+"""One head, one group, one layer, all layers alike, wide and narrow convolutions, sizes that divide nothing."""
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("family", "fields"), ODD, ids=str)
+def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, **fields)
+    requests = [
+        msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, prompt_logprobs=0))
+        for each in asked()
+    ]
+    plain = engine(path, enable_prefix_caching=False, dtype="float32")
+    answers = {name: answer for each in requests for name, answer in run(plain, [each]).items()}
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    for each in requests:
+        answer = answers[each.id]
+        ids = torch.tensor([each.prompt_ids + answer.ids])
+        with torch.inference_mode():
+            every = judge(ids, use_cache=False).logits[0].log_softmax(-1)
+        wanted = every[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        listed = [*(answer.prompt_logprobs or [None])[1:], *answer.logprobs]
+        assert [one.logprob for one in listed if one is not None] == pytest.approx(wanted, abs=1e-4)
+    drafts = {"speculative_config": "ngram"} if decoder_spec(read_model_config(path)).needs_snapshots else {}
+    for shape in ({}, drafts, *SHAPES[1:2], {"num_kv_blocks": 14, "state_memory": 3e-3}):
+        made = engine(path, dtype="float32", **shape)
+        for _ in range(2):
+            assert known(run(made, requests)) == known(answers), shape
