@@ -33,7 +33,7 @@ CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
             "string; stop[0]: Input should be a valid string",
         ),
         (ChatRequest, {"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
-        (ChatRequest, {"messages": [{"role": None}]}, "messages[0].role: Field required"),
+        (ChatRequest, {"messages": [{"role": None}]}, "messages[0].role: Input should be a valid string"),
         (ChatRequest, {"messages": None}, "messages: Field required"),
         (ChatRequest, {"logit_bias": {"5": "x"}}, "logit_bias: Input should be a valid number"),
         (
