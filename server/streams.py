@@ -176,9 +176,7 @@ class Streams:
         if (running := self._running.get((owner, id))) is None:
             return None
         progress = await _stopped(running)
-        if (
-            self._running.pop((owner, id), None) is running
-        ):  # noted now: later it could come behind the other's last note
+        if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
             if self._noting is not None:
                 await asyncio.wait({self._noting})
             note = Note(owner, id, progress, time.time() + running.ends_after, answered=True)
