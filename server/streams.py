@@ -173,8 +173,16 @@ class Streams:
     async def _say_taken_over(self, body: bytes) -> bytes | None:
         """What a call has so far that another process goes on with."""
         owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
-        running = self._running.get((owner, id))
-        return None if running is None else msgspec.msgpack.encode(await _stopped(running))
+        if (running := self._running.get((owner, id))) is None:
+            return None
+        progress = await _stopped(running)
+        if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
+            if self._noting is not None:
+                await asyncio.wait({self._noting})
+            note = Note(owner, id, progress, time.time() + running.ends_after, answered=True)
+            with suppress(sqlite3.OperationalError, OSError):  # it is in the tail
+                await asyncio.to_thread(self._calls.note, [note], self._peers.process)
+        return msgspec.msgpack.encode(progress)
 
     async def _say_answers(self, body: bytes) -> bytes | None:
         return b"yes" if self._answers(*msgspec.msgpack.decode(body, type=tuple[str, str])) else None
