@@ -99,8 +99,10 @@ def _pictures() -> list[Pillow.Image]:
     return found
 
 
-def _answer(llm: LLM) -> RequestOutput:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+def _answer(llm: LLM, *, of_prompt: bool = False) -> RequestOutput:
+    """of_prompt: with log probabilities of the prompt, which is computed anew for them."""
+    told = 0 if of_prompt else None
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=told)
     (found,) = llm.chat(_talk(_pictures()), params, use_tqdm=False)
     return found
 
@@ -108,7 +110,7 @@ def _answer(llm: LLM) -> RequestOutput:
 def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> str:
     """Log probabilities of the tokens of the prompt and of the answer, beside float64's."""
     llm = _llm(path, device, dtype=str(dtype).removeprefix("torch."))
-    answer, backend = _answer(llm), llm.info.backend
+    answer, backend = _answer(llm, of_prompt=True), llm.info.backend
     tokens = list(answer.outputs[0].token_ids)
     ids, theirs = expected(path, name, _talk([None] * len(_PICTURES)), _pictures(), tokens)
     if list(answer.prompt_token_ids or ()) != ids:
