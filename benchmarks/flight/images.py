@@ -73,7 +73,7 @@ def images(device: torch.device, say: Say) -> None:
 
 
 def _llm(path: Path, device: torch.device, **options: Any) -> LLM:
-    llm = LLM(path, device=device.type, **{"num_kv_blocks": 64} | options)
+    llm = LLM(path, device=device.type, **{"num_kv_blocks": 64, "max_num_seqs": 4} | options)
     if why := llm.info.no_images:
         raise ValueError(why)
     return llm
@@ -128,7 +128,7 @@ def _same(path: Path, device: torch.device) -> str:
     """The same tokens from decode graphs, from the cache, and from chunks of a prompt."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
     wanted = _answer(_llm(path, device, enforce_eager=True, enable_prefix_caching=False, **fixed)).outputs[0].token_ids
-    graphed = _llm(path, device, warmup_seconds=60.0, **fixed)
+    graphed = _llm(path, device, warmup_seconds=20.0, **fixed)
     cut = _llm(path, device, max_num_batched_tokens=64, **fixed)
     for what, llm in (("graphs", graphed), ("the cache", graphed), ("chunks", cut)):
         found = _answer(llm)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 PLAN = {
     "machine": 40.0,
-    "kernels": 120.0,
+    "kernels": 110.0,
     "products": 50.0,
-    "models": 110.0,
-    "images": 60.0,
-    "large": 110.0,
-    "http": 60.0,
+    "models": 100.0,
+    "images": 80.0,
+    "large": 100.0,
+    "http": 50.0,
     "cores": 30.0,
 }
 """Together as long as a flight; what one leaves goes to second runs."""
