@@ -147,7 +147,7 @@ def test_a_server_that_is_killed_goes_on_with_its_pictures(
         kill_all(server)
     server = Server(tmp_path / "second.log", str(path), *flags)
     try:
-        while last.rpartition(".")[2] != "0":
+        while last.rpartition(".")[2] == "0":  # until it ends
             more, last = read(server.url, stream, last, 10_000)
             events += more
         told = [json.loads(each) for each in events if each != "[DONE]"]
