@@ -60,11 +60,11 @@ def test_tokens_are_those_of_the_reference(
     assert answers("triton") == answers("reference")
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_images_are_read_as_the_reference_reads_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tower of squares, and tokens that see each other."""
+    """Tokens that see each other; features behind the first layers, positions by row and column."""
     if INTERPRETED:
         monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
         monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
