@@ -73,7 +73,7 @@ def images(device: torch.device, say: Say) -> None:
 
 
 def _llm(path: Path, device: torch.device, **options: Any) -> LLM:
-    llm = LLM(path, device=device.type, **{"num_kv_blocks": 64} | options)
+    llm = LLM(path, device=device.type, **{"num_kv_blocks": 64, "max_num_seqs": 4} | options)
     if why := llm.info.no_images:
         raise ValueError(why)
     return llm
@@ -99,8 +99,10 @@ def _pictures() -> list[Pillow.Image]:
     return found
 
 
-def _answer(llm: LLM) -> RequestOutput:
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+def _answer(llm: LLM, *, of_prompt: bool = False) -> RequestOutput:
+    """of_prompt: with log probabilities of the prompt, which is computed anew for them."""
+    told = 0 if of_prompt else None
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=told)
     (found,) = llm.chat(_talk(_pictures()), params, use_tqdm=False)
     return found
 
@@ -108,7 +110,7 @@ def _answer(llm: LLM) -> RequestOutput:
 def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> str:
     """Log probabilities of the tokens of the prompt and of the answer, beside float64's."""
     llm = _llm(path, device, dtype=str(dtype).removeprefix("torch."))
-    answer, backend = _answer(llm), llm.info.backend
+    answer, backend = _answer(llm, of_prompt=True), llm.info.backend
     tokens = list(answer.outputs[0].token_ids)
     ids, theirs = expected(path, name, _talk([None] * len(_PICTURES)), _pictures(), tokens)
     if list(answer.prompt_token_ids or ()) != ids:
@@ -126,7 +128,7 @@ def _same(path: Path, device: torch.device) -> str:
     """The same tokens from decode graphs, from the cache, and from chunks of a prompt."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
     wanted = _answer(_llm(path, device, enforce_eager=True, enable_prefix_caching=False, **fixed)).outputs[0].token_ids
-    graphed = _llm(path, device, warmup_seconds=60.0, **fixed)
+    graphed = _llm(path, device, warmup_seconds=20.0, **fixed)
     cut = _llm(path, device, max_num_batched_tokens=64, **fixed)
     for what, llm in (("graphs", graphed), ("the cache", graphed), ("chunks", cut)):
         found = _answer(llm)
