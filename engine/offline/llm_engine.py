@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
@@ -76,6 +77,8 @@ class LLMEngine:
         """From the engine's thread."""
         self._unread: deque[tuple[_Request, Output | Exception]] = deque()
         """Taken from there by a step, and left to the next one."""
+        self._numbers = count()
+        """Of requests: one that was aborted may still be ending when another has its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: ModelWithOptions) -> LLMEngine:
@@ -116,16 +119,17 @@ class LLMEngine:
         model, info = self._running.model, self._running.info
         encoded = model.encode(prompt)
         (adapter,) = adapters_for(model.adapters, lora_request, 1)
+        own_id = f"{request_id}.{next(self._numbers)}"
         work: AsyncIterator[Output]
         if isinstance(params, SamplingParams):
-            task = model.task(request_id, encoded, params, info, adapter=adapter, priority=priority)
+            task = model.task(own_id, encoded, params, info, adapter=adapter, priority=priority)
             model.check(task.prompt.ids, info)
             work = generate(self._running.client, model.tokenizer, task)
         else:
             encoded = model.cut(encoded, None, info)
             model.check(encoded.ids, info, room=0)
             check_params([params], info, model.pooling)
-            work = _pool(self._running, request_id, encoded, params, adapter)
+            work = _pool(self._running, own_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         request = _Request(request_id, deltas)
         self._open[request_id] = request, self._running.begin(_tell(self._news, request, work))
@@ -174,7 +178,7 @@ class LLMEngine:
 async def _tell(news: _News, request: _Request, work: AsyncIterator[Output]) -> None:
     try:
         async for output in work:
-            news.put((request, output))
+            news.put((request, replace(output, request_id=request.id)))
     except Exception as error:  # which would be lost in this task
         news.put((request, error))
 
