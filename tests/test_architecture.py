@@ -139,6 +139,9 @@ OTHERS_PRIVATE = {
     "_from_config": "transformers', which makes a class's model of a config by no other name",
     "_init_weights": "transformers', which makes buffers that no checkpoint holds",
     "_is_stateful": "transformers', which says of a class whether it keeps other things than keys and values",
+    "torch._C": "PyTorch's, which ends a pool of a failed capture",
+    "_cuda_endAllocateToPool": "by no other names",
+    "_cuda_releasePool": "than these two",
     "_apply_gate": "transformers', which is a part of its experts' interface",
 }
 """What begins with _ and is used all the same: an expression, or an attribute of anything."""
