@@ -93,7 +93,7 @@ _LFM2 = Layout(
 _LFM3 = Layout(
     outside=_LFM2.outside,
     inside={
-        **_LFM2.inside,
+        **{name: own for name, own in _LFM2.inside.items() if not name.startswith("self_attn.")},
         "post_operator_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffn_norm": "post_feedforward_layernorm",

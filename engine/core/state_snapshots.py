@@ -199,9 +199,11 @@ class Snapshots(NoSnapshots):
         if not self._pool.num_free:
             return None
         (kept,) = self._pool.allocate(1)
-        self._digests.pop(kept, None)
-        slot = self._first_slot + kept
+        digest, slot = self._digests.pop(kept, None), self._first_slot + kept
         if any(slot in (copy.source, copy.target) for copy in self._copies):  # which the next step makes
+            if digest is not None:  # it stays what it is: the sequence that asks may be about to begin there
+                self._pool.register(kept, digest)
+                self._digests[kept] = digest
             self._pool.release([kept])
             return None
         return slot

@@ -59,7 +59,9 @@ async def turn(client: httpx.AsyncClient, prompt: list[int], on_chunk: Any = Non
     return ids, computed
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", *nightly("zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "falcon_h1", *nightly("zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3")]
+)
 async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path: Path) -> None:
     model = ("--model", str(served(tmp_path, family)), "--served-model-name", "m", *FLAGS)
     fresh = Server(tmp_path / "fresh", *model, "--no-enable-prefix-caching")

@@ -399,7 +399,13 @@ def written(tensors: list[torch.Tensor]) -> set[int]:
 
 @pytest.mark.parametrize(
     ("family", "drafts"),
-    [("lfm2", 4), ("qwen3_5", 0), ("mamba2", 4), ("jamba", 4), *nightly(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4))],
+    [
+        ("lfm2", 4),
+        ("qwen3_5", 0),
+        ("mamba2", 4),
+        ("jamba", 4),
+        *nightly(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4)),
+    ],
 )
 def test_sequences_take_the_memory_that_the_plan_says(
     family: str, drafts: int, folder: Path, capsys: pytest.CaptureFixture[str]

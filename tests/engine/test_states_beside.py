@@ -19,6 +19,9 @@ from quire import LLM, BeamSearchParams
 from quire import SamplingParams as Params
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.core.batch import SlotCopy
+from quire.engine.core.blocks import BlockPool
+from quire.engine.core.state_snapshots import SnapshotPlan, Snapshots
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
@@ -105,6 +108,23 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype:
         assert {name: each.ids for name, each in rest.items()} == {name: ids[cut:] for name, ids in wanted.items()}
 
 
+def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
+    """Else a sequence that asked for room, did not get it, and was to begin there had none: its engine ended."""
+    pages, digest = BlockPool(2), b"page"
+    (page,) = pages.allocate(1)
+    pages.register(page, digest)
+    snapshots = Snapshots(pages, 16, SnapshotPlan(1, 16), first_slot=3)
+    slot = snapshots.room()
+    assert slot == 3
+    snapshots.came(slot, digest, whole=True)
+    snapshots._copies.append(SlotCopy(slot, 0))
+    assert snapshots.room() is None
+    assert snapshots.usable([digest]) == 1
+    snapshots.take_copies()
+    assert snapshots.room() == slot
+    assert snapshots.usable([digest]) == 0
+
+
 def with_tokenizer(folder: Path, family: str) -> Path:
     path = save_tiny_model(folder, family, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -133,7 +153,9 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")]
+)
 def test_choices_and_beams(family: str, tmp_path: Path) -> None:
     """They share a prompt's pages and its snapshot."""
     path, prompts = with_tokenizer(tmp_path, family), [[7, 9, 11] * 12, [5] * 64, [8]]

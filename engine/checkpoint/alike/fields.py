@@ -307,7 +307,7 @@ def _complete_layer_types(found: dict[str, Any]) -> None:
 
 
 def _complete_lfm3(found: dict[str, Any]) -> None:
-    """Where config.json does not say what layers are, one of four attends to all tokens, and another to the last ones."""
+    """Where config.json does not say what layers are, of four one attends to all tokens, one to the last ones."""
     layers = found.get("num_hidden_layers")
     if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         kinds = ("sliding_attention", "conv", "full_attention", "conv")
