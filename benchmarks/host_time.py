@@ -32,12 +32,12 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
-from quire.engine.worker import graphs, inputs, runner, transfer
+from quire.engine.worker import graphs, inputs, runner
 from quire.engine.worker.loading import room
 from quire.engine.worker.memory import allocate_pages, layers_of, prompts
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.kernels.backend import AttentionMetadata, Linear
-from quire.kernels.gpu import triton_sampling
+from quire.kernels.gpu import transfer, triton_sampling
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax

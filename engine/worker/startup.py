@@ -121,9 +121,8 @@ def _start(
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress, stage=config.pipeline_parallel_size - 1)
-        moved = sum(each.saved for each in (model.on_disk, model.streamed) if each is not None)
-        held = max(held_bytes(model.parameters(), config, backend, loaded.read_bytes) - moved, 0)
-        weight_bytes = tower.weight_bytes + elsewhere + held
+        held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        weight_bytes = tower.weight_bytes + elsewhere + max(held - _moved_bytes(model), 0)
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     available = partial(available_bytes, model, model_config, backend, config, tower.step_bytes)
@@ -167,6 +166,11 @@ def _start(
         everywhere=ranks.everywhere(model),
         experts=_counts(model),
     )
+
+
+def _moved_bytes(model: Decoder) -> int:
+    """Of weights that lie on a disk, or in a GPU's host."""
+    return sum(each.saved for each in (model.on_disk, model.streamed) if each is not None)
 
 
 def _counts(model: Decoder) -> Callable[[], ExpertCounts] | None:

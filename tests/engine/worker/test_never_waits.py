@@ -28,7 +28,7 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, memory, startup, transfer
+from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.images import load
@@ -39,6 +39,7 @@ from quire.engine.worker.loading.drafts import model as draft_model
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
+from quire.kernels.gpu import transfer
 from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
