@@ -55,7 +55,7 @@ def _jamba(config: ModelConfig, norm: NormSpec) -> PartSpec:
     return selective_scan(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
 
 
-def _short_conv(config: ModelConfig, norm: NormSpec) -> PartSpec:
+def _short_conv(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
     raw = config.raw
     return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
 
