@@ -49,14 +49,14 @@ SHAPES: list[dict[str, Any]] = [
         "max_model_len": 176,
         "max_num_batched_tokens": 48,
         "snapshot_tokens": 16,
-        "state_memory": 2e-4,
+        "state_memory": 2.5e-4,
     },
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
     {
         "num_kv_blocks": 14,
         "max_model_len": 176,
         "snapshot_tokens": 16,
-        "state_memory": 2e-4,
+        "state_memory": 2.5e-4,
         "kv_offload_memory": 0.02,
     },
 ]
