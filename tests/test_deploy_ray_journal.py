@@ -70,6 +70,7 @@ async def do(what: Any, *given: Any, **named: Any) -> Any:
     return await asyncio.wait_for(asyncio.to_thread(what, *given, **named), 30)
 
 
+@pytest.mark.slow
 async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:

@@ -72,7 +72,7 @@ def alone(path: Path, requests: list[Request], **options: Any) -> dict[str, obje
     return {name: told for each in requests for name, told in known(run(made, [each])).items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
         made.close()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, dtype: str, tmp_path: Path) -> None:
@@ -132,8 +132,10 @@ def with_tokenizer(folder: Path, family: str) -> Path:
     return path
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "lfm3", *nightly(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
+)
 def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
     """Tokens that a grammar leaves no choice about are guesses, and states are put back behind wrong ones."""
     schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
@@ -181,8 +183,8 @@ def test_choices_and_beams(family: str, tmp_path: Path) -> None:
     made.close()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "zamba2", "nemotron_h-latent", "mamba", "lfm2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", *nightly("falcon_h1", "zamba2", "nemotron_h-latent", "mamba")])
 async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
     """No snapshot outlives the weights that it was computed with, nor a sleep."""
     first, second = save_tiny_model(tmp_path / "first", family), tmp_path / "second"
@@ -276,7 +278,7 @@ ODD: list[tuple[str, dict[str, Any]]] = [
 """One head, one group, one layer, all layers alike, wide and narrow convolutions, sizes that divide nothing."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "fields"), ODD, ids=str)
 def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, **fields)
