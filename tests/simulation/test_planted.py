@@ -20,7 +20,6 @@ from quire.server import again
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import Peers
 from quire.server.store.calls import Calls
 from quire.server.store.data import Processes
 from quire.server.store.database import Database
@@ -31,8 +30,9 @@ from tests.simulation.replicas import Replicas
 from tests.simulation.server import Program, ServerProcess
 from tests.simulation.several import SharedServer
 from tests.simulation.test_simulation import simulate
+from tests.variants import NIGHT, nightly
 
-SEEDS = 150
+SEEDS = 1000 if NIGHT else 150
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -138,13 +138,6 @@ def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "gone", lambda self, process: None)
 
 
-def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
-    async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
-        return None
-
-    patch.setattr(Peers, "ask", ask)
-
-
 def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
     """As of those who are gone."""
 
@@ -158,21 +151,14 @@ def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.server.streams._PUT_TRIES", 0)
 
 
-def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "hold", lambda self, process, calls: None)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
-        (asks_that_end_what_asks, SharedServer),
         (ends_not_taken_up, SharedServer),
-        (nobody_takes_over, SharedServer),
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
-        (nobody_joins_with_what_it_has, Replicas),
         (empty_answers_of_whom_is_taken_over, Replicas),
         (streams_that_begin_without_the_journal, Replicas),
     ],
@@ -184,7 +170,7 @@ def test_a_planted_fault_of_several_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "plant",
     [
@@ -196,8 +182,7 @@ def test_a_planted_fault_of_several_is_found(
         a_token_left_out,
         tails_not_read,
         calls_not_written,
-        ends_not_kept_on_a_full_disk,
-        sizes_not_set_back,
+        *nightly(ends_not_kept_on_a_full_disk, sizes_not_set_back),
     ],
 )
 def test_a_planted_fault_is_found(
