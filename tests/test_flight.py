@@ -28,6 +28,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None:
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     run = run_stage(program(child), os.environ, tmp_path / "log", 3.0)

@@ -147,6 +147,7 @@ def guessing(tmp_path: Path) -> Iterator[Server]:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_guesses_are_counted(guessing: Server) -> None:
     asked = {"prompt": "Once", "max_tokens": 60, "allowed_token_ids": [40]}
     answer = httpx.post(f"{guessing.url}/v1/completions", json=asked, timeout=60).json()

@@ -101,6 +101,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     engine = server.engine_pid()

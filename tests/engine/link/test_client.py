@@ -38,6 +38,7 @@ async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 async def test_both_implementations_give_the_same_answers(model: Path) -> None:
     in_process, in_child = EngineClient(InProcessLink(config(model))), EngineClient(ProcessLink(config(model)))
     in_process_info, in_child_info = await asyncio.gather(in_process.link.start(), in_child.link.start())

@@ -18,6 +18,7 @@ def quantize(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_it_writes_a_folder(tmp_path: Path) -> None:
     path, out = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1), tmp_path / "out"
     out.mkdir()

@@ -127,6 +127,7 @@ async def test_what_was_cut_goes_on_at_the_next_server(name: str, tmp_path: Path
     assert by_choice(got) == by_choice(whole)
 
 
+@pytest.mark.slow
 async def test_who_comes_back_takes_the_stream_over(tmp_path: Path) -> None:
     path, _, body = CALLS["chat"]
     async with keeping(tmp_path, engine={"step_seconds": 0.02, "burst": 1}) as (port, engine):
