@@ -96,7 +96,8 @@ serve: $(SERVES)
 # one process, because they share a server; with ARGS, which mostly name a few tests, all do. A test that crashes its process
 # ends the run: pytest-xdist starts another, but then may wait for ever for the rest of that file.
 SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
-PYTEST = $(BIN)/python -m pytest
+# Tests start some hundred processes. Without files of bytecode each would compile Quire again.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 test: $(READY)
 	@$(PYTEST) -m 'not slow and not nightly' $(SPREAD)
