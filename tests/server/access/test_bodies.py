@@ -247,12 +247,17 @@ async def test_who_leaves_gives_his_room_back() -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 async def test_what_a_web_page_may_send_without_asking_is_refused(kind: str) -> None:
     async with open_api(FakeEngine(hashed(b"ab"))) as api:
-        answer = await api.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
-        assert answer.status_code == 400
-        assert "Content-Type: application/json" in answer.json()["error"]["message"]
-        for good in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
-            content = b'{"prompt": "a", "max_tokens": 1}'
-            assert (await api.http.post("/v1/completions", content=content, headers={"content-type": good})).is_success
+        content = b'{"prompt": "a", "max_tokens": 1}'
+        for browser in ({"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+            headers = {"content-type": kind, **browser}
+            answer = await api.http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 400
+            assert "Content-Type: application/json" in answer.json()["error"]["message"]
+            for good in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+                headers = {"content-type": good, **browser}
+                assert (await api.http.post("/v1/completions", content=content, headers=headers)).is_success
+        # curl -d, as in Ollama's examples
+        assert (await api.http.post("/v1/completions", content=content, headers={"content-type": kind})).is_success
 
 
 def test_who_is_slow_depends_on_what_he_holds() -> None:
