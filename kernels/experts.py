@@ -27,10 +27,8 @@ class ReferenceMixture:
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
-        experts, routed = self._experts, x if routed is None else routed
-        scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
-        chosen, shares = route(scores, experts.routing, experts.correction)
-        shares = shares if experts.factors is None else shares * experts.factors[chosen]
+        experts = self._experts
+        chosen, shares, _ = choose(experts, x if routed is None else routed)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
             if not 0 <= (place := expert - experts.first) < len(experts.down):
@@ -40,6 +38,14 @@ class ReferenceMixture:
             gated = between(self._backend, experts, gate_up)
             total[rows] += experts.down[place](gated, NO_ADAPTERS) * shares[rows, rank, None]
         return total.to(x.dtype)
+
+
+def choose(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Each token's experts [T, per_token] int64 and their weights, for what the router reads, [T, hidden]; and how many
+    experts there are, those of other ranks too."""
+    scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
+    chosen, shares = route(scores, experts.routing, experts.correction)
+    return chosen, shares if experts.factors is None else shares * experts.factors[chosen], scores.shape[1]
 
 
 def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
@@ -52,5 +58,5 @@ def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
 
 
 class ExpertsOnDisk(Offload):
-    """Routed experts in a file, which it mixes too. What mixes them is made before `settle`, which raises ValueError also
-    where the memory for those that are kept has no room for one."""
+    """Routed experts in a file, which it mixes too. What mixes them is made before `settle`, which raises ValueError
+    also where the memory for those that are kept has no room for one."""
