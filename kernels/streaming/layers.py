@@ -50,15 +50,6 @@ class StreamedLayers(Layers, Offload):
     def note(self, layer: int, linear: Linear) -> None:
         """A linear of this layer, among those that the process has, was packed."""
 
-    @abstractmethod
-    def begin(self) -> None: ...
-
-    @abstractmethod
-    def enter(self, layer: int) -> None: ...
-
-    @abstractmethod
-    def leave(self, layer: int) -> None: ...
-
     def is_streamed(self, layer: int) -> bool:
         """False: it is kept."""
         return layer in self._places
