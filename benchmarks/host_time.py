@@ -94,6 +94,7 @@ def engine_of(rows: int) -> Engine:
     engine.runner._model = SimpleNamespace(
         forward=lambda ids, metadata, cache, kept: hidden[: len(kept)],
         logits=lambda states, context: logits[: len(states)],
+        offload=None,
     )
     return engine
 

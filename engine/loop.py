@@ -123,7 +123,7 @@ class Engine:
             self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
-        self._everywhere, self._experts = worker.everywhere, worker.experts
+        self._everywhere, self._offloaded = worker.everywhere, worker.offloaded
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = msgspec.structs.replace(
@@ -143,9 +143,9 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
-        if self._experts is None:
+        if self._offloaded is None:
             return stats
-        read, kept, guessed, right, read_bytes = self._experts()
+        read, kept, guessed, right, read_bytes = self._offloaded()
         guesses = {"experts_guessed": guessed, "experts_guessed_right": right}
         return msgspec.structs.replace(stats, experts_read=read, experts_kept=kept, disk_bytes=read_bytes, **guesses)
 

@@ -3,14 +3,14 @@ experts on a disk, of which a step reads those that its tokens choose."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.routing import Experts, route
+from quire.kernels.streaming.offload import Offload
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -27,10 +27,8 @@ class ReferenceMixture:
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
-        experts, routed = self._experts, x if routed is None else routed
-        scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
-        chosen, shares = route(scores, experts.routing, experts.correction)
-        shares = shares if experts.factors is None else shares * experts.factors[chosen]
+        experts = self._experts
+        chosen, shares, _ = choose(experts, x if routed is None else routed)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
             if not 0 <= (place := expert - experts.first) < len(experts.down):
@@ -42,6 +40,14 @@ class ReferenceMixture:
         return total.to(x.dtype)
 
 
+def choose(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Each token's experts [T, per_token] int64 and their weights, for what the router reads, [T, hidden]; and how many
+    experts there are, those of other ranks too."""
+    scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
+    chosen, shares = route(scores, experts.routing, experts.correction)
+    return chosen, shares if experts.factors is None else shares * experts.factors[chosen], scores.shape[1]
+
+
 def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
     """What stands between an expert's two matrices, for what the first one gives."""
     if experts.activation is not None:
@@ -51,43 +57,6 @@ def between(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
     return backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)
 
 
-class ExpertCounts(NamedTuple):
-    """Since the weights were loaded; of this process."""
-
-    read: int = 0
-    """Experts that steps have read, each once a step,"""
-    kept: int = 0
-    """of them those that were kept in memory."""
-    guessed: int = 0
-    """Experts that were asked for before their layer's router had chosen,"""
-    guessed_right: int = 0
-    """of them those that it then chose."""
-    disk_bytes: int = 0
-    """What the process has read from disks; 0 where the system does not say."""
-
-
-class ExpertsOnDisk(ABC):
-    backend: Backend
-    """Packs the experts' linears into a file, and mixes them."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """All weights are there, and what mixes them is made. Raises ValueError where nothing could be put into the
-        file, or what is to be kept in memory has no room for one expert."""
-
-    @property
-    @abstractmethod
-    def said(self) -> str:
-        """What is where, for people to read."""
-
-    @property
-    @abstractmethod
-    def saved(self) -> int:
-        """Bytes of memory that they would take besides if they were all there."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """A step begins: no expert is being read."""
-
-    @abstractmethod
-    def counts(self) -> ExpertCounts: ...
+class ExpertsOnDisk(Offload):
+    """Routed experts in a file, which it mixes too. What mixes them is made before `settle`, which raises ValueError
+    also where the memory for those that are kept has no room for one."""

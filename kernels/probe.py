@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -35,6 +35,10 @@ what a wrong scale, a missing key or another sequence's page changes is more."""
 class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
+    capture: Capture | None = field(default=None, kw_only=True)
+    """How decode steps will become graphs, if they will."""
+    kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """What pages hold; None: the model's type."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
@@ -58,10 +62,6 @@ class Probe(BackendProbe):
     kv_heads: int
     head_dim: int
     softcap: float | None = None
-    capture: Capture | None = None
-    """How decode steps will become graphs, if they will."""
-    kv_dtype: torch.dtype | None = None
-    """What pages hold; None: the model's type."""
     windowed: bool = False
     """Some layers see a window of the keys; a library may be built without."""
     sinks: bool = False

@@ -31,7 +31,7 @@ def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
     """Milliseconds of a token, the median of STEPS; and the tokens."""
     made.reset_prefix_cache()
     made.add(request("a", range(10, 26), STEPS + 1))
-    store, took, ids = made.runner.model.on_disk, [], []  # type: ignore[attr-defined]
+    store, took, ids = made.runner.model.offload, [], []  # type: ignore[attr-defined]
     while made.busy:
         if drop and isinstance(store, MappedExperts):
             store.forget()
@@ -43,7 +43,7 @@ def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
 
 
 def told(name: str, made: Engine, *, drop: bool, guesses: bool = True) -> list[int]:
-    store = made.runner.model.on_disk  # type: ignore[attr-defined]
+    store = made.runner.model.offload  # type: ignore[attr-defined]
     if isinstance(store, MappedExperts):
         store.guess(guesses)
     before = made.stats
@@ -75,7 +75,7 @@ def main() -> None:
         found.append(told("on disk, dropped", made, drop=True))
         found.append(told("on disk, the system keeps what it reads", made, drop=False))
         found.append(told("the same again", made, drop=False))
-        size = made.runner.model.on_disk.size  # type: ignore[attr-defined]
+        size = made.runner.model.offload.size  # type: ignore[attr-defined]
         del made
         gc.collect()
         for share in (0.25, 0.75):

@@ -81,7 +81,7 @@ class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]
     cache_tokens: int = 0
     """Tokens for which there are pages. It does not change."""
     experts_read: int = 0
-    """Where experts are on a disk, as kernels/experts.py counts them, of the first rank."""
+    """Where experts are on a disk, as kernels/streaming/offload.py counts them, of the first rank."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0

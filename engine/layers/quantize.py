@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import Scheme, Stored, Unquantized, joined_bias
+from quire.engine.layers.schemes import OtherScheme, Scheme, Stored, Unquantized, joined_bias
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.kernels.backend import Backend, Linear, Table
 from quire.kernels.fit import GROUP
@@ -52,29 +52,20 @@ class AtLoad(Unquantized):
         return cut.form(form, linear)
 
 
-class Int8Table(Scheme):
+class Int8Table(OtherScheme):
     """Another scheme, but for the embedding and the head, which are made 8-bit integers where they are
     floating-point numbers."""
 
     def __init__(self, scheme: Scheme, backend: Backend, dtype: torch.dtype) -> None:
-        self._scheme = scheme
+        super().__init__(scheme)
         self._backend = backend
         self._dtype = dtype
 
-    def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        return self._scheme.tensors(linear, in_features, out_features, bias=bias)
-
     def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
         if not wide or not all(tensors.keys() == {"weight"} for tensors in linears.values()):
-            return self._scheme.pack(linears, cuts, wide=wide)
+            return super().pack(linears, cuts, wide=wide)
         weights = [int8(tensors["weight"]) for tensors in linears.values()]
         return self._backend.pack_quantized(weights, None, dtype=self._dtype, wide=wide)
-
-    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        return self._scheme.dense(linear, tensors, cut)
-
-    def table(self, vocab_size: int, hidden_size: int) -> Stored:
-        return self._scheme.table(vocab_size, hidden_size)
 
     def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
         return self._backend.pack_table(int8(weight), dtype=self._dtype, tied=tied)

@@ -31,6 +31,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linea
 from quire.kernels.experts import ExpertsOnDisk
 from quire.kernels.kv_codes import KVScales
 from quire.kernels.streaming.layers import Layers, StreamedLayers
+from quire.kernels.streaming.offload import Offload
 
 KVCache = list[Pages]
 """By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
@@ -72,10 +73,6 @@ class Decoder:
 
     made_by = ""
     """The class of transformers that computes it; "": none does."""
-    on_disk: ExpertsOnDisk | None = None
-    """What keeps its experts on a disk; None: they are in memory."""
-    streamed: StreamedLayers | None = None
-    """What brings its layers' weights; None: they are where they are multiplied."""
 
     def __init__(
         self,
@@ -94,15 +91,14 @@ class Decoder:
         shard: Shard = WHOLE,
         groups: PageGroups | None = None,
         layers: range | None = None,
-        experts: tuple[Backend, Scheme] | None = None,
-        streamed: tuple[StreamedLayers, Scheme] | None = None,
+        offload: tuple[Offload, Scheme] | None = None,
     ) -> None:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
-        `dtype`. `kv_scales`, `adapters`, `shard` and `experts`: see Making. `groups`: how its layers share pages; by
-        default each page is of all layers. `streamed`: what brings its layers' weights, and the scheme that packs them
-        for it. `layers`: which of the model's it has, where others have the rest: the
-        first ones with the embedding, the last ones with the last norm and the head."""
+        `dtype`. `kv_scales`, `adapters` and `shard`: see Making. `groups`: how its layers share pages; by default each
+        page is of all layers. `offload`: what keeps some of its weights elsewhere, and the scheme that packs them for
+        it. `layers`: which of the model's it has, where others have the rest: the first ones with the embedding, the
+        last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
         self.adapters, self.shard = adapters, shard
@@ -111,10 +107,11 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
+        self.offload, self._packing = (None, scheme) if offload is None else offload
+        """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
+        experts = (self.offload.backend, self._packing) if isinstance(self.offload, ExpertsOnDisk) else None
         self._making = Making(*made, adapters, shard, experts)
-        self._streaming = streamed
-        self.streamed = None if streamed is None else streamed[0]
-        self._weights = Layers() if self.streamed is None else self.streamed
+        self._weights = self.offload if isinstance(self.offload, StreamedLayers) else Layers()
         self.argmax, self.draw = backend.argmax, backend.draw
         self.make_parts(self._making)
 
@@ -149,10 +146,9 @@ class Decoder:
 
     def _making_of(self, place: int, making: Making) -> Making:
         """For the layer at this place among these."""
-        if self._streaming is None:
+        if not isinstance(self._weights, StreamedLayers):
             return making
-        streamed, scheme = self._streaming
-        return replace(making, scheme=OfLayer(scheme, streamed, place))
+        return replace(making, scheme=OfLayer(self._packing, self._weights, place))
 
     @property
     def computes(self) -> str:

@@ -362,11 +362,14 @@ def _trial(
     for part in each_attention(spec):
         if isinstance(part, LatentAttentionSpec):
             sizes = (part.latent, part.rotated, part.plain, part.value)
-            tried.append(LatentProbe(device, dtype, part.num_heads, sizes, part.neighbours, capture, held))
+            tried.append(
+                LatentProbe(device, dtype, part.num_heads, sizes, part.neighbours, capture=capture, kv_dtype=held)
+            )
         else:
             shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
-            tried.append(Probe(device, dtype, *shape, capture, held, windowed=windowed, sinks=has_sinks(spec)))
-    tried += [RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device)]
+            beside = {"windowed": windowed, "sinks": has_sinks(spec)}
+            tried.append(Probe(device, dtype, *shape, **beside, capture=capture, kv_dtype=held))
+    tried += [RuleProbe(device, dtype, *each, capture=capture) for each in sample_rules(spec, device)]
     return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
 
 

@@ -255,8 +255,8 @@ class Runner:
     ) -> HiddenStates:
         """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too.
         `largest`: all picks are the largest logit."""
-        if self._model.on_disk is not None:
-            self._model.on_disk.step()
+        if self._model.offload is not None:
+            self._model.offload.step()
         taps = () if self._heads is None else self._heads.head.taps
         if inputs is None:
             assert self.graphs is not None

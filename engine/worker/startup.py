@@ -46,8 +46,8 @@ from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
-from quire.kernels.experts import ExpertCounts
 from quire.kernels.gpu.others import is_other
+from quire.kernels.streaming.offload import OffloadCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Worker:
     """What loads adapters, where they are served."""
     everywhere: Everywhere | None = None
     """Calls something on every rank; None: what computes takes no calls."""
-    experts: Callable[[], ExpertCounts] | None = None
-    """What was read of those that are on a disk, or of layers; None: none are."""
+    offloaded: Callable[[], OffloadCounts] | None = None
+    """What was read of weights that lie elsewhere; None: none do."""
 
 
 def start_worker(
@@ -122,7 +122,8 @@ def _start(
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress, stage=config.pipeline_parallel_size - 1)
         held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
-        weight_bytes = tower.weight_bytes + elsewhere + max(held - _moved_bytes(model), 0)
+        saved = 0 if model.offload is None else model.offload.saved
+        weight_bytes = tower.weight_bytes + elsewhere + max(held - saved, 0)
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     available = partial(available_bytes, model, model_config, backend, config, tower.step_bytes)
@@ -164,18 +165,8 @@ def _start(
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
         everywhere=ranks.everywhere(model),
-        experts=_counts(model),
+        offloaded=None if model.offload is None else model.offload.counts,
     )
-
-
-def _moved_bytes(model: Decoder) -> int:
-    """Of weights that lie on a disk, or in a GPU's host."""
-    return sum(each.saved for each in (model.on_disk, model.streamed) if each is not None)
-
-
-def _counts(model: Decoder) -> Callable[[], ExpertCounts] | None:
-    elsewhere = model.on_disk if model.streamed is None else model.streamed
-    return None if elsewhere is None else elsewhere.counts
 
 
 def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: KVPlan, ranks: SingleProcess) -> Room:
@@ -215,8 +206,7 @@ def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan)
     snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
-        model.on_disk is not None and model.on_disk.said,
-        model.streamed is not None and model.streamed.said,
+        model.offload is not None and model.offload.said,
         chosen.changed,
         is_other(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
         windowed

@@ -3,6 +3,7 @@ many queries of a few do. In one call, a grid of the longest prompt's tiles for 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.images.ahead import attend_ahead, serves
+from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,26 @@ class Division:
         )
         others = tuple(self.divide(each, query_start, key_start, block_size) for each in metadata.others)
         return replace(metadata, parts=(decodes, prompts), others=others)
+
+
+class PagedAttention(Reference):
+    """On pages of [token, KV head, head_dim]: a step of decodes and prompts is two calls, and torch's own attention
+    computes what sees ahead of itself."""
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        if softmax.ahead == 0:
+            return by_parts(lambda rows, part: self.attend(rows, k_cache, v_cache, part, softmax), q, metadata)
+        if self.deterministic or not serves(k_cache, softmax):
+            return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+        return attend_ahead(q, k_cache, v_cache, metadata, softmax)
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """As `paged_attention`, of a step that has no parts."""
 
 
 def by_parts(attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata) -> Tensor:

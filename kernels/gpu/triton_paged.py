@@ -18,11 +18,10 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
-from quire.kernels.gpu.images.ahead import attend_ahead, serves
 from quire.kernels.gpu.latents import attention as latents
 from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
 from quire.kernels.gpu.latents.triton_store import latent_store
-from quire.kernels.gpu.mixed import by_parts
+from quire.kernels.gpu.mixed import PagedAttention
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.recurrent import recur
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
@@ -43,7 +42,6 @@ from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
-from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
@@ -53,7 +51,7 @@ _MOST_STAGES_OF_AMD = 2
 """With more a tile of keys and values takes up to 96 KB of shared memory, of which its GPUs have 64."""
 
 
-class Triton(Reference):
+class Triton(PagedAttention):
     """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger. Of codes as
     kernels/kv_codes.py says."""
 
@@ -73,20 +71,12 @@ class Triton(Reference):
             return f"takes float32, bfloat16 and float16, not {dtype}"
         return None if head_dim <= 256 else f"takes a head_dim up to 256, not {head_dim}"
 
-    def paged_attention(
+    def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        if softmax.ahead != 0:
-            if self.deterministic or not serves(k_cache, softmax):
-                return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
-            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
-
-        def attend(rows: Tensor, part: AttentionMetadata) -> Tensor:
-            if softmax.values is not None:
-                return latents.attention(rows, k_cache, part, softmax, fixed=self.deterministic)
-            return paged_attention(rows, k_cache, v_cache, part, softmax, fixed=self.deterministic)
-
-        return by_parts(attend, q, metadata)
+        if softmax.values is not None:
+            return latents.attention(q, k_cache, metadata, softmax, fixed=self.deterministic)
+        return paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=self.deterministic)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_fused.rms_norm(x, weight, eps)

@@ -11,7 +11,7 @@ from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.latents.blocks import expandable, stacked
 from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
-from quire.kernels.probe import BackendProbe, Capture, beside_a_part, last_tokens, replayed, same
+from quire.kernels.probe import BackendProbe, beside_a_part, last_tokens, replayed, same
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 
@@ -30,10 +30,6 @@ class LatentProbe(BackendProbe):
     sizes: tuple[int, int, int, int]
     """Numbers of a latent, of what is rotated, of a query's other part, of a value."""
     neighbours: bool = True
-    capture: Capture | None = None
-    """How decode steps will become graphs, if they will."""
-    kv_dtype: torch.dtype | None = None
-    """What pages hold; None: the model's type."""
 
     def wrong(self, backend: Backend) -> str | None:
         latent, rotated, plain, value = self.sizes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.probe import BackendProbe, Capture, replayed, same
+from quire.kernels.probe import BackendProbe, replayed, same
 from quire.kernels.recurrent.recurrence import Guesses, Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
@@ -30,8 +30,6 @@ class RuleProbe(BackendProbe):
     """A Recurrence."""
     value: int
     """Numbers of a head's value."""
-    capture: Capture | None = None
-    """How decode steps will become graphs, if they will."""
 
     def wrong(self, backend: Backend) -> str | None:
         numbers, cpu = self._numbers(), torch.device("cpu")

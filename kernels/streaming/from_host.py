@@ -54,7 +54,7 @@ class LayersFromHost(StreamedLayers):
 
     def note(self, layer: int, linear: Linear) -> None:
         """Its tensors leave the device, so that loading never holds more than the layers that stay."""
-        if self.slot_of(layer) is None or not isinstance(linear, Movable):
+        if not self.is_streamed(layer) or not isinstance(linear, Movable):
             return
         for tensor in linear.movable:
             if not tensor.is_contiguous():  # one copy takes a layer, as bytes
@@ -71,7 +71,7 @@ class LayersFromHost(StreamedLayers):
         self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self.first]
         for layer, held in self._held.items():
             block = torch.empty(sum(_padded(each.host) for each in held), dtype=torch.uint8, pin_memory=pinned)
-            slot, begin = self._slots[self._slot(layer)], 0
+            slot, begin = self._slots[self.slot_of(layer)], 0
             for each in held:
                 part = slice(begin, begin + each.host.nbytes)
                 block[part].copy_(each.host.flatten().view(torch.uint8))
@@ -99,11 +99,11 @@ class LayersFromHost(StreamedLayers):
             self._fetch(layer)
 
     def enter(self, layer: int) -> None:
-        if self._copies is not None and self.slot_of(layer) is not None:
+        if self._copies is not None and self.is_streamed(layer):
             torch.cuda.current_stream(self._device).wait_event(self._arrived[layer])
 
     def leave(self, layer: int) -> None:
-        if self.slot_of(layer) is None or (following := self.after(layer)) is None:
+        if not self.is_streamed(layer) or (following := self.after(layer)) is None:
             return
         if self._copies is not None:
             self._copies.wait_event(torch.cuda.current_stream(self._device).record_event())
@@ -112,14 +112,9 @@ class LayersFromHost(StreamedLayers):
     def _fetch(self, layer: int) -> None:
         block, copies = self._blocks[layer], self._copies
         with contextlib.nullcontext() if copies is None else torch.cuda.stream(copies):
-            self._slots[self._slot(layer)][: len(block)].copy_(block, non_blocking=True)
+            self._slots[self.slot_of(layer)][: len(block)].copy_(block, non_blocking=True)
             if copies is not None:
                 self._arrived[layer] = copies.record_event()
-
-    def _slot(self, layer: int) -> int:
-        slot = self.slot_of(layer)
-        assert slot is not None
-        return slot
 
 
 def _padded(tensor: Tensor) -> int:

@@ -7,11 +7,11 @@ other layers are kept where they are multiplied. The bytes are those that were p
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from quire.kernels.backend import Backend, Linear
-from quire.kernels.experts import ExpertCounts
+from quire.kernels.backend import Linear
+from quire.kernels.streaming.offload import Offload
 
 Choice = Callable[[Sequence[int]], list[int]]
 """Of the bytes of each layer to those that are streamed, ascending. Raises ValueError where that cannot be."""
@@ -33,9 +33,8 @@ class Layers:
         """It was computed, or what computes it is queued."""
 
 
-class StreamedLayers(Layers, ABC):
-    backend: Backend
-    """Packs the layers' linears."""
+class StreamedLayers(Layers, Offload):
+    """`settle` raises ValueError as Choice does, too."""
 
     def __init__(self, choice: Choice, slots: int) -> None:
         """slots: how many layers may be there, or on their way, at a time."""
@@ -51,37 +50,13 @@ class StreamedLayers(Layers, ABC):
     def note(self, layer: int, linear: Linear) -> None:
         """A linear of this layer, among those that the process has, was packed."""
 
-    @abstractmethod
-    def settle(self) -> None:
-        """All weights are there. Raises ValueError where none can be streamed, and as Choice does."""
+    def is_streamed(self, layer: int) -> bool:
+        """False: it is kept."""
+        return layer in self._places
 
-    @property
-    @abstractmethod
-    def said(self) -> str:
-        """What is where, for people to read."""
-
-    @property
-    @abstractmethod
-    def saved(self) -> int:
-        """Bytes that the layers would take besides, where they are multiplied, if all were kept."""
-
-    @abstractmethod
-    def begin(self) -> None: ...
-
-    @abstractmethod
-    def enter(self, layer: int) -> None: ...
-
-    @abstractmethod
-    def leave(self, layer: int) -> None: ...
-
-    def counts(self) -> ExpertCounts:
-        """Of no experts: the bytes that were read of disks alone."""
-        return ExpertCounts()
-
-    def slot_of(self, layer: int) -> int | None:
-        """None: it is kept."""
-        place = self._places.get(layer)
-        return None if place is None else place % self._count
+    def slot_of(self, layer: int) -> int:
+        """Of a layer that is streamed."""
+        return self._places[layer] % self._count
 
     def after(self, layer: int) -> int | None:
         """The layer that has the same slot next in this pass; None: none has."""

@@ -83,14 +83,14 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
     assert plain.stats.experts_read > plain.stats.experts_kept == 0
     assert plain.stats.experts_guessed_right <= plain.stats.experts_guessed
     assert plain.stats.experts_guessed_right or way == "mxfp4"  # of five experts three are chosen, mostly of few rows
-    store = plain.runner.model.on_disk
+    store = plain.runner.model.offload
     assert isinstance(store, mapped.MappedExperts)
     some = engine(path, **on_disk, weights_in_memory=5 * store._slot_bytes / 2**30)
-    first = {*some.runner.model.on_disk._slot_of}
+    first = {*some.runner.model.offload._slot_of}
     assert answers(some) == expected
     assert answers(some) == expected  # with prefixes cached
     assert len(first) == 5
-    assert first != {*some.runner.model.on_disk._slot_of}
+    assert first != {*some.runner.model.offload._slot_of}
     assert 0 < some.stats.experts_kept < some.stats.experts_read
     every = engine(path, **on_disk, weights_in_memory=1.0)
     assert answers(every) == expected
@@ -105,7 +105,7 @@ def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for memory in (None, 3):
         kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
         made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=kept)
-        stores.append(made.runner.model.on_disk)
+        stores.append(made.runner.model.offload)
     store, total = stores[1], len(stores[1]._experts)
     assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
     used = {7, 11, total - 1}

@@ -41,7 +41,7 @@ def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp
     settings = REFERENCE | settings
     expected = answers(engine(path, **settings))
     made = engine(path, **settings, cpu_offload_gb=1.0)
-    streamed: Any = made.runner.model.streamed  # type: ignore[attr-defined]
+    streamed: Any = made.runner.model.offload  # type: ignore[attr-defined]
     assert isinstance(streamed, LayersFromHost)
     assert len(streamed.order) == len(made.runner.model.layers)  # type: ignore[attr-defined]
     assert answers(made) == expected  # the same steps: PyTorch's products may differ with the number of rows
@@ -55,7 +55,7 @@ def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = picked(run(start(monkeypatch, None), traffic()))
     capture = FakeCapture()
     made = start(monkeypatch, capture, cpu_offload_gb=1.0)
-    streamed: Any = made.runner.model.streamed  # type: ignore[attr-defined]
+    streamed: Any = made.runner.model.offload  # type: ignore[attr-defined]
     assert len(streamed.order) > 2
     begin = streamed.begin
 

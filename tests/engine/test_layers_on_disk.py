@@ -52,7 +52,7 @@ def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
 
 
 def layers_of(some: Engine) -> LayersFromDisk:
-    streamed: Any = some.runner.model.streamed  # type: ignore[attr-defined]
+    streamed: Any = some.runner.model.offload  # type: ignore[attr-defined]
     assert isinstance(streamed, LayersFromDisk)
     return streamed
 

@@ -53,6 +53,28 @@ class Scheme(ABC):
         cut out early."""
 
 
+class OtherScheme(Scheme):
+    """Another scheme, but for what a class of this one does otherwise."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+
+    def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
+        return self._scheme.tensors(linear, in_features, out_features, bias=bias)
+
+    def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
+        return self._scheme.pack(linears, cuts, wide=wide)
+
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        return self._scheme.dense(linear, tensors, cut)
+
+    def table(self, vocab_size: int, hidden_size: int) -> Stored:
+        return self._scheme.table(vocab_size, hidden_size)
+
+    def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
+        return self._scheme.pack_table(weight, cut, tied=tied)
+
+
 class Unquantized(Scheme):
     """Floating-point weights of one dtype, whichever the checkpoint stores them in."""
 

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import Scheme, Stored
-from quire.engine.layers.shard import WHOLE_LINEAR, Cut
-from quire.kernels.backend import Linear, LinearContext, Table
+from quire.engine.layers.schemes import OtherScheme, Scheme, Stored
+from quire.engine.layers.shard import Cut
+from quire.kernels.backend import Linear, LinearContext
 
 _WITHIN = "linear."
 """Before the names of what the linear itself has."""
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
-class Clippable(Scheme):
+class Clippable(OtherScheme):
     def __init__(self, scheme: Scheme, *, clipped: bool) -> None:
         """`scheme`: of the linears without their bounds; clipped: they have some."""
-        self._scheme, self._clipped = scheme, clipped
+        super().__init__(scheme)
+        self._clipped = clipped
 
     def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        inner = self._scheme.tensors(linear, in_features, out_features, bias=bias)
+        inner = super().tensors(linear, in_features, out_features, bias=bias)
         bounds = {name: Stored((), torch.float32) for name in _BOUNDS} if self._clipped else {}
         return {f"{_WITHIN}{name}": stored for name, stored in inner.items()} | bounds
 
@@ -41,13 +42,7 @@ class Clippable(Scheme):
         return _Clipped([each.bounds for each in parts], packed)
 
     def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        return self._scheme.dense(linear, _inner(tensors), cut)
-
-    def table(self, vocab_size: int, hidden_size: int) -> Stored:
-        return self._scheme.table(vocab_size, hidden_size)
-
-    def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
-        return self._scheme.pack_table(weight, cut, tied=tied)
+        return super().dense(linear, _inner(tensors), cut)
 
 
 @dataclass(frozen=True, slots=True)

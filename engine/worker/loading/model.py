@@ -40,7 +40,7 @@ from quire.engine.worker.loading.loader import (
     load_weights,
     named_stream,
 )
-from quire.engine.worker.loading.on_disk import completed, lies_on_disk, start_elsewhere
+from quire.engine.worker.loading.on_disk import completed, lies_on_disk, start_offload
 from quire.engine.worker.memory import most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
@@ -90,7 +90,7 @@ def load_model(
     length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, chosen.kv_dtype)
-    elsewhere = start_elsewhere(config, stored, model_config, chosen, tensors)
+    offload = start_offload(config, stored, model_config, chosen, tensors)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.layer_states, positions, backend.block_size, keep_all=kept)
@@ -109,12 +109,10 @@ def load_model(
         shard=shard,
         groups=groups_of_stage(groups, layers),
         layers=layers,
-        experts=None if elsewhere.experts is None else elsewhere.experts.packing,
-        streamed=elsewhere.layers,
+        offload=offload,
     )
     if room is not None:
         room.elsewhere = model.elsewhere
-    model.on_disk = None if elsewhere.experts is None else elsewhere.experts.experts
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
@@ -33,43 +32,27 @@ from quire.kernels.gpu.others import is_other
 from quire.kernels.select import experts_on_disk, layers_from_disk
 from quire.kernels.streaming.from_host import LayersFromHost
 from quire.kernels.streaming.layers import StreamedLayers
+from quire.kernels.streaming.offload import Offload
 
 _PARAM, _OF_GPUS = "weights_on_disk", "cpu_offload_gb"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-class OnDisk(NamedTuple):
-    experts: ExpertsOnDisk
-    packing: tuple[Backend, Scheme]
-    """As Making has it."""
-
-
-class Elsewhere(NamedTuple):
-    """Of a model, or of a rank's part; None: in memory."""
-
-    experts: OnDisk | None = None
-    layers: tuple[StreamedLayers, Scheme] | None = None
-    """As Decoder has it."""
-
-
-def start_elsewhere(
+def start_offload(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: Chosen, tensors: Tensors | None
-) -> Elsewhere:
-    """`stored`, `tensors`: as open_weights takes them. Raises ConfigError."""
+) -> tuple[Offload, Scheme] | None:
+    """Of a model, or of a rank's part, as Decoder takes it. `stored`, `tensors`: as open_weights takes them. Raises
+    ConfigError."""
     _check(config, model_config, chosen)
-    made: ExpertsOnDisk | StreamedLayers | None
     if config.cpu_offload_gb:
         choice = partial(most_streamed, elsewhere=int(config.cpu_offload_gb * GIB))
-        made = LayersFromHost(chosen.backend, chosen.device, choice, STREAM_SLOTS)
+        made: Offload = LayersFromHost(chosen.backend, chosen.device, choice, STREAM_SLOTS)
     elif config.weights_on_disk is None:
-        return Elsewhere()
+        return None
     else:
         made = _on_disk(config, Path(config.weights_on_disk), chosen)
-    scheme = open_weights(config, stored, model_config, made.backend, chosen.dtype, tensors).scheme
-    if isinstance(made, ExpertsOnDisk):
-        return Elsewhere(OnDisk(made, (made.backend, scheme)))
-    return Elsewhere(layers=(made, scheme))
+    return made, open_weights(config, stored, model_config, made.backend, chosen.dtype, tensors).scheme
 
 
 def _check(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> None:
@@ -98,10 +81,10 @@ def _check(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> N
     )
 
 
-def _on_disk(config: EngineConfig, folder: Path, chosen: Chosen) -> ExpertsOnDisk | StreamedLayers:
+def _on_disk(config: EngineConfig, folder: Path, chosen: Chosen) -> Offload:
     """A mixture's experts, or else layers."""
     processes, memory = config.ranks_here * config.data_parallel_size, config.weights_in_memory
-    made: ExpertsOnDisk | StreamedLayers | None
+    made: Offload | None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kind = _filesystem(folder)
@@ -136,10 +119,10 @@ def lies_on_disk(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | N
 def completed(model: Decoder, config: EngineConfig) -> Iterator[None]:
     """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
     where weights cannot be elsewhere as they were asked for."""
-    streamed = model.streamed
-    if streamed is not None:
+    offload = model.offload
+    if isinstance(offload, StreamedLayers):
         with _asked(config):
-            streamed.expect(_layer_bytes(model, config, streamed.backend))
+            offload.expect(_layer_bytes(model, config, offload.backend))
     try:
         yield
     except OSError as error:
@@ -147,13 +130,13 @@ def completed(model: Decoder, config: EngineConfig) -> Iterator[None]:
             raise
         why = (error.strerror or str(error)).lower()
         raise _wrong(f"{config.weights_on_disk} has no room for the weights: {why}") from error
-    if streamed is not None:
+    if isinstance(offload, StreamedLayers):
         with _asked(config):
-            streamed.settle()  # mixtures are made of the addresses that weights have then
+            offload.settle()  # mixtures are made of the addresses that weights have then
     model.complete()
-    if model.on_disk is not None:
+    if isinstance(offload, ExpertsOnDisk):
         with _asked(config):
-            model.on_disk.settle()
+            offload.settle()
 
 
 @contextmanager

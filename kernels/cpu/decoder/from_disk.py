@@ -15,8 +15,8 @@ from quire.kernels.backend import Linear
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.mapped import Held, MappedArena, point, read_bytes
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.experts import ExpertCounts
 from quire.kernels.streaming.layers import Choice, StreamedLayers
+from quire.kernels.streaming.offload import OffloadCounts
 
 _AT_ONCE = 16 << 20
 """Bytes of one read."""
@@ -50,14 +50,14 @@ class LayersFromDisk(StreamedLayers):
         count = max(self._held) + 1
         self._sizes = [sum(self._size(each) for each in self._held.get(layer, ())) for layer in range(count)]
         self.choose_of(self._sizes)
-        kept = [layer for layer in range(count) if self.slot_of(layer) is None]
+        kept = [layer for layer in range(count) if not self.is_streamed(layer)]
         self._keeps = [self._place(layer, self._empty(self._sizes[layer])) for layer in kept]
         for layer, memory in zip(kept, self._keeps, strict=True):
             self._read(layer, memory)
         self._slot_bytes = max((self._sizes[layer] for layer in self.order), default=0)
         self._slots = [self._empty(self._slot_bytes) for _ in self.first]
         for layer in self.order:
-            self._place(layer, self._slots[self._slot(layer)])
+            self._place(layer, self._slots[self.slot_of(layer)])
         self.begin()
         self._read_before = read_bytes()
 
@@ -116,27 +116,22 @@ class LayersFromDisk(StreamedLayers):
             self._fetch(layer)
 
     def enter(self, layer: int) -> None:
-        if self.slot_of(layer) is not None:
+        if self.is_streamed(layer):
             self._fetch(layer).there.result()
 
     def leave(self, layer: int) -> None:
-        if (slot := self.slot_of(layer)) is not None:
+        if self.is_streamed(layer):
             following = self.after(layer)
-            self._fetch(self.first[slot] if following is None else following)  # for the next step
+            self._fetch(self.first[self.slot_of(layer)] if following is None else following)  # for the next step
 
     def _fetch(self, layer: int) -> _Coming:
         """What brings it to its slot, unless it is there, or on its way."""
-        slot = self._slot(layer)
+        slot = self.slot_of(layer)
         coming = self._coming.get(slot)
         if coming is None or coming.layer != layer or (coming.there.done() and coming.there.exception() is not None):
             read, memory = self._reader.submit, self._slots[slot]
             coming = self._coming[slot] = _Coming(layer, read(self._read, layer, memory))
         return coming
 
-    def _slot(self, layer: int) -> int:
-        slot = self.slot_of(layer)
-        assert slot is not None
-        return slot
-
-    def counts(self) -> ExpertCounts:
-        return ExpertCounts(disk_bytes=read_bytes() - self._read_before)
+    def counts(self) -> OffloadCounts:
+        return OffloadCounts(disk_bytes=read_bytes() - self._read_before)

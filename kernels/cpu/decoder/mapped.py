@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native
-from quire.kernels.experts import ExpertCounts, ExpertsOnDisk
+from quire.kernels.experts import ExpertsOnDisk
+from quire.kernels.streaming.offload import OffloadCounts
 
 _CHUNK = 64 << 20
 """Bytes that are mapped at a time, and at most wait to be written while weights are loaded."""
@@ -237,9 +238,9 @@ class MappedExperts(ExpertsOnDisk):
         self._noted.kept[expert] = 0
         return self._slot_of.pop(expert)
 
-    def counts(self) -> ExpertCounts:
+    def counts(self) -> OffloadCounts:
         read, kept, guessed, right = self._noted.counts.tolist()
-        return ExpertCounts(read, kept, guessed, right, read_bytes() - self._read_before)
+        return OffloadCounts(read, kept, guessed, right, read_bytes() - self._read_before)
 
 
 def _note(arena: MappedArena) -> _Noted:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, Linear
-from quire.kernels.experts import between
+from quire.kernels.backend import Linear
+from quire.kernels.experts import between, choose
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.packing import Packed
 from quire.kernels.gpu.quantization.quantized import QuantizedLinear, Tiles, choose_tiles
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.routing import Experts, route
+from quire.kernels.routing import Experts
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -100,10 +100,8 @@ class GroupedMixture:
         out = torch.empty_like(x)
         if not len(x):
             return out
-        scores = experts.router(routed.float() if experts.float_router else routed, NO_ADAPTERS)
-        chosen, shares = route(scores, experts.routing, experts.correction)
-        shares = shares if experts.factors is None else shares * experts.factors[chosen]
-        chosen, here, count = chosen.contiguous(), len(self._gate_up.parts), scores.shape[1]
+        chosen, shares, count = choose(experts, routed)
+        chosen, here = chosen.contiguous(), len(self._gate_up.parts)
         order, starts = sort_rows(chosen, here, experts.first)
         each = experts.routing.per_token
         gate_up = self._gate_up.multiply(x, order, starts, each, count, of_tokens=True)

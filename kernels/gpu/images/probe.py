@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.gpu.faults import fault
-from quire.kernels.probe import last_tokens, same
+from quire.kernels.probe import BackendProbe, last_tokens, same
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
@@ -29,29 +28,22 @@ class _Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PatchesProbe:
-    device: torch.device
-    dtype: torch.dtype
+class PatchesProbe(BackendProbe):
     heads: int
     head_dim: int
     windowed: bool = False
     """Tokens that see each other are tried within a window too."""
 
-    @torch.inference_mode()
-    def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
-        try:
-            lengths = (2 * backend.block_size + 5, 3)
-            given = self._given(sum(lengths))
-            kinds: list[tuple[str, int | None]] = [("patches", None)]
-            for what, window in [*kinds, ("tokens that see each other", _WINDOW)][: 1 + self.windowed]:
-                size, there = backend.block_size, _Given(*(each.to(self.device) for each in given))
-                found = self._computed(backend, there, lengths, window, size)
-                expected = self._computed(Reference(), given, lengths, window, size)
-                if not all(same(each, wanted.float()) for each, wanted in zip(found, expected, strict=True)):
-                    return f"computes something else than the reference for {what}"
-        except Exception as error:  # whatever a library raises, it is a reason not to use it
-            return fault(error)
+    def wrong(self, backend: Backend) -> str | None:
+        lengths = (2 * backend.block_size + 5, 3)
+        given = self._given(sum(lengths))
+        kinds: list[tuple[str, int | None]] = [("patches", None)]
+        for what, window in [*kinds, ("tokens that see each other", _WINDOW)][: 1 + self.windowed]:
+            size, there = backend.block_size, _Given(*(each.to(self.device) for each in given))
+            found = self._computed(backend, there, lengths, window, size)
+            expected = self._computed(Reference(), given, lengths, window, size)
+            if not all(same(each, wanted.float()) for each, wanted in zip(found, expected, strict=True)):
+                return f"computes something else than the reference for {what}"
         return None
 
     def _given(self, tokens: int) -> _Given:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
@@ -30,11 +29,6 @@ class Flash(FlashLibrary):
 
     def description(self) -> str:
         return f"flash-attn {self._library.__version__}"
-
-    def cannot_serve(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
-    ) -> str | None:
-        return super().cannot_serve(device, dtype, head_dim, softcap) or self._missing
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax

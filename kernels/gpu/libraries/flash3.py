@@ -7,30 +7,23 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashLibrary, architecture_fault, loaded
+from quire.kernels.gpu.libraries.paged import FlashLibrary, loaded
 from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"
-_HOPPER = (9,)
-_BATCH = "its tiles depend on the number of queries, so --deterministic takes another backend"
 
 
 class Flash3(FlashLibrary):
     name = "flash3"
     package = "flash_attn_3"
+    majors = (9,)
+    by_batch = "its tiles depend on the number of queries"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(_load(), deterministic=deterministic)
-
-    def cannot_serve(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
-    ) -> str | None:
-        reason = super().cannot_serve(device, dtype, head_dim, softcap) or architecture_fault(device, _HOPPER)
-        return reason or self._missing or (_BATCH if self.deterministic else None)
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashLibrary, architecture_fault, loaded
+from quire.kernels.gpu.libraries.paged import FlashLibrary, loaded
 from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
 """So far all of its versions are betas, which pip takes only when one is named."""
-_SERVED = (9, 10)
 _MOST_ON_BLACKWELL = 128
-_BATCH = "its tiles and splits depend on the batch, so --deterministic takes another backend"
 _KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Without it every start compiles anew. The folder is the temporary one, or what ..._CACHE_DIR names."""
 
@@ -32,6 +30,8 @@ class Flash4(FlashLibrary):
     block_size = 128
     """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
     package = "flash-attn-4"
+    majors = (9, 10)
+    by_batch = "its tiles and splits depend on the batch"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(_load(), deterministic=deterministic)
@@ -39,13 +39,10 @@ class Flash4(FlashLibrary):
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
-            return reason
-        if (reason := architecture_fault(device, _SERVED) or self._missing) is not None:
-            return reason
-        if _splits(device) and head_dim > _MOST_ON_BLACKWELL:
+        reason = super().cannot_serve(device, dtype, head_dim, softcap)
+        if reason is None and _splits(device) and head_dim > _MOST_ON_BLACKWELL:
             return f"takes heads up to {_MOST_ON_BLACKWELL} on this GPU, not {head_dim}"
-        return _BATCH if self.deterministic else None
+        return reason
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax

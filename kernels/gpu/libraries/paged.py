@@ -4,7 +4,6 @@ everything beside attention: Triton's fused kernels on a GPU, where Triton is in
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
-from quire.kernels.gpu.images.ahead import attend_ahead, serves
-from quire.kernels.gpu.mixed import by_parts
+from quire.kernels.gpu.mixed import PagedAttention
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
@@ -24,13 +22,12 @@ from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Experts, Mixture
-from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
 
 
-class FlashPages(Reference):
+class FlashPages(PagedAttention):
     block_size = 256
     """flash-attn 2 takes multiples of 256 alone."""
 
@@ -63,21 +60,6 @@ class FlashPages(Reference):
 
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
-
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
-    ) -> Tensor:
-        if softmax.ahead != 0:
-            if self.deterministic or not serves(k_cache, softmax):
-                return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
-            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
-        return by_parts(lambda rows, part: self.attend(rows, k_cache, v_cache, part, softmax), q, metadata)
-
-    @abstractmethod
-    def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
-    ) -> Tensor:
-        """As `paged_attention`, of a step that has no parts."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._for(x).rms_norm(x, weight, eps)
@@ -129,12 +111,27 @@ class FlashLibrary(FlashPages):
 
     package = ""
     """What pip calls it."""
+    majors: tuple[int, ...] = ()
+    """The major versions of the compute capability that it is made for; (): no less than FlashPages asks for."""
+    by_batch = ""
+    """Why a row's bits depend on the batch; "": they need not."""
 
     def __init__(self, found: Any, *, deterministic: bool = False) -> None:
         """`found`: the library, or why it cannot be used."""
         super().__init__(deterministic=deterministic)
         self._missing = found if isinstance(found, str) else None
         self._library = found
+
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
+            return reason
+        if self.majors and (reason := architecture_fault(device, self.majors)) is not None:
+            return reason
+        if self._missing is None and self.deterministic and self.by_batch:
+            return f"{self.by_batch}, so --deterministic takes another backend"
+        return self._missing
 
     def description(self) -> str:
         try:

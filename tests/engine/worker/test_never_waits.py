@@ -375,7 +375,7 @@ def test_layers_from_the_host(
     path = save_tiny_model(tmp_path, family, num_hidden_layers=4)
     offloaded = {"cpu_offload_gb": 1.0, "model": str(path), "attention_backend": backend}
     engine = start(gpu, monkeypatch, graphs=graphs, **offloaded)
-    streamed = engine.runner.model.streamed  # type: ignore[attr-defined]
+    streamed = engine.runner.model.offload  # type: ignore[attr-defined]
     assert streamed.order == [0, 1, 2, 3]
     monkeypatch.setattr(Waiting, "lasting", [*streamed._blocks.values()])
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
