@@ -135,9 +135,9 @@ class EngineConfig(BaseModel):
         False,
         description="On a GPU: tokens that do not depend on the batch, slower; on a CPU always so, but not in float16",
     )
-    enforce_eager: bool = Field(False, description="Start the kernels of a decode one by one, not as CUDA graphs")
+    enforce_eager: bool = Field(False, description="Start the kernels of a step one by one, not as CUDA graphs")
     warmup_seconds: float = Field(
-        30.0, ge=0, description="Seconds before ready for a GPU's decode graphs; the rest are captured when idle"
+        30.0, ge=0, description="Seconds before ready for a GPU's graphs; the rest are captured when idle"
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"

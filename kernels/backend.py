@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -292,6 +292,9 @@ class Backend(Operations):
     """Tokens in a page."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
+    in_graphs: Literal["steps", "decodes", "nothing"]
+    """What a CUDA graph can hold, for it is computed without a look at the host: all steps, or those of one query of
+    each sequence, where no layer is a mixture of experts or keeps a state of a whole sequence."""
 
     def divided(self, ranks: int) -> Backend | None:
         """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""

@@ -66,6 +66,9 @@ class Probe(BackendProbe):
     """Some layers see a window of the keys; a library may be built without."""
     sinks: bool = False
     """Heads have a score beside those of their keys."""
+    prompts: bool = False
+    """Whether the graph is to hold a part of a prompt, of which it knows at most how long it is; and nothing else is
+    tried."""
 
     def wrong(self, backend: Backend) -> str | None:
         windows = (None, _WINDOW) if self.windowed else (None,)
@@ -84,6 +87,8 @@ class Probe(BackendProbe):
         wide = qkv[:, : 2 * self.head_dim].contiguous()
         backend.silu_mul(backend.rms_norm(wide, torch.ones(wide.shape[1], device=self.device), 1e-6))
         q = backend.rope_store(qkv.clone(), Rope(self.head_dim, None), k_cache, v_cache, prompts)
+        if self.prompts and self.capture is not None:
+            return self._captured_part(self.capture, backend, (q, k_cache, v_cache), softmax, expected)
         for whole in (True, False):
             got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, whole=whole), softmax)
             if not same(got, expected):
@@ -102,6 +107,29 @@ class Probe(BackendProbe):
         if not same(decode(), expected):
             return "computes something else than the reference for a decode"
         return None if self.capture is None else replayed(self.capture, decode, expected)
+
+    def _captured_part(
+        self, capture: Capture, backend: Backend, stored: tuple[Tensor, ...], softmax: Softmax, expected: Tensor
+    ) -> str | None:
+        """A decode beside a part of a prompt. It is captured while the metadata says something else, so that what a
+        library takes from it on the host shows."""
+        q, k_cache, v_cache = stored
+        lengths = (2 * backend.block_size + 5, 3)
+        rows, wanted = beside_a_part(self.device, lengths, backend.block_size)
+        _, given = beside_a_part(self.device, lengths, backend.block_size, swapped=True)
+        most = given.block_table.shape[1] * backend.block_size
+        given = replace(given, max_query_len=2 * wanted.max_query_len, max_context_len=most)
+        queries = torch.zeros_like(q[: len(rows)])
+
+        def step() -> Tensor:
+            return backend.paged_attention(queries, k_cache, v_cache, given, softmax)
+
+        def fill() -> None:
+            queries.copy_(q[rows.to(self.device)])
+            for name in ("query_start", "context_lens", "key_start", "block_table", "positions", "slots"):
+                getattr(given, name).copy_(getattr(wanted, name))
+
+        return replayed(capture, step, expected[rows], before=fill, what="parts of prompts")
 
     def _random(self, tokens: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -123,13 +151,22 @@ class Probe(BackendProbe):
         return judge.paged_attention(q, k_cache, v_cache, metadata, softmax)
 
 
-def replayed(capture: Capture, decode: Callable[[], Tensor], expected: Tensor) -> str | None:
+def replayed(
+    capture: Capture,
+    step: Callable[[], Tensor],
+    expected: Tensor,
+    *,
+    before: Callable[[], None] = lambda: None,
+    what: str = "decodes",
+) -> str | None:
+    """Why a graph cannot hold the step; before: what happens between its capture and its replay."""
     try:
-        replay, result = capture(decode)
+        replay, result = capture(step)
+        before()
         replay()
         right = same(result, expected)
     except Exception as error:
-        return f"a CUDA graph cannot hold its decodes; --enforce-eager does without ({fault(error)})"
+        return f"a CUDA graph cannot hold its {what}; --enforce-eager does without ({fault(error)})"
     return None if right else "computes something else than the reference in a CUDA graph; --enforce-eager does without"
 
 
@@ -138,9 +175,14 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return bool(((got.cpu().float() - expected).abs() < _MOST_DIFFERENCE + _MOST_SHARE * expected.abs()).all())
 
 
-def beside_a_part(device: torch.device, lengths: tuple[int, ...], block_size: int) -> tuple[Tensor, AttentionMetadata]:
-    """The step of the last part of one prompt, and of a token of the other sequence; and its tokens, among all."""
+def beside_a_part(
+    device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
+) -> tuple[Tensor, AttentionMetadata]:
+    """The step of the last part of one prompt, and of a token of the other sequence; and its tokens, among all.
+    swapped: one token of the first, and as many of the other as make the same number."""
     counts = (block_size + 2, 1)
+    if swapped:
+        counts, lengths = (1, block_size + 2), (1, block_size + 2)
     rows = [torch.arange(end - count, end) for count, end in zip(counts, accumulate(lengths), strict=True)]
     return torch.cat(rows), last_tokens(device, counts, lengths, block_size)
 

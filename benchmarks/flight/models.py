@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import Say, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, let_go
 from quire.engine.types import Adapter
 from tests.adapters import save_adapter
 from tests.engine.harness import run
@@ -64,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
+_SMALL_STEPS = ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v2")
+"""One family of each kind of layers that keep something of sequences."""
 _MOST = {torch.float32: 5e-3, torch.bfloat16: 0.08}
 """Mean differences of log probabilities: TF32 products, and bfloat16 rounded in other places."""
 _ADAPTER = "adapter"
@@ -80,6 +83,8 @@ def compare(device: torch.device, say: Say) -> None:
                 tried(say, f"{family}, {dtype}", partial(_parity, folder, dtype, device))
             if family == "llama":
                 _features(folder, device, say)
+            if family in _SMALL_STEPS:
+                tried(say, f"{family}: small steps with prompts in graphs", partial(_small_steps, folder, device))
 
 
 def _made(folder: Path, family: str) -> str:
@@ -171,6 +176,32 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
     }
     for name, options in other.items():
         tried(say, name, partial(_share, folder, device, options, wanted))
+
+
+def _small_steps(folder: Path, device: torch.device) -> str:
+    """The same prompts three times, in parts beside decodes: the first asks for graphs, the last has them all. The same
+    tokens as without graphs, and what a step takes."""
+    fixed = {"deterministic": True} if device.type == "cuda" else {}
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "warmup_seconds": 0.0} | fixed
+    found, spent = list[dict[str, list[int]]](), list[float]()
+    for eager in (True, False):
+        engine = _engine(folder, device, enforce_eager=eager, **options)
+        for _ in range(3):
+            asked = [request(str(index), prompt, 24, seed=index) for index, prompt in enumerate(_PROMPTS)]
+            before, began = engine.stats.steps, time.perf_counter()
+            answers = {name: each.ids for name, each in at_once(engine, asked).items()}
+            seconds = time.perf_counter() - began
+        found.append(answers)
+        spent.append(1000 * seconds / (engine.stats.steps - before))
+        captured = engine.stats.captured_prompt_steps
+        engine.close()
+        let_go()
+    if found[0] != found[1]:
+        name = next(name for name in found[0] if found[0][name] != found[1][name])
+        raise ValueError(f"prompt {name}: {found[1][name]} and not {found[0][name]}")
+    if device.type == "cuda" and not captured:
+        raise ValueError(f"no step with a prompt was a graph's; {engine.info.notes}")
+    return f"the same tokens; {captured} steps with prompts by graphs; {spent[1]:.2f} ms a step, eager {spent[0]:.2f}"
 
 
 def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:

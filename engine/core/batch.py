@@ -152,6 +152,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self if len(rows) == len(self.rows) else msgspec.structs.replace(self, rows=rows)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether some rows are parts of prompts, not a token, and its guesses, of a sequence that goes on."""
+        return any(not row.sample or row.count > 1 + len(row.draft_ids) for row in self.rows)
+
+    @property
     def admitted_ids(self) -> list[str]:
         """The requests that are in a step for the first time, or again after a preemption."""
         slots = {admission.slot for admission in self.admissions}
@@ -178,3 +183,5 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """These requests end."""
     vectors: dict[str, bytes] = {}
     """For the requests with PoolingParams whose prompt is complete: float32, little-endian. They end."""
+    captured: bool = False
+    """Whether a CUDA graph computed it."""

@@ -30,8 +30,10 @@ KEPT_IN_ALL = 100_000
 their steps and keep their phases."""
 
 
-def step_record(batch: Batch, number: int, times: tuple[float, float, float, float]) -> StepRecord:
-    """The record of one step of the engine.
+def step_record(
+    batch: Batch, number: int, times: tuple[float, float, float, float], *, captured: bool = False
+) -> StepRecord:
+    """The record of one step of the engine. captured: a CUDA graph computed it.
 
     `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
     """
@@ -45,7 +47,7 @@ def step_record(batch: Batch, number: int, times: tuple[float, float, float, flo
     drafts = tuple((row.request_id, len(row.draft_ids)) for row in batch.rows if row.draft_ids)
     fetched = tuple((each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.fetched)
     told = tuple(batch.preempted), fetched, drafts, tuple(batch.loads)
-    return StepRecord(number, *times, len(batch.rows), tokens, chunks, *told)
+    return StepRecord(number, *times, len(batch.rows), tokens, chunks, *told, captured=captured)
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

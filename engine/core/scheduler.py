@@ -74,16 +74,14 @@ class Scheduler:
         self.tiers.serve(self.pool, self.prefixes)
         self._eos = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all
-        self._tasks = tasks
-        self._micro_batches = micro_batches
+        self._tasks, self._micro_batches = tasks, micro_batches
         self._drafter = drafter or NoDrafts()
         self._arrivals = 0
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._left: list[int] = []
-        self._preempted: list[str] = []
+        self._left, self._preempted = list[int](), list[str]()
         self._outputs: list[RequestOutput] = []
 
     @property
@@ -188,6 +186,8 @@ class Scheduler:
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
+        if output.captured:
+            self._counts.count_captured(prompts=batch.has_prompts)
         for row in batch.rows:
             seq = self._sequences.get(row.request_id)
             if seq is None:

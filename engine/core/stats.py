@@ -41,6 +41,10 @@ class _Counted(msgspec.Struct, array_like=True):
     """Prompt tokens computed (cached ones not counted)."""
     generation_tokens: int = 0
     steps: int = 0
+    captured_steps: int = 0
+    """Steps that a CUDA graph computed."""
+    captured_prompt_steps: int = 0
+    """Of these, those with prompts."""
     drafts: int = 0
     """Times that a sequence's next tokens were guessed and verified."""
     draft_tokens: int = 0
@@ -104,6 +108,7 @@ class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]
 _GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
 _COUNTERS = (
     *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
+    *("captured_steps", "captured_prompt_steps"),
     *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
     *("session_returns", "session_return_tokens", "sessions_given_up"),
     *("experts_read", "experts_kept", "experts_guessed", "experts_guessed_right", "disk_bytes"),
@@ -116,6 +121,11 @@ class Counts(_Counted):
 
     def fields(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
+
+    def count_captured(self, *, prompts: bool) -> None:
+        """A step that a CUDA graph computed."""
+        self.captured_steps += 1
+        self.captured_prompt_steps += prompts
 
     def count_drafts(self, drafts: int, accepted: int) -> None:
         """One row's drafts, and how many of them were accepted."""
@@ -191,3 +201,5 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     them went on beside earlier steps, and this long the step waited."""
     generated: int = 0
     """Tokens that it gave to requests."""
+    captured: bool = False
+    """Whether a CUDA graph computed it."""

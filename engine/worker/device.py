@@ -19,20 +19,18 @@ from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.adapted.spec import AdaptedSpec
-from quire.engine.models.asked import each_attention, has_latents, has_sinks, head_size, sample_rules, widest
+from quire.engine.models.asked import has_latents, has_sinks, head_size, widest
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.worker.graphs import CudaCapture
+from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
+from quire.engine.worker.trials import choose_trials, why_eager_prompts
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.others import OTHERS, better_type, is_other, other_device
-from quire.kernels.latents.probe import LatentProbe
-from quire.kernels.probe import Capture, Probe
-from quire.kernels.recurrent.probe import RuleProbe
+from quire.kernels.probe import Capture
 from quire.kernels.select import Trial, select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -233,6 +231,8 @@ class Chosen:
     """Why it is this backend."""
     of_images: Backend
     """The same for a tower of images, whose keys and values no ranks divide."""
+    eager_prompts: str | None = None
+    """Why no graph is to hold steps with prompts, though some hold decodes."""
 
 
 def kept_in(config: EngineConfig, chosen: Chosen) -> str:
@@ -256,7 +256,8 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
     # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
     of_images = type(backend)() if config.deterministic and device.type == "cuda" else backend
-    return Chosen(spec, device, dtype, held, types.changed, of_text, why, of_images)
+    eager = why_eager_prompts(config, device, (dtype, held), spec, backend)
+    return Chosen(spec, device, dtype, held, types.changed, of_text, why, of_images, eager)
 
 
 def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend) -> Backend:
@@ -342,40 +343,8 @@ def _of_pages(tokens: int, trial: Trial | None, backend: Backend) -> str | None:
     return None if trial is None else trial(backend)
 
 
-def choose_trials(
-    config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
-) -> list[Trial]:
-    """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
-    On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
-    if device.type == "cpu":
-        return []
-    captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
-    return [_trial(types[1], device, types[0], spec, capture) for capture in captures]
-
-
-def _trial(
-    held: torch.dtype, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, capture: Capture | None
-) -> Trial:
-    """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
-    change states."""
-    windowed, tried = any(each.window for each in spec.states), list[Trial]()
-    for part in each_attention(spec):
-        if isinstance(part, LatentAttentionSpec):
-            sizes = (part.latent, part.rotated, part.plain, part.value)
-            tried.append(
-                LatentProbe(device, dtype, part.num_heads, sizes, part.neighbours, capture=capture, kv_dtype=held)
-            )
-        else:
-            shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
-            beside = {"windowed": windowed, "sinks": has_sinks(spec)}
-            tried.append(Probe(device, dtype, *shape, **beside, capture=capture, kv_dtype=held))
-    tried += [RuleProbe(device, dtype, *each, capture=capture) for each in sample_rules(spec, device)]
-    return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
-
-
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
-    """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
-    which no graph can hold, and so do its experts and states, which are those of sdpa."""
-    waits = ("reference", "sdpa") if spec.parts(ExpertsSpec) or spec.needs_snapshots else ("reference",)
-    able = device.type == "cuda" and backend.name not in waits
-    return CudaCapture(device) if able and not config.enforce_eager else None
+    """What captures steps as graphs; None: nothing does."""
+    attention_alone = not spec.parts(ExpertsSpec) and not spec.needs_snapshots
+    holds = backend.in_graphs == "steps" or (backend.in_graphs == "decodes" and attention_alone)
+    return CudaCapture(device) if holds and device.type == "cuda" and not config.enforce_eager else None

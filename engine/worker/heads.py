@@ -31,6 +31,8 @@ class HiddenStates:
     tapped: Sequence[Tensor] = ()
     """[T, hidden] each: what goes into the layers that a head reads."""
     picked: Tensor | None = None  # [R] int64, where a graph has made and written the picks
+    captured: bool = False
+    """Whether a graph has computed them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -75,10 +75,11 @@ class Slots:
         self.states, self._most_drafts = states, drafts
         self._keeps_guesses = drafts > 0 and any(states)
         self._has_matrices = any(len(kept) > 1 for kept in states)  # beside a convolution's columns
-        self.block_size = block_size
+        self.block_size, self.max_model_len = block_size, max_model_len
         self.own = range(block_size) if own is None else own
         self.device = device
         self.groups = groups
+        self.scratch_page = scratch_page
         self.scratch_slot = num_slots
         self.max_pages = -(-max_model_len // block_size)
         self.owners: list[Owner | None] = [None] * num_slots
@@ -187,7 +188,7 @@ class Slots:
     def picks(self, batch: Batch) -> Picks:
         """The picks of the batch's rows that sample."""
         rows = [row for row in batch.rows if row.sample]
-        positions = _picked(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
+        positions = by_pick(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
             fits = not any(self.states) or max(len(row.draft_ids) for row in rows) <= self._most_drafts
             assert fits, "wrong drafts would overwrite columns that are needed"
@@ -208,25 +209,38 @@ class Slots:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
         hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
         has more than `pages` pages."""
+        slots, positions = rows[:2]
+        starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
+        ids, metadata = self._made_there(rows, (slots, starts, positions + 1), 1, pages)
+        return ids, replace(metadata, sequences=self._sequences(slots, positions))
+
+    def prompt_inputs(self, rows: Tensor, pieces: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
+        """The same for T tokens of P sequences, in their order: pieces [3, P] int64 are their slots, how many of the
+        tokens are theirs, at least one, and their contexts."""
+        slots, counts, contexts = pieces
+        return self._made_there(rows, (slots, _begins(counts), contexts), rows.shape[1], pages)
+
+    def _made_there(
+        self, rows: Tensor, of: tuple[Tensor, Tensor, Tensor], longest: int, pages: int
+    ) -> tuple[Tensor, AttentionMetadata]:
+        """of: slots, first tokens, and contexts of sequences of at most `longest` tokens."""
         assert self._tables is not None
-        slots, positions, *adapters = rows
-        tables = self._tables[:, :, :pages][:, slots]
-        page = tables.gather(2, (positions // self.block_size)[None, :, None].expand(self.groups, -1, 1)).squeeze(2)
+        (slots, positions, *adapters), (owners, starts, contexts) = rows, of
+        page = self._tables[:, slots, positions // self.block_size]
         stored = page.long() * self.block_size + positions % self.block_size
-        contexts = (positions + 1).to(torch.int32)
+        tables = self._tables[:, :, :pages][:, owners]
         metadata = AttentionMetadata(
-            query_start=torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device),
-            context_lens=contexts,
-            key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
+            query_start=starts,
+            context_lens=contexts.to(torch.int32),
+            key_start=_begins(contexts),
             block_table=tables[0],
             positions=positions,
             slots=stored[0],
-            max_query_len=1,
+            max_query_len=longest,
             max_context_len=pages * self.block_size,
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
-            state_slots=slots,
+            state_slots=owners,
             turns=self.turns(slots, positions),
-            sequences=self._sequences(slots, positions),
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
 
@@ -245,34 +259,6 @@ class Slots:
         self._seen_there[torch.where(begins, slots, self.scratch_slot)] = known
         return Sequences(starts.to(torch.int32), ends, Guesses(seen, torch.where(begins, known, ends)))
 
-    def scratch_prompt(self, length: int) -> ForwardInputs:
-        """A prompt of that length, or of the longest there may be, all of it on the scratch page."""
-        length = min(length, self.max_pages * self.block_size)
-        return self.scratch_step(1, length, length)
-
-    def scratch_step(self, seqs: int, queries: int, context: int) -> ForwardInputs:
-        """The last tokens of so many contexts, each of which is the scratch page again and again."""
-        assert self._tables is not None
-        positions = torch.arange(context - queries, context, device=self.device).repeat(seqs)
-        pages = -(-context // self.block_size)
-        table = self._tables[0, self.scratch_slot, :1].expand(seqs, pages).contiguous()
-        starts = torch.arange(seqs + 1, dtype=torch.int32, device=self.device)
-        metadata = AttentionMetadata(
-            query_start=starts * queries,
-            context_lens=torch.full((seqs,), context, dtype=torch.int32, device=self.device),
-            key_start=starts * context,
-            block_table=table,
-            positions=positions,
-            slots=table[0, 0].long() * self.block_size + positions % self.block_size,
-            max_query_len=queries,
-            max_context_len=context,
-            state_slots=torch.full((seqs,), self.scratch_slot, device=self.device),
-        )
-        metadata = metadata.grouped([table] * self.groups, [metadata.slots] * self.groups)
-        owners = torch.full_like(positions, self.scratch_slot)
-        last = torch.arange(queries - 1, seqs * queries, queries, device=self.device)
-        return ForwardInputs(torch.zeros_like(positions, dtype=torch.int32), metadata, last, owners)
-
     def build(self, batch: Batch) -> ForwardInputs:
         """A batch's tensors; call `take_pages` first."""
         rows = batch.rows
@@ -283,7 +269,7 @@ class Slots:
         if len(sampling) < len(rows):
             ends = ends[np.array([row.sample for row in rows])]
         drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
-        picked, context = _picked(sampling, ends) - 1, self.context(slots.repeat(counts))
+        picked, context = by_pick(sampling, ends) - 1, self.context(slots.repeat(counts))
         found = self.inputs(slots, starts, counts, picked, context, drafts)
         if self._seen_there is not None:
             metadata = found.metadata
@@ -381,6 +367,11 @@ class Slots:
         return seen.astype(np.int32), known.astype(np.int32)
 
 
+def _begins(counts: Tensor) -> Tensor:
+    """[n + 1] int32: where each of so many begins, one behind the other, and where the last ends."""
+    return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def _starting(*ends: np.ndarray) -> np.ndarray:
     """Cumulative counts [rows] each, from 0 on: [counts, rows + 1] int32."""
     starting = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
@@ -389,7 +380,7 @@ def _starting(*ends: np.ndarray) -> np.ndarray:
     return starting
 
 
-def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:
+def by_pick(rows: list[Row], ends: np.ndarray) -> np.ndarray:
     """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
     before it, one per draft, have the numbers just below."""
     if not any(row.draft_ids for row in rows):

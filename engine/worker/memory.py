@@ -30,6 +30,7 @@ from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
+from quire.engine.worker.graphs.prompts import GRAPH_BYTES, MOST_GRAPHS, largest
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
@@ -134,8 +135,12 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     taken = torch.cuda.max_memory_allocated(device) - before
     del pages, hidden
     torch.cuda.empty_cache()
-    # The graphs' own pool is that of a decode, which has fewer tokens than this step.
-    return taken if config.enforce_eager else taken + taken // 4
+    if config.enforce_eager:
+        return taken
+    if backend.in_graphs != "steps" or config.tensor_parallel_size > 1:
+        return taken + taken // 4  # the graphs' own pool is that of a decode, which has fewer tokens than this step
+    tokens = min(largest(length, config.max_num_seqs), len(ids))
+    return taken + max(taken // 4, taken * tokens // len(ids)) + MOST_GRAPHS * GRAPH_BYTES
 
 
 def prompts(seqs: int, length: int, block_size: int, device: torch.device, groups: int = 1) -> AttentionMetadata:

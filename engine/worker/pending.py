@@ -46,6 +46,8 @@ class PendingStep:
     pooling: Pooling | None
     download: Download
     grammars: SlotGrammars
+    captured: bool = False
+    """Whether a CUDA graph computes it."""
 
     def result(self) -> StepOutput:
         """Wait for the device, and advance the grammars by what was picked. Call it once."""
@@ -66,7 +68,7 @@ class PendingStep:
         vectors = {}
         if self.pooling is not None and self.pooled:
             vectors = finished_rows(self.pooled, next(tensors), self.pooling)
-        return StepOutput(token_ids, logprobs, prompt_logprobs, errors, vectors)
+        return StepOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.captured)
 
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]

@@ -17,7 +17,10 @@ from quire.engine.models.decoder import Decoder, Features, had_numbers
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.compiling.processes import compile_kinds
 from quire.engine.worker.compiling.steps import launch_every_kind
-from quire.engine.worker.graphs import Capture, DecodeGraphs
+from quire.engine.worker.graphs.capture import Left
+from quire.engine.worker.graphs.decodes import DecodeGraphs
+from quire.engine.worker.graphs.forms import Forms
+from quire.engine.worker.graphs.prompts import Planned, PromptGraphs
 from quire.engine.worker.heads import Heads, HiddenStates
 from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
@@ -28,9 +31,11 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, listed_tokens, rules_of
+from quire.engine.worker.scratch import scratch_prompt
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.others import is_other
 from quire.kernels.gpu.transfer import Download, upload
+from quire.kernels.probe import Capture
 
 _LOGIT_ROWS = 256
 """How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
@@ -41,14 +46,15 @@ _WARM_PROMPTS = (2, 16, 128)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A batch whose tensors are made; the `inputs` are None where a graph makes them, or where it has no rows: then it
-    was read of images alone."""
+    """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
+    was `planned`, or where it has no rows: then it was read of images alone."""
 
     batch: Batch
     picks: Picks
     inputs: ForwardInputs | None
     features: Features | None = None
     """Of the images that some of its tokens stand for."""
+    planned: Planned | None = None
 
 
 class Runner:
@@ -63,10 +69,12 @@ class Runner:
         pooler: Pooler | None = None,
         heads: Heads | None = None,
         features: ImageFeatures | None = None,
+        prompts: bool = False,
     ) -> None:
         """`pages`: what allocate_pages made. `capture`: how decode steps become graphs, if they do; the slots have a
         scratch page then. `pooler`: makes vectors, where requests may ask for them. `heads`: guess tokens from the
-        hidden states, on the same slots. `features`: of images, where requests may have some."""
+        hidden states, on the same slots. `features`: of images, where requests may have some. `prompts`: small steps
+        with prompts become graphs too."""
         self._model = model
         self._features = features
         if features is not None and features.places.turns:
@@ -79,17 +87,21 @@ class Runner:
         self._pooler = pooler
         self._heads = heads
         self._headroom = Headroom(layers_of(model, pages)) if slots.device.type == "cpu" and capture is None else None
+        self._taps = () if heads is None else heads.head.taps
+        self._forms = Forms(model, self._kv_cache, slots, self._taps)
         self.graphs = None if capture is None else self._make_graphs(capture)
+        self.prompt_graphs: PromptGraphs | None = None
+        if capture is not None and prompts:
+            self.prompt_graphs = PromptGraphs(self._forms.small_step, capture, slots, self._forms.width, model.dtype)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     def _make_graphs(self, capture: Capture) -> DecodeGraphs:
-        taps = () if self._heads is None else self._heads.head.taps
         return DecodeGraphs(
-            self._decode,
+            self._forms.decode,
             capture,
             self._slots,
-            self._model.spec.hidden_size * (1 + len(taps)),
+            self._forms.width,
             self._model.dtype,
             pick=self._decode_picks if self._heads is None and self._model.has_head else None,
             adapters=self._model.adapters is not None,
@@ -121,9 +133,12 @@ class Runner:
         images = self._features
         shown = images is not None and images.places.reach(batch.rows, self._admission)
         captured = self.graphs is not None and not shown and self.graphs.fit(batch) and self._slots.see(batch.rows)
-        inputs = None if captured else self._slots.build(batch)
+        planned = None
+        if self.prompt_graphs is not None and not (shown or captured):
+            planned = self.prompt_graphs.plan(batch)
+        inputs = None if captured or planned is not None else self._slots.build(batch)
         if images is None or inputs is None or not shown:
-            return Begun(batch, picks, inputs)
+            return Begun(batch, picks, inputs, planned=planned)
         placed = images.places.put(inputs.metadata, batch.rows, self._admission)
         return Begun(batch, picks, replace(inputs, metadata=placed), images.of(batch.rows, self._admission))
 
@@ -156,7 +171,7 @@ class Runner:
         whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
         owners = [self._owner(row) for row in picks.rows]
         largest = not is_other(self._slots.device) and all(owner.rules.largest for owner in owners)
-        hidden = self._compute(picks, inputs, whole=whole, largest=largest, features=begun.features)
+        hidden = self._compute(begun, whole=whole, largest=largest)
         if whole and hidden.every is not None:
             chunks, found = self._prompt_logprobs(batch.rows, hidden.every)
             if self._pooler is not None and pooled:
@@ -171,14 +186,16 @@ class Runner:
         made = list(zip(picks.rows, owners, strict=True))
         pooling = None if self._pooler is None else self._pooler.pooling
         download = Download(tensors, self._downloads)
-        return PendingStep(made, asked, chunks, pooled, pooling, download, self._grammars)
+        return PendingStep(made, asked, chunks, pooled, pooling, download, self._grammars, hidden.captured)
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
         """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
         if self._headroom is not None:
             return self._headroom.grow()
-        return self.graphs is not None and self.graphs.warm_up()
+        if self.graphs is not None and self.graphs.warm_up():
+            return True
+        return self.prompt_graphs is not None and self.prompt_graphs.warm_up()
 
     @torch.inference_mode()
     def warm_sampler(self) -> None:
@@ -197,7 +214,7 @@ class Runner:
         if self._features is not None:
             self._features.warm_up()
         for length in _WARM_PROMPTS:
-            inputs = self._slots.scratch_prompt(length)
+            inputs = scratch_prompt(self._slots, length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
 
     def compile_kernels(self, step_tokens: int) -> int:
@@ -244,46 +261,36 @@ class Runner:
             begin += row.count
         return found
 
-    def _compute(
-        self,
-        picks: Picks,
-        inputs: ForwardInputs | None,
-        *,
-        whole: bool,
-        largest: bool,
-        features: Features | None = None,
-    ) -> HiddenStates:
+    def _compute(self, begun: Begun, *, whole: bool, largest: bool) -> HiddenStates:
         """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too.
         `largest`: all picks are the largest logit."""
         if self._model.offload is not None:
             self._model.offload.step()
-        taps = () if self._heads is None else self._heads.head.taps
+        inputs, features = begun.inputs, begun.features
+        whole = whole or (self._heads is not None and self._heads.reads_all)
+        if begun.planned is not None:
+            assert self.prompt_graphs is not None
+            return self._found(self.prompt_graphs.run(begun.planned, every=whole))
         if inputs is None:
             assert self.graphs is not None
-            side_by_side, picked = self.graphs.run(picks, largest=largest)
-            if not taps:
-                return HiddenStates(side_by_side, side_by_side, picked=picked)
-            hidden, *tapped = (part.contiguous() for part in side_by_side.chunk(1 + len(taps), dim=1))
-            return HiddenStates(hidden, hidden, tapped)
-        if not whole and (self._heads is None or not self._heads.reads_all):
+            return self._found(self.graphs.run(begun.picks, largest=largest))
+        if not whole:
             hidden, _ = self._model.forward_tapped(
                 inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled, (), features
             )
             return HiddenStates(hidden)
         every = torch.arange(len(inputs.token_ids), device=self._slots.device)
         hidden, tapped = self._model.forward_tapped(
-            inputs.token_ids, inputs.metadata, self._kv_cache, every, taps, features
+            inputs.token_ids, inputs.metadata, self._kv_cache, every, self._taps, features
         )
         return HiddenStates(hidden[inputs.sampled], hidden, tapped)
 
-    def _decode(self, rows: Tensor, pages: int) -> Tensor:
-        """A step of one token per row, in a form that a graph can hold; see Slots.decode_inputs. What heads read beside
-        the hidden states stands right of these."""
-        token_ids, metadata = self._slots.decode_inputs(rows, pages)
-        every = torch.arange(rows.shape[1], device=rows.device)
-        taps = () if self._heads is None else self._heads.head.taps
-        hidden, tapped = self._model.forward_tapped(token_ids, metadata, self._kv_cache, every, taps)
-        return torch.cat((hidden, *tapped), dim=1) if tapped else hidden
+    def _found(self, left: Left) -> HiddenStates:
+        before = self._forms.apart(left.before_picks)[0]
+        if left.every is None:
+            return HiddenStates(before, captured=left.captured)
+        every, *tapped = self._forms.apart(left.every)
+        return HiddenStates(before, every, tapped, left.picked, left.captured)
 
     def _decode_picks(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """The picks behind a step of one token per row, which are the largest logit, in a form that a graph can

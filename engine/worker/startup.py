@@ -133,7 +133,8 @@ def _start(
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
     eos = model_config.eos_token_ids
-    runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
+    parts = (room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
+    runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     info = info_of(
         config,
@@ -145,7 +146,9 @@ def _start(
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         deterministic=apart,
         tasks=loaded.tasks,
-        notes=[str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan)) if each],
+        notes=[
+            str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan, room)) if each
+        ],
         quantization=loaded.quantization,
         no_images=tower.why_not,
         adaptable=dict(chosen.spec.linears or {}),
@@ -199,7 +202,7 @@ def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
     )
 
 
-def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan) -> list[str | bool | None]:
+def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan, room: Room) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device, kept_for, few = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
     windowed = any(each.window for each in chosen.spec.states)
@@ -208,6 +211,7 @@ def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan)
     return [
         model.offload is not None and model.offload.said,
         chosen.changed,
+        room.eager_prompts and f"steps with prompts run without CUDA graphs: {room.eager_prompts}",
         is_other(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
         windowed
         and kept_for is not None

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import torch
+
 from quire.engine.core.executor import Executor
 from quire.engine.worker.runner import Runner
 from quire.kernels.gpu.faults import fault
@@ -15,8 +17,9 @@ def warm_up(
     runner: Executor, seconds: float, step_tokens: int, clock: Callable[[], float] = time.monotonic
 ) -> list[str]:
     """Compile every kind of kernel that a step of up to so many tokens may launch, however long that takes; run the
-    sampler's and those of short prompts; then capture decode graphs until all are there or the time is over; what is
-    left is done in idle moments. No capture is cut short. Returns notes on it; none where there are no graphs.
+    sampler's and those of short prompts; then capture graphs, those of decodes first, until all are there or the time
+    is over; what is left is done in idle moments. No capture is cut short. Returns notes on it; none where there are no
+    graphs.
     """
     if not isinstance(runner, Runner) or runner.graphs is None:
         return []
@@ -25,12 +28,25 @@ def warm_up(
     if seconds > 0:
         runner.warm_sampler()
         runner.warm_prompts()
+    measured = seconds > 0 and runner.model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(runner.model.device)[0] if measured else 0
     while clock() - began < seconds and runner.warm_up():
         pass
-    notes.append(f"{runner.graphs.progress} decode graphs captured in {clock() - began:.1f} s")
-    for reason in dict.fromkeys(runner.graphs.eager.values()):
-        sizes = sorted({size for (size, _, _), why in runner.graphs.eager.items() if why == reason})
+    decodes, prompts = runner.graphs, runner.prompt_graphs
+    told = f"{decodes.progress} decode graphs"
+    if prompts is not None and prompts.captured.graphs:
+        told += f", and {len(prompts.captured.graphs)} of steps with prompts,"
+    told += f" captured in {clock() - began:.1f} s"
+    if measured:
+        told += f"; they take {(free - torch.cuda.mem_get_info(runner.model.device)[0]) / 2**20:.0f} MiB"
+    notes.append(told)
+    eager = decodes.captured.eager
+    for reason in dict.fromkeys(eager.values()):
+        sizes = sorted({size for (size, _, _), why in eager.items() if why == reason})
         notes.append(f"decodes of {', '.join(map(str, sizes))} rows run without graphs: {reason}")
+    for reason in () if prompts is None else dict.fromkeys(prompts.captured.eager.values()):
+        sizes = sorted({kind.total for kind, why in prompts.captured.eager.items() if why == reason})
+        notes.append(f"steps with prompts of {', '.join(map(str, sizes))} tokens run without graphs: {reason}")
     return notes
 
 

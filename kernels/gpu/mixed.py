@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.images.ahead import attend_ahead, serves
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
@@ -93,6 +93,34 @@ class PagedAttention(Reference):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """As `paged_attention`, of a step that has no parts."""
+
+
+def joined(
+    decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
+) -> AttentionMetadata:
+    """The metadata of a step of these two, which are its parts; linear: of all its tokens. It is made on the device
+    alone, so that a CUDA graph can hold it."""
+    first, keys, turns = len(decodes.context_lens), decodes.key_start, None
+    if decodes.turns is not None and prompts.turns is not None:
+        turns = torch.cat((decodes.turns, prompts.turns))
+    slots = None
+    if decodes.state_slots is not None and prompts.state_slots is not None:
+        slots = torch.cat((decodes.state_slots, prompts.state_slots))
+    return AttentionMetadata(
+        query_start=torch.cat((decodes.query_start, prompts.query_start[1:] + first)),
+        context_lens=torch.cat((decodes.context_lens, prompts.context_lens)),
+        key_start=torch.cat((keys, prompts.key_start[1:] + keys[-1:])),
+        block_table=torch.cat((decodes.block_table, prompts.block_table)),
+        positions=torch.cat((decodes.positions, prompts.positions)),
+        slots=torch.cat((decodes.slots, prompts.slots)),
+        max_query_len=prompts.max_query_len,
+        max_context_len=max(decodes.max_context_len, prompts.max_context_len),
+        linear=linear,
+        others=tuple(joined(*pair, linear) for pair in zip(decodes.others, prompts.others, strict=True)),
+        state_slots=slots,
+        turns=turns,
+        parts=(decodes, prompts),
+    )
 
 
 def by_parts(attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata) -> Tensor:

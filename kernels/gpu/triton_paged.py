@@ -58,6 +58,7 @@ class Triton(PagedAttention):
     name = "triton"
     block_size = 16
     keeps_bits = True
+    in_graphs = "steps"
 
     def description(self) -> str:
         return f"Triton {triton.__version__}"

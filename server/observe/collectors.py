@@ -28,6 +28,8 @@ COUNTERS = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
     ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+    ("quire:captured_steps", "Steps that a CUDA graph computed.", "captured_steps"),
+    ("quire:captured_prompt_steps", "Of these, those with prompts.", "captured_prompt_steps"),
     ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
     ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),

@@ -105,7 +105,7 @@ def _engine(steps: Sequence[Step], window: _Window, track: int) -> list[Event]:
             continue
         events += _slice("between steps", "phase", last, began, window, {}, track)
         args = {"rows": record.rows, "tokens": record.tokens, "chunks": len(record.chunks)}
-        args |= {"preempted": len(record.preempted), "engine": step.engine}
+        args |= {"preempted": len(record.preempted), "engine": step.engine, "cuda_graph": record.captured}
         events += _slice(f"step {record.number}", "step", began, record.ended, window, args, track)
         times = [began, *(max(at, began) for at in (record.decided, record.computed, record.ended))]
         for name, begin, end in zip(("schedule", "compute", "apply"), times, times[1:], strict=False):

@@ -109,6 +109,7 @@ def _sequence(timeline: Timeline, record: RequestRecord, now: float, mates: _Mat
                 "tokens": count,
                 "batch_tokens": step.record.tokens,
                 "batch_requests": step.record.rows,
+                "cuda_graph": step.record.captured,
             }
             for step, start, count in timeline.chunks[:steps]
         ],
@@ -144,6 +145,7 @@ def _batches(
                 "first_step": run[0].record.number,
                 "steps": len(run),
                 "tokens": sum(step.record.tokens for step in run),
+                "cuda_graphs": sum(step.record.captured for step in run),
                 "slowest_step_ms": ms(max(step.record.ended - step.record.began for step in run)),
                 "mates": known,
                 "other_mates": len(ids) - 1 - len(known),

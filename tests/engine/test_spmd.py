@@ -32,7 +32,8 @@ from quire.engine.loop import Engine, let_go
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
-from quire.engine.worker import graphs, startup
+from quire.engine.worker import startup
+from quire.engine.worker.graphs import decodes
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading import room
 from quire.engine.worker.ranks import meeting, processes, rank
@@ -235,7 +236,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
     compute what steps without graphs do, bit by bit."""
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     for module in (processes, meeting):
         monkeypatch.setattr(module, "in_order", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
@@ -260,7 +261,7 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
     assert graphed.prepare()
     assert picked(run(graphed, requests)) == expected
     assert len(made) == ranks
-    assert {len(each.recordings) for each in made} == {len(graphed.runner.graphs._graphs)}
+    assert {len(each.recordings) for each in made} == {len(graphed.runner.graphs.captured.graphs)}
     assert {each.replays for each in made} == {made[0].replays}
     assert made[0].replays > 10
     while graphed.prepare():

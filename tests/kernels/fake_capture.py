@@ -25,6 +25,17 @@ POISON = 77
 class Refusing(TorchFunctionMode):
     """What reads from the device, as it is written: in inference mode no dispatch shows `item` and its like."""
 
+    depth = 0
+    """Above 0 something is recorded."""
+
+    def __enter__(self) -> Refusing:
+        Refusing.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *why: Any) -> None:
+        Refusing.depth -= 1
+        super().__exit__(*why)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in READS, f"{func} waits for the device or reads from the host"
         return func(*args, **(kwargs or {}))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.fake_capture import Refusing
+
 PAGE_MULTIPLE = 256
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -153,11 +155,14 @@ def ragged(
     window: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """Sequence by sequence; each call's arguments are held to what the two cumulative counts say."""
+    """Sequence by sequence; each call's arguments are held to what the two cumulative counts say, but in a capture."""
     for starts in (query_start, key_start):
         assert starts.dtype == torch.int32
         assert starts.is_contiguous()
         assert block_table is None or len(starts) == len(block_table) + 1
+    if Refusing.depth:
+        assert block_table is not None
+        return ragged_there(q, k, v, query_start, key_start, block_table, scale, causal, window, softcap)
     starts, key_starts = query_start.tolist(), key_start.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
     lengths = [end - begin for begin, end in pairwise(key_starts)]
@@ -175,6 +180,31 @@ def ragged(
         seen = visible(torch.arange(length)[None], query_at[:, None], causal, window)
         part = attend(q[begin : begin + count][None], keys[None], values[None], seen[None], scale, softcap)
         out[begin : begin + count] = part[0]
+    return out
+
+
+def ragged_there(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    key_start: Tensor,
+    block_table: Tensor,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+) -> Tensor:
+    """The same without a look at what the tensors hold, so that a graph holds it: all queries with each sequence's
+    keys."""
+    out, token = torch.full_like(q, torch.nan), torch.arange(len(q))
+    for row, (pages, length) in enumerate(zip(block_table, key_start.diff(), strict=True)):
+        keys, values = (cache[pages.long()].flatten(0, 1)[None] for cache in (k, v))
+        at = torch.arange(keys.shape[1])
+        first, end = query_start[row], query_start[row + 1]
+        seen = visible(at[None], (token + length - end)[:, None], causal, window) & (at < length)
+        part = attend(q[None], keys, values, seen[None], scale, softcap)[0]
+        out = torch.where(((token >= first) & (token < end))[:, None, None], part, out)
     return out
 
 

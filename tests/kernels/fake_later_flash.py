@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.fake_capture import Refusing
 from tests.kernels.fake_flash import DTYPES, attend, ragged, scale, visible
 
 
@@ -101,7 +102,7 @@ class FakeFlash4:
         assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
         assert seqused_k is not None
         assert max_seqlen_k is not None, "splits would be chosen for the whole cache"
-        assert cu_seqlens_q is None or int(seqused_k.max()) <= max_seqlen_k
+        assert cu_seqlens_q is None or Refusing.depth or int(seqused_k.max()) <= max_seqlen_k
         assert q.shape[-1] <= (256 if self.major == 9 else 128)
         window = tuple(-1 if side is None else side for side in window_size)
         return paged(
@@ -135,7 +136,7 @@ def paged(
     if query_start is not None:
         assert max_query_len is not None
         key_start = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
-        longest = int(lengths.max())
+        longest = page_table.shape[1] * k.shape[1]
         return ragged(
             q, k, v, query_start, key_start, max_query_len, longest, page_table, None, scale(asked, q), causal,
             (left, right), softcap,

@@ -88,6 +88,7 @@ def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
     probe = Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)
     assert probe(make(kind)[0]) is None
     assert replace(probe, capture=FakeCapture())(make(kind)[0]) is None
+    assert replace(probe, capture=FakeCapture(), prompts=True, windowed=True)(make(kind)[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,24 @@ def test_a_decode_that_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said.startswith("a CUDA graph cannot hold its decodes; --enforce-eager does without (")
 
 
+def test_parts_of_prompts_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured for other sequences than those that are computed then."""
+    probe = replace(PROBE, capture=FakeCapture(), prompts=True)
+    assert probe(made(monkeypatch, FakeFlashAttn())) is None
+    said = probe(made(monkeypatch, Faulty(prompt=wait)))
+    assert said is not None
+    assert said.startswith("a CUDA graph cannot hold its parts of prompts; --enforce-eager does without (")
+    otherwise = "computes something else than the reference in a CUDA graph; --enforce-eager does without"
+    assert probe(made(monkeypatch, Faulty(prompt=lambda out: out.roll(1, 0)))) == otherwise
+    assert replace(probe, capture=forgetful)(made(monkeypatch, FakeFlashAttn())) == otherwise
+
+
+def forgetful(function: Any) -> Any:
+    """Its graphs compute for ever what they were captured with."""
+    result = function()
+    return lambda: None, result
+
+
 def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Faulty(prompt=refuse)
     made(monkeypatch, library)

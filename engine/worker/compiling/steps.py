@@ -9,6 +9,7 @@ import torch
 
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.worker.inputs import ForwardInputs, Slots
+from quire.engine.worker.scratch import scratch_step
 from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import Guesses
 
@@ -38,7 +39,7 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
     """On the scratch page. What it computes is nothing, under `recorded`."""
     hidden = None
     for shape in shapes(slots, step_tokens):
-        inputs = slots.scratch_step(*shape)
+        inputs = scratch_step(slots, *shape)
         for given in (
             inputs,
             *_variants(inputs, shape, slots),

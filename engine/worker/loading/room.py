@@ -1,4 +1,4 @@
-"""What a loaded model's steps need beside its weights: pages, slots, and what captures decodes as graphs."""
+"""What a loaded model's steps need beside its weights: pages, slots, and what captures steps as graphs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Room:
     pages: list[Tensor]
     """As allocate_pages makes them."""
     slots: Slots
+    eager_prompts: str | None = None
+    """Why steps with prompts do not become graphs, where decodes do."""
 
 
 def make_room(
@@ -52,4 +54,7 @@ def make_room(
         drafts=drafts,
         own=range(own * shard.rank, own * (shard.rank + 1)) if own < size else None,
     )
-    return Room(capture, held, slots)
+    eager = None if capture is None else chosen.eager_prompts
+    if capture is not None and slots.keeps_guesses:
+        eager = "guesses that states of sequences have not seen yet are told by the host"
+    return Room(capture, held, slots, eager)

@@ -30,6 +30,7 @@ _MOST_HEAD_DIM = 256
 class FlashPages(PagedAttention):
     block_size = 256
     """flash-attn 2 takes multiples of 256 alone."""
+    in_graphs = "steps"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)

@@ -25,6 +25,7 @@ class Sdpa(Reference):
 
     name = "sdpa"
     block_size = 16
+    in_graphs = "decodes"
 
     def description(self) -> str:
         return f"torch {torch.__version__}'s scaled_dot_product_attention over gathered pages, plain PyTorch beside it"

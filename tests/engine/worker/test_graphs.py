@@ -25,7 +25,8 @@ from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
-from quire.engine.worker import graphs
+from quire.engine.worker.graphs import capture as capturing
+from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.loading import model as loading
 from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
@@ -50,6 +51,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeFlashAttn()
     monkeypatch.setattr(flash, "_load", lambda: library)
     monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(prompts, "TOKENS", ())  # steps with prompts are tests/engine/worker/test_prompt_graphs.py's
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
@@ -88,7 +90,7 @@ def picked(answers: dict[str, Answer], of: list[Request] | None = None) -> dict[
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     capture = FakeCapture()
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, capture)
@@ -102,7 +104,7 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched ahead, so that a step reads what the graph before it wrote; and beside rows that are drawn."""
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     greedy = [msgspec.structs.replace(each, params=SamplingParams(temperature=0.0, max_tokens=9)) for each in traffic()]
     for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
         capture, picks = FakeCapture(), list[int]()
@@ -119,16 +121,16 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
         engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
         assert picked(run(engine, requests)) == picked(wanted)
         assert engine.runner.graphs is not None
-        of_picks = [size for size, pages, _ in engine.runner.graphs._graphs if pages is None]
+        of_picks = [size for size, pages, _ in engine.runner.graphs.captured.graphs if pages is None]
         assert (len(of_picks) > 1) == (requests is greedy)
-        decodes = sum(len(answer.ids) for answer in wanted.values()) - len(requests)
-        assert sum(picks) < decodes, "others are replayed, or drawn"
+        decoded = sum(len(answer.ids) for answer in wanted.values()) - len(requests)
+        assert sum(picks) < decoded, "others are replayed, or drawn"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
     capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
     with monkeypatch.context() as patch:
@@ -189,7 +191,7 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     capture = FakeCapture()
     engine = start(monkeypatch, capture)
     wanted = run(start(monkeypatch, None), traffic())
@@ -315,7 +317,8 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert capture.replays > 10
     count = len(capture.recordings)
     run(engine, [each for each in every if each.adapter is None])
-    assert {parts for _, _, parts in engine.runner.graphs._graphs} == {2, 3}, "rows without adapters have their own"
+    captured = engine.runner.graphs.captured.graphs
+    assert {parts for _, _, parts in captured} == {2, 3}, "rows without adapters have their own"
     assert picked(run(engine, every[1:2])) == picked({every[1].id: wanted[every[1].id]})
     assert len(capture.recordings) >= count
 
@@ -469,8 +472,8 @@ class FakeCuda:
 def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """The stream; no pool that is captured into, while which no memory that downloads have used is free again; and the
     graph, which PyTorch's allocator for pinned memory would still ask."""
-    cuda, before = FakeCuda(monkeypatch, ends=ends), len(graphs.CudaCapture._failed)
-    capture = graphs.CudaCapture(torch.device("cuda"))
+    cuda, before = FakeCuda(monkeypatch, ends=ends), len(capturing.CudaCapture._failed)
+    capture = capturing.CudaCapture(torch.device("cuda"))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="previous error"):
             capture(lambda: torch.zeros(1))
@@ -478,7 +481,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
     assert cuda.first.waited_for[-1] is capture._stream
     assert cuda.captured == []
     assert cuda.released == ([] if ends else [(0, 1), (0, 2)])
-    assert len(graphs.CudaCapture._failed) == before + 2
+    assert len(capturing.CudaCapture._failed) == before + 2
 
 
 def test_a_fake_that_can_tell() -> None:

@@ -28,7 +28,7 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, memory, startup
+from quire.engine.worker import device, draft_runner, memory, startup, trials
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.images import load
@@ -117,7 +117,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         monkeypatch.setattr(each, "cannot_serve", lambda *_: None)
     for each in (startup, device):
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
-    monkeypatch.setattr(device, "choose_trials", lambda *_: [])
+    for each in (device, trials):
+        monkeypatch.setattr(each, "choose_trials", lambda *_: [])
     monkeypatch.setattr(trial, "why_not", lambda *_: None)
     monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
     monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
@@ -183,6 +184,7 @@ def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backe
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert set(gpu.launched) >= {"pick_tokens", "_rope_kernel", "add_at", "ban_words", "count_tokens"}
+    assert engine.stats.captured_prompt_steps > 10
 
 
 @pytest.mark.slow
@@ -209,6 +211,7 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.stats.accepted_drafts) > 20
+    assert engine.stats.captured_prompt_steps > 10
 
 
 @pytest.mark.slow
@@ -235,6 +238,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
+    assert (engine.stats.captured_prompt_steps > 10) == graphs
 
 
 @pytest.mark.slow
@@ -307,6 +311,7 @@ def test_states_and_latents(
     engine.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert engine.stats.draft_tokens > 0
+    assert engine.stats.captured_prompt_steps > 3
     expected = kernels | ({"keep_guesses"} if any(name.startswith("advance") for name in kernels) else set())
     assert set(gpu.launched) >= expected
 
@@ -321,8 +326,10 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     with gpu.allows_waits():
         engine.runner.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    for _ in range(2):
+        assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
+    assert engine.stats.captured_prompt_steps > 0
 
 
 @pytest.mark.slow
@@ -379,7 +386,9 @@ def test_layers_from_the_host(
     assert streamed.order == [0, 1, 2, 3]
     monkeypatch.setattr(Waiting, "lasting", [*streamed._blocks.values()])
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
-    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    for _ in range(2):
+        assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert (engine.stats.captured_prompt_steps > 0) == graphs
 
 
 class Quiet:
@@ -550,6 +559,7 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     ]
     assert {answer.finish_reason for answer in run(engine, mixed).values()} == {"length"}
     assert gpu.launched.count("_shrink_kernel") == gpu.launched.count("_expand_kernel") > 0
+    assert (engine.stats.captured_prompt_steps > 0) == graphs
 
 
 def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,3 +56,26 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
         assert [found[each.id].ids for each in asked] == wanted
     assert made.stats.prefix_hits > 0
     assert made.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2", "gpt_oss", "gemma2", "deepseek_v2-lite"])
+def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic: each with rows and sequences beside it that fill up."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setitem(select._MADE_BY, "triton", lambda deterministic: triton_paged.Triton(deterministic=True))
+    options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (35, 3, 50)]
+    asked = [request(str(i), prompt, seed=i, max_tokens=5, temperature=0.0) for i, prompt in enumerate(prompts)]
+    alone = Engine(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
+    wanted = [run(alone, [each])[each.id].ids for each in asked]
+    monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
+    kept = {"num_kv_blocks": 40, "warmup_seconds": 0, "max_num_batched_tokens": 21, "enable_prefix_caching": False}
+    made = Engine(EngineConfig(**kept, **options))
+    for _ in range(2):
+        found = run(made, asked)
+        assert [found[each.id].ids for each in asked] == wanted
+    assert made.stats.captured_prompt_steps > 2

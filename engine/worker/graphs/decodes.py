@@ -13,21 +13,17 @@ finds both, which has the head and the pick of steps whose picks are nothing but
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.core.batch import Batch
-from quire.engine.errors import ConfigError
+from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.inputs import Picks, Slots
-from quire.kernels.collective import RankEnded
-from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.transfer import put
 from quire.kernels.probe import Capture
 
@@ -58,10 +54,12 @@ class _Places:
     hidden: Tensor  # [B, width]
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    replay: Callable[[], None]
-    result: Tensor
+def page_counts(slots: Slots) -> list[int]:
+    """Of the longest context that a graph allows for."""
+    counts = [-(-FIRST_CONTEXT // slots.block_size)]
+    while counts[-1] < slots.max_pages:
+        counts.append(counts[-1] * 4)
+    return [*counts[:-1], slots.max_pages]
 
 
 class DecodeGraphs:
@@ -80,35 +78,25 @@ class DecodeGraphs:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`. width, dtype:
         of hidden states. `pick`: of rows whose picks are the largest logit; None: no graph has it. `adapters`: whether
         rows may have some. `alone`: no other rank captures the same graphs."""
-        self._alone = alone
         self._decode, self._pick = decode, pick
         self._width, self._dtype = width, dtype
-        self._capture = capture
+        self.captured: Captured[_Kind] = Captured(capture, alone=alone)
         self._slots = slots
         largest = next((size for size in SIZES if size >= len(slots.owners)), SIZES[-1])
         self._sizes = [size for size in SIZES if size <= largest]
-        self._pages = [-(-FIRST_CONTEXT // slots.block_size)]
-        while self._pages[-1] < slots.max_pages:
-            self._pages.append(self._pages[-1] * 4)
-        self._pages[-1] = slots.max_pages
+        self._pages = page_counts(slots)
         self._parts = (2, 3) if adapters else (2,)
         """Rows of the static tensors: slots and positions, and the slots of adapters."""
         self._picked_sizes = [] if pick is None else [size for size in self._sizes if size <= _MOST_PICKS]
         self._places: dict[int, _Places] = {}
-        self._graphs: dict[_Kind, _Graph] = {}
-        self.eager: dict[_Kind, str] = {}
-        """The graphs that could not be captured, and why: such steps run without one."""
 
     def fit(self, batch: Batch) -> bool:
         """Whether a graph can compute the batch: every token is followed by a pick. Drafts are rows of their own: every
         layer stores all keys and values before it attends, so a row finds those of the drafts before it."""
-        tokens = sum(row.count for row in batch.rows)
-        alone = all(row.sample and row.count == 1 + len(row.draft_ids) for row in batch.rows)
-        return tokens <= self._sizes[-1] and alone
+        return sum(row.count for row in batch.rows) <= self._sizes[-1] and not batch.has_prompts
 
-    def run(self, picks: Picks, *, largest: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [R, width] of the tokens before the picks, which the next call overwrites; and, where all picks
-        are the `largest` logit and a graph has them, the picks [R] int64."""
+    def run(self, picks: Picks, *, largest: bool = False) -> Left:
+        """Where all picks are the `largest` logit and a graph has them, that graph makes them too."""
         count, pages = len(picks.rows), -(-int(picks.positions.max()) // self._slots.block_size)
         size = next(size for size in self._sizes if size >= count)
         pages = next(width for width in self._pages if width >= pages)
@@ -121,12 +109,15 @@ class DecodeGraphs:
         places = self._places[size]
         put(rows, places.rows[: len(rows)])
         if graph is None:
-            return self._decode(places.rows[: len(rows), :count].contiguous(), pages), None
+            hidden = self._decode(places.rows[: len(rows), :count].contiguous(), pages)
+            return Left(hidden, hidden, captured=False)
         graph.replay()
+        hidden = places.hidden[:count]
         if pick is None:
-            return places.hidden[:count], None
+            return Left(hidden, hidden, captured=True)
         pick.replay()
-        return places.hidden[:count], pick.result[:count].clone()  # the next step may be computed before it arrives
+        picked = pick.result[:count].clone()  # the next step may be computed before it arrives
+        return Left(hidden, hidden, captured=True, picked=picked)
 
     def warm_up(self) -> bool:
         """Capture one more graph; False when there is none left.
@@ -135,7 +126,7 @@ class DecodeGraphs:
         that larger ones left in the pool.
         """
         for kind in self._kinds():
-            if kind not in self._graphs and kind not in self.eager:
+            if kind not in self.captured:
                 self._graph(kind)
                 return True
         return False
@@ -148,79 +139,26 @@ class DecodeGraphs:
 
     @property
     def progress(self) -> str:
-        return f"{len(self._graphs)} of {len(list(self._kinds()))}"
+        return f"{len(self.captured.graphs)} of {len(list(self._kinds()))}"
 
-    def _graph(self, kind: _Kind) -> _Graph | None:
-        """The graph of that kind, captured on first use; capturing computes scratch rows alone. None where that failed,
-        once: memory that was short then is short later, and an attempt costs a step's time. Raises ConfigError where
-        there are other ranks, which wait in what this one has left."""
+    def _graph(self, kind: _Kind) -> Graph | None:
+        """The graph of that kind, captured on first use; capturing computes scratch rows alone. None where that
+        failed."""
         size, pages, parts = kind
         if size not in self._places:
             self._places[size] = self._place(size)
-        if kind not in self._graphs and kind not in self.eager:
+        if kind not in self.captured:
             places = self._places[size]
             places.rows.zero_()[0].fill_(self._slots.scratch_slot)
             rows = places.rows[:parts]
-            try:
-                if pages is None:
-                    assert self._pick is not None
-                    made = self._capture(partial(self._pick, rows, places.hidden))
-                else:
-                    made = self._capture(lambda: places.hidden.copy_(self._decode(rows, pages)))
-            except RankEnded:
-                raise
-            except Exception as error:  # out of memory, what CUDA says of a capture, what Triton says of a kernel
-                if not self._alone:
-                    wrong = f"several ranks need all decode graphs, and one of {size} rows failed: {fault(error)}"
-                    advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
-                    raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
-                self.eager[kind] = fault(error)
+            if pages is None:
+                assert self._pick is not None
+                self.captured.add(kind, size, partial(self._pick, rows, places.hidden))
             else:
-                self._graphs[kind] = _Graph(*made)
-        return self._graphs.get(kind)
+                self.captured.add(kind, size, lambda: places.hidden.copy_(self._decode(rows, pages)))
+        return self.captured.graphs.get(kind)
 
     def _place(self, size: int) -> _Places:
         device = self._slots.device
         rows = torch.zeros((max(self._parts), size), dtype=torch.int64, device=device)
         return _Places(rows, torch.zeros((size, self._width), dtype=self._dtype, device=device))
-
-
-class CudaCapture:
-    """Captures into CUDA graphs, which share one pool of memory: no two of them run at once."""
-
-    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept for good: PyTorch's allocators ask them, where their captures did not end well, to whom memory belongs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # Once without recording: libraries set themselves up and Triton compiles, neither of which a graph can hold.
-        before = torch.cuda.current_stream()
-        self._stream.wait_stream(before)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._stream):
-                function()
-            before.wait_stream(self._stream)
-            # Other threads copy KV pages meanwhile (pages.py): by default what they do would end the capture.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                result = function()
-        except BaseException:
-            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where ending the capture fails
-            before.wait_stream(self._stream)
-            self._give_up(graph)
-            raise
-        return graph.replay, result
-
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Where ending a capture fails, PyTorch (ATen/cuda/CUDAGraph.cpp, `capture_end`) leaves its pool as one that is
-        captured into. As long as there is such a one, memory that several streams have used is never free again, as
-        that of each download; and nothing else can be captured into that pool."""
-        device = self._stream.device_index
-        with suppress(Exception):  # it ended as it should, or had not begun
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
-        self._failed.append(graph)
-        self._pool = torch.cuda.graph_pool_handle()

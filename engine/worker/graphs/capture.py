@@ -1,0 +1,109 @@
+"""How something becomes a CUDA graph; graphs by their kinds, and what could not be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.engine.errors import ConfigError
+from quire.kernels.collective import RankEnded
+from quire.kernels.gpu.faults import fault
+from quire.kernels.probe import Capture
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    replay: Callable[[], None]
+    result: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What graphs leave of a step, which the next step overwrites."""
+
+    before_picks: Tensor  # [R, width]
+    every: Tensor | None  # [T, width], of all tokens in the order of the batch; None: nobody reads them
+    captured: bool
+    """Whether a graph did compute it, and not its kernels one by one."""
+    picked: Tensor | None = None  # [R] int64, where a graph made the picks
+
+
+class Captured(Generic[Kind]):
+    """Graphs that are there, each captured once."""
+
+    def __init__(self, capture: Capture, *, alone: bool = True) -> None:
+        """`alone`: no other rank captures the same graphs."""
+        self._capture, self._alone = capture, alone
+        self.graphs: dict[Kind, Graph] = {}
+        self.eager: dict[Kind, str] = {}
+        """The kinds that could not be captured, and why: such steps run without a graph."""
+
+    def __contains__(self, kind: Kind) -> bool:
+        """Whether it was captured, or that failed."""
+        return kind in self.graphs or kind in self.eager
+
+    def add(self, kind: Kind, rows: int, function: Callable[[], Tensor]) -> None:
+        """Capture the function, which computes so many rows. Where that fails it is not tried again: memory that was
+        short then is short later, and an attempt costs a step's time. Raises ConfigError where there are other ranks,
+        which wait in what this one has left."""
+        assert kind not in self
+        try:
+            made = self._capture(function)
+        except RankEnded:
+            raise
+        except Exception as error:  # out of memory, what CUDA says of a capture, what Triton says of a kernel
+            if not self._alone:
+                wrong = f"several ranks need all decode graphs, and one of {rows} rows failed: {fault(error)}"
+                advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
+                raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
+            self.eager[kind] = fault(error)
+        else:
+            self.graphs[kind] = Graph(*made)
+
+
+class CudaCapture:
+    """Captures into CUDA graphs, which share one pool of memory: no two of them run at once."""
+
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
+    """Kept for good: PyTorch's allocators ask them, where their captures did not end well, to whom memory belongs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        # Once without recording: libraries set themselves up and Triton compiles, neither of which a graph can hold.
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+            before.wait_stream(self._stream)
+            # Other threads copy KV pages meanwhile (pages.py): by default what they do would end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = function()
+        except BaseException:
+            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where ending the capture fails
+            before.wait_stream(self._stream)
+            self._give_up(graph)
+            raise
+        return graph.replay, result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Where ending a capture fails, PyTorch (ATen/cuda/CUDAGraph.cpp, `capture_end`) leaves its pool as one that is
+        captured into. As long as there is such a one, memory that several streams have used is never free again, as
+        that of each download; and nothing else can be captured into that pool."""
+        device = self._stream.device_index
+        with suppress(Exception):  # it ended as it should, or had not begun
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+        self._failed.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()

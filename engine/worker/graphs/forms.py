@@ -1,0 +1,47 @@
+"""Steps in forms that a graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.worker.inputs import Slots
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.gpu.mixed import joined
+
+
+class Forms:
+    """What heads read beside the hidden states stands right of these."""
+
+    def __init__(self, model: Decoder, kv_cache: KVCache, slots: Slots, taps: Sequence[int]) -> None:
+        """taps: the layers that heads read."""
+        self._model, self._kv_cache, self._slots, self._taps = model, kv_cache, slots, taps
+
+    @property
+    def width(self) -> int:
+        return self._model.spec.hidden_size * (1 + len(self._taps))
+
+    def decode(self, rows: Tensor, pages: int) -> Tensor:
+        """One token per row: see Slots.decode_inputs."""
+        return self._forward(*self._slots.decode_inputs(rows, pages))
+
+    def small_step(self, rows: Tensor, pieces: Tensor, decodes: int, pages: int) -> Tensor:
+        """The same of so many rows, and of parts of prompts behind them: see Slots.prompt_inputs."""
+        places, adapters = rows[:2], rows[2:]
+        ids, first = self._slots.decode_inputs(places[:, :decodes], pages)
+        others, behind = self._slots.prompt_inputs(places[:, decodes:], pieces, pages)
+        linear = LinearContext.of(adapters[0]) if len(adapters) else NO_ADAPTERS
+        return self._forward(torch.cat((ids, others)), joined(first, behind, linear))
+
+    def _forward(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        every = torch.arange(len(token_ids), device=token_ids.device)
+        hidden, tapped = self._model.forward_tapped(token_ids, metadata, self._kv_cache, every, self._taps)
+        return torch.cat((hidden, *tapped), dim=1) if tapped else hidden
+
+    def apart(self, side_by_side: Tensor) -> list[Tensor]:
+        """The hidden states, and what heads read."""
+        count = 1 + len(self._taps)
+        return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

@@ -1,0 +1,214 @@
+"""CUDA graphs for small steps with prompts: some decodes, and behind them parts of a few prompts.
+
+A graph has so many rows for decodes, so many tokens of prompts, and so many sequences of these, whatever a step has of
+them. What a step lacks is filled up so that nothing is new to a kernel: rows for decodes as in every decode graph, by
+the scratch slot, and the prompts by more sequences of that slot, each of at least one token, which have all tokens that
+are left. So no sequence is empty, and no token is of none, which not all libraries take
+(https://github.com/sgl-project/sgl-flash-attn/pull/47). Decodes go to the kernel for one query each, prompts to the
+ragged one, which is told the longest they could be (kernels/gpu/mixed.py).
+
+vLLM keeps one graph for each number of tokens and runs attention between its pieces, but where a kernel serves both
+kinds of rows. That needs fewer graphs, but each layer starts its attention from the host: of what a small step costs
+there, that would leave the larger part.
+
+There are too many kinds to capture all: one is captured in an idle moment after a step asked for it, or when the second
+step does, and there are at most MOST_GRAPHS of them. Until then, and beyond, such steps run without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.core.batch import Batch
+from quire.engine.worker.graphs.capture import Captured, Left
+from quire.engine.worker.graphs.decodes import page_counts
+from quire.engine.worker.inputs import Slots, by_pick
+from quire.kernels.gpu.transfer import put, upload
+from quire.kernels.probe import Capture
+
+ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""For decodes. A product of up to some 300 rows reads its weights for longer than it multiplies, on an H100."""
+TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
+SEQUENCES = 8
+"""Of prompts, at least one of which fills up."""
+MOST_GRAPHS = 32
+GRAPH_BYTES = 8 * 2**20
+"""What the driver keeps of a graph, beside the memory that all share. No measurement of ours: vLLM's log of a model of
+8 billion weights tells of 0.5 GiB for 67 graphs."""
+
+Step = Callable[[Tensor, Tensor, int, int], Tensor]
+"""(rows [2 or 3, T] int64 and pieces [3, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
+of the rows are decodes; pages that the longest context may have) to hidden states [T, width]. Neither may make the host
+wait, nor read from the host anything that changes."""
+
+
+class Kind(NamedTuple):
+    rows: int
+    tokens: int
+    pages: int
+    parts: int
+    """2, or 3 where rows have adapters."""
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch that a graph computes."""
+
+    batch: Batch
+    kind: Kind
+    decodes: np.ndarray
+    """[rows of the batch] bool: whether each is one, with its guesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What graphs of as many rows and tokens read and leave."""
+
+    given: Tensor  # [3 * T + 3 * SEQUENCES] int64: the rows, then the pieces
+    hidden: Tensor  # [T, width]
+
+
+def largest(max_model_len: int, max_num_seqs: int) -> int:
+    """Most tokens in a graph, all rows counted."""
+    rows = [size for size in ROWS if size < 2 * max_num_seqs] or ROWS[:1]
+    return rows[-1] + max((size for size in TOKENS if size <= max_model_len), default=0)
+
+
+class PromptGraphs:
+    def __init__(self, step: Step, capture: Capture, slots: Slots, width: int, dtype: torch.dtype) -> None:
+        """Captures nothing yet. width, dtype: of hidden states."""
+        self._step = step
+        self._slots = slots
+        self._width, self._dtype = width, dtype
+        self._pages = page_counts(slots)
+        self._tokens = [size for size in TOKENS if size <= slots.max_model_len]
+        self._places: dict[tuple[int, int], _Places] = {}
+        first = [Kind(ROWS[0], size, self._pages[0], 2) for size in reversed(self._tokens)]
+        self._wanted = dict.fromkeys(first)
+        """Those of a prompt alone come first; then what steps asked for."""
+        self._asked: set[Kind] = set()
+        self.captured: Captured[Kind] = Captured(capture)
+
+    def plan(self, batch: Batch) -> Planned | None:
+        """What computes the batch; None where it runs without a graph."""
+        rows = batch.rows
+        if len(rows) > ROWS[-1] + SEQUENCES - 1:
+            return None
+        decodes = np.array([row.sample and row.count == 1 + len(row.draft_ids) for row in rows])
+        pieces = len(rows) - int(decodes.sum())
+        if not 0 < pieces < SEQUENCES:
+            return None
+        counts = np.array([row.count for row in rows])
+        kind = self._kind(
+            int(counts[decodes].sum()),
+            int(counts[~decodes].sum()) + SEQUENCES - pieces,
+            max(row.start + row.count for row in rows),
+            3 if self._slots.adapters[[row.slot for row in rows]].any() else 2,
+        )
+        return None if kind is None or not self._serves(kind) else Planned(batch, kind, decodes)
+
+    def _kind(self, decodes: int, tokens: int, context: int, parts: int) -> Kind | None:
+        rows = next((size for size in ROWS if size >= decodes), None)
+        size = next((size for size in self._tokens if size >= tokens), None)
+        if rows is None or size is None:
+            return None
+        pages = next(count for count in self._pages if count * self._slots.block_size >= context)
+        return Kind(rows, size, pages, parts)
+
+    def _serves(self, kind: Kind) -> bool:
+        """Whether steps of the kind are a graph's from now on. Notes that one asked for it."""
+        if kind in self.captured:
+            return kind in self.captured.graphs
+        if self._full:
+            return False
+        again = kind in self._asked
+        self._asked.add(kind)
+        self._wanted[kind] = None
+        return again
+
+    @property
+    def _full(self) -> bool:
+        return len(self.captured.graphs) >= MOST_GRAPHS
+
+    def run(self, planned: Planned, *, every: bool) -> Left:
+        """every: whether somebody reads the hidden states of all tokens."""
+        kind = planned.kind
+        if kind not in self.captured:
+            self._capture(kind)
+        places = self._place(kind)
+        given, picked, order = self._laid(planned)
+        put(given, places.given)
+        if (graph := self.captured.graphs.get(kind)) is not None:
+            graph.replay()
+        else:
+            places.hidden.copy_(self._computed(kind, places))
+        found = upload([picked, order] if every else [picked], self._slots.device)
+        before, *rest = (places.hidden.index_select(0, index) for index in found)
+        return Left(before, rest[0] if rest else None, captured=graph is not None)
+
+    def warm_up(self) -> bool:
+        """Capture one more graph; False when there is none that somebody may want."""
+        for kind in self._wanted:
+            if kind not in self.captured and not self._full:
+                self._capture(kind)
+                return True
+        return False
+
+    def _capture(self, kind: Kind) -> None:
+        """It computes scratch rows alone."""
+        places = self._place(kind)
+        put(self._blank(kind, 0, 0), places.given)
+        self.captured.add(kind, kind.total, lambda: places.hidden.copy_(self._computed(kind, places)))
+
+    def _computed(self, kind: Kind, places: _Places) -> Tensor:
+        rows, pieces = places.given.split((3 * kind.total, 3 * SEQUENCES))
+        return self._step(rows.view(3, -1)[: kind.parts], pieces.view(3, -1), kind.rows, kind.pages)
+
+    def _place(self, kind: Kind) -> _Places:
+        size = kind.rows, kind.tokens
+        if size not in self._places:
+            device = self._slots.device
+            given = torch.zeros(3 * kind.total + 3 * SEQUENCES, dtype=torch.int64, device=device)
+            hidden = torch.zeros((kind.total, self._width), dtype=self._dtype, device=device)
+            self._places[size] = _Places(given, hidden)
+        return self._places[size]
+
+    def _blank(self, kind: Kind, pieces: int, tokens: int) -> np.ndarray:
+        """What _Places.given is to hold, but for so many pieces of so many tokens together."""
+        laid = np.zeros(3 * kind.total + 3 * SEQUENCES, dtype=np.int64)
+        rows, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(3, -1)
+        rows[0], sequences[0], sequences[1:] = self._slots.scratch_slot, self._slots.scratch_slot, 1
+        left = kind.tokens - tokens - (SEQUENCES - pieces - 1)
+        sequences[1:, -1] = left
+        rows[1, kind.total - left :] = np.arange(left)
+        return laid
+
+    def _laid(self, planned: Planned) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
+        order of the batch."""
+        kind, rows, pieces = planned.kind, planned.batch.rows, ~planned.decodes
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        counts = np.array([row.count for row in rows], dtype=np.int64)
+        contexts = np.array([row.start for row in rows], dtype=np.int64) + counts
+        ends, owners, decoded = counts.cumsum(), slots.repeat(counts), planned.decodes.repeat(counts)
+        decodes, prompts = int(decoded.sum()), int(counts[pieces].sum())
+        laid = self._blank(kind, int(pieces.sum()), prompts)
+        order = np.empty(len(owners), dtype=np.int64)
+        order[decoded], order[~decoded] = np.arange(decodes), np.arange(kind.rows, kind.rows + prompts)
+        tokens, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(3, -1)
+        tokens[0, order], tokens[2, order] = owners, self._slots.adapters[owners]
+        tokens[1, order] = (contexts - ends).repeat(counts) + np.arange(len(owners))
+        sequences[:, : int(pieces.sum())] = slots[pieces], counts[pieces], contexts[pieces]
+        sampling = np.array([row.sample for row in rows])
+        return laid, order[by_pick([row for row in rows if row.sample], ends[sampling]) - 1], order

@@ -1,0 +1,265 @@
+"""Small steps with prompts as graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.config import SpeculativeConfig
+from quire.engine.core.batch import Batch, Row
+from quire.engine.core.steps import Steps
+from quire.engine.loop import Engine
+from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.types import Request
+from quire.engine.worker.graphs import decodes, prompts
+from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs, largest
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.runner import Runner
+from tests.engine.harness import Answer, request, run
+from tests.engine.test_heads import Recorded, drafter_of, made_head
+from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start
+from tests.kernels.fake_capture import FakeCapture
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["fake_flash"]
+CPU = torch.device("cpu")
+
+
+def traffic(**options: Any) -> list[Request]:
+    """Prompts, the third of which begins as the first does, that are read beside decodes, in parts of some steps."""
+    lengths = (40, 5, 45, 250, 1, 70)
+    prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, length in enumerate(lengths)]
+    prompts[2][:40] = prompts[0]
+    drawn = {"temperature": 0.8, "logprobs": 1}
+    return [
+        request(str(index), prompt, max_tokens=9, seed=index, **(drawn if index % 2 else {"temperature": 0.0}), **options)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(prompts, "ROWS", (4, 16))
+    monkeypatch.setattr(prompts, "TOKENS", (16, 64))
+
+
+def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
+    return start(monkeypatch, capture, max_num_batched_tokens=48, **options)
+
+
+def twice(engine: Engine, asked: list[Request]) -> dict[str, Any]:
+    """What the second time gives, when every kind of graph was asked for; the first time must give the same."""
+    first = picked(run(engine, asked))
+    assert picked(run(engine, asked)) == first
+    return first
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "TOKENS", (16,))
+    asked = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
+    options = {"max_model_len": 256, "max_num_seqs": 1, "enable_prefix_caching": False}
+    wanted = picked(run(graphed(monkeypatch, None, **options), asked))
+    engine = graphed(monkeypatch, FakeCapture(), **options)
+    assert picked(run(engine, asked)) == wanted
+    assert (engine.stats.captured_steps, engine.stats.captured_prompt_steps) == (3, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = picked(run(graphed(monkeypatch, None), traffic()))
+    engine = graphed(monkeypatch, FakeCapture())
+    assert twice(engine, traffic()) == wanted
+    assert engine.stats.captured_prompt_steps > 5
+    assert engine.stats.captured_steps > engine.stats.captured_prompt_steps
+    assert engine.stats.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+@pytest.mark.parametrize("pages", [40, 4])
+def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    wanted = picked(run(graphed(monkeypatch, None), traffic()))
+    engine = graphed(monkeypatch, FakeCapture(), enable_prefix_caching=False)
+    engine.scheduler.pool.allocate(40 - pages)
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    for _ in range(2):
+        found = {each.id: Answer() for each in traffic()}
+        for each in traffic():
+            engine.add(each)
+        while engine.busy:
+            for output in engine.step():
+                found[output.id].ids += output.new_ids
+                found[output.id].logprobs += output.logprobs or []
+        assert picked(found) == wanted
+    assert (engine.stats.preemptions > 0) == (pages < 40)
+    assert engine.stats.captured_prompt_steps > 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_all_tokens_are_read_where_prompts_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = traffic(prompt_logprobs=1)
+    wanted = run(graphed(monkeypatch, None), asked)
+    engine = graphed(monkeypatch, FakeCapture(), enable_prefix_caching=False)
+    for _ in range(2):
+        found = run(engine, asked)
+        assert picked(found) == picked(wanted)
+        assert {name: each.prompt_logprobs for name, each in found.items()} == {
+            name: each.prompt_logprobs for name, each in wanted.items()
+        }
+    assert engine.stats.captured_prompt_steps > 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_windows_with_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = {"dtype": torch.bfloat16, "max_position_embeddings": 1024, "sliding_window": 50}
+    options = {"model": str(save_tiny_model(tmp_path, "gemma2", **shape)), "enable_prefix_caching": False}
+    wanted = picked(run(graphed(monkeypatch, None, **options), traffic()))
+    engine = graphed(monkeypatch, FakeCapture(), **options)
+    assert engine.info.page_groups == 2
+    assert twice(engine, traffic()) == wanted
+    assert engine.stats.captured_prompt_steps > 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = run(graphed(monkeypatch, None), traffic())
+    engine = graphed(monkeypatch, FakeCapture())
+    engine.scheduler._drafter = Right(wanted)
+    assert twice(engine, traffic()) == picked(wanted)
+    assert sum(engine.stats.accepted_drafts) > 20
+    assert engine.stats.captured_prompt_steps > 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_heads_find_the_states_of_all_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    model = save_tiny_model(tmp_path / "model", "llama", **shape)
+    head, _ = made_head(tmp_path / "head", "eagle3", 256)
+    speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
+    guesses = []
+    for capture in (None, FakeCapture()):
+        engine = graphed(monkeypatch, capture, model=str(model), speculative_config=speculative)
+        recorded = Recorded(drafter_of(engine), 3)
+        engine.scheduler._drafter = recorded
+        answers = [picked(run(engine, traffic())) for _ in range(2)]
+        assert answers[0] == answers[1]
+        guesses.append((answers, recorded.guesses))
+        assert capture is None or engine.stats.captured_prompt_steps > 3
+    assert guesses[0] == guesses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = traffic()[:3]
+    wanted = picked(run(graphed(monkeypatch, None), asked))
+    capture = Short(16)
+    engine = graphed(monkeypatch, capture, max_num_seqs=2, warmup_seconds=60.0)
+    assert engine.info.notes[1].startswith("steps with prompts of 20, 68 tokens run without graphs: out of memory (")
+    assert twice(engine, asked) == wanted
+    assert engine.stats.captured_prompt_steps == 0
+    refused = capture.refused
+    assert refused > 0
+    assert twice(engine, asked) == wanted
+    assert capture.refused == refused
+
+
+def made(monkeypatch: pytest.MonkeyPatch, **shape: Any) -> tuple[PromptGraphs, Slots]:
+    slots = Slots(6, shape.get("max_model_len", 600), 16, CPU, scratch_page=50)
+    return PromptGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32), slots
+
+
+ROWS = [
+    Row("decode", 2, 30, 1, [], sample=True),
+    Row("part", 0, 16, 20, [], sample=False),
+    Row("guesses", 5, 9, 3, [], sample=True, draft_ids=[7, 8]),
+    Row("end", 1, 0, 4, [], sample=True),
+]
+
+
+def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, slots = made(monkeypatch)
+    assert graphs.plan(Batch(ROWS)) is None, "the first of its kind"
+    planned = graphs.plan(Batch(ROWS))
+    assert planned is not None
+    assert planned.kind == Kind(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
+    given, before, order = graphs._laid(planned)
+    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(3, SEQUENCES)
+    assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
+    assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
+    assert tokens[:2, before].tolist() == [[2, 5, 5, 5, 1], [30, 9, 10, 11, 3]]
+    assert sorted(order[[0, *range(21, 24)]]) == [0, 1, 2, 3], "decodes and guesses come first"
+    assert pieces.tolist() == [
+        [0, 1, *[slots.scratch_slot] * 6],
+        [20, 4, 1, 1, 1, 1, 1, 3],
+        [36, 4, 1, 1, 1, 1, 1, 3],
+    ]
+    ends = 4 + np.cumsum(pieces[1])
+    assert ends[-1] == 36
+    for slot, count, context, end in zip(*pieces, ends, strict=True):
+        assert tokens[0, end - count : end].tolist() == [slot] * count
+        assert tokens[1, end - count : end].tolist() == list(range(context - count, context))
+
+
+@pytest.mark.parametrize(
+    ("rows", "serves"),
+    [
+        (ROWS, True),
+        (ROWS[:1], False),  # a decode graph's
+        ([Row("long", 0, 0, 506, [], sample=True)], False),  # with seven tokens that fill up
+        ([Row("fits", 0, 0, 505, [], sample=True)], True),
+        ([Row(str(at), at % 6, 0, 2, [], sample=True) for at in range(7)], True),
+        ([Row(str(at), at % 6, 0, 2, [], sample=True) for at in range(8)], False),
+        ([*ROWS[1:2], *[Row(str(at), at % 6, 3, 1, [], sample=True) for at in range(257)]], False),
+    ],
+)
+def test_which_steps_are_small(monkeypatch: pytest.MonkeyPatch, rows: list[Row], serves: bool) -> None:
+    graphs, _ = made(monkeypatch)
+    assert [graphs.plan(Batch(rows)) is not None for _ in range(2)] == [False, serves]
+
+
+def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, _ = made(monkeypatch, max_model_len=40)
+    planned = [graphs.plan(Batch([Row("one", 0, 0, count, [], sample=True)])) for count in (25, 25, 26, 26)]
+    assert [each and each.kind.tokens for each in planned] == [None, 32, None, None]
+    assert largest(40, 1) == 4 + 32
+    assert largest(8, 300) == 256
+
+
+def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MOST_GRAPHS", 11)
+    graphs, _ = made(monkeypatch)
+    few, some, many = (Batch([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
+    assert graphs.plan(few) is None
+    captured = 0
+    while graphs.warm_up():
+        captured += 1
+    assert captured == 10, "those of a prompt alone, and that of the batch"
+    assert graphs.plan(few) is not None
+    assert [graphs.plan(some) is None for _ in range(2)] == [True, False]
+    while graphs.warm_up():
+        captured += 1
+    assert captured == len(graphs.captured.graphs) == 11
+    assert [graphs.plan(many) for _ in range(2)] == [None, None], "there are no more"
+    assert graphs.plan(some) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_a_start_captures_those_of_a_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = graphed(monkeypatch, FakeCapture(), max_num_seqs=1, warmup_seconds=60.0)
+    assert isinstance(engine.runner, Runner)
+    assert engine.runner.prompt_graphs is not None
+    assert [kind[:2] for kind in engine.runner.prompt_graphs.captured.graphs] == [(4, 64), (4, 16)]
+    assert engine.info.notes[0].startswith("3 of 3 decode graphs, and 2 of steps with prompts, captured in ")
