@@ -208,6 +208,10 @@ class EngineConfig(BaseModel):
     enable_expert_parallel: bool = Field(
         False, description="With --tensor-parallel-size: each rank has some experts whole, not a part of each"
     )
+    one_shot_sums: bool = Field(
+        False,
+        description="With --tensor-parallel-size on GPUs: few numbers are summed by a kernel of ours, not by NCCL",
+    )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
     )

@@ -18,7 +18,7 @@ from quire.kernels.activation import Activation, Clamp
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latents.latent import Latent
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import Given, QuantizedWeight
 from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence, Sequences
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
@@ -172,7 +172,7 @@ class Operations(ABC):
     backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
 
     @abstractmethod
-    def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, linear: Linear, x: Given, context: LinearContext) -> Tensor:
         """What a linear gives. x stays."""
 
     @abstractmethod

@@ -32,6 +32,10 @@ class Collective(ABC):
     def share(self, x: Tensor) -> Tensor:
         """The first rank's x, on each of them. May overwrite x, whose content on the others does not matter."""
 
+    def check(self) -> None:
+        """Of a step that has been computed: raises RankEnded where it has no numbers, for some sum did not come."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let no rank wait any longer. Any thread may call it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,44 @@ _TIMEOUT = timedelta(minutes=10)
 """How long one waits for the others. That one has ended is noticed otherwise, and earlier."""
 
 
+class NearSums(Protocol):
+    """Sums of few numbers by another way than the group's, in float32 and in the order of the ranks."""
+
+    def takes(self, x: Tensor) -> bool:
+        """The same on all ranks."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """As `Collective.sum`; x stays."""
+
+    def check(self) -> None:
+        """As `Collective.check`."""
+
+    def stop(self) -> None:
+        """Let none wait any longer."""
+
+
 class DistributedCollective(Collective):
     """`gather` gives all ranks the whole. On GPUs a CUDA graph can hold every call, and none waits for the host."""
 
-    def __init__(self, join: Callable[[], Group], rank: int, count: int, *, in_order: bool) -> None:
+    def __init__(
+        self,
+        join: Callable[[], Group],
+        rank: int,
+        count: int,
+        *,
+        in_order: bool,
+        near: Callable[[], NearSums | None] | None = None,
+    ) -> None:
         """`join`: makes the group of `count` processes, at the first call of a method, so that a rank that fails before
         keeps nobody waiting. It need not be known to torch.distributed; its timeout bounds how long one waits for
         another. `in_order`: numbers are added in float32, in the order of the ranks. Else an all-reduce adds them,
         which is faster with more than two ranks; NCCL gives all ranks the same bits, but chooses an order by the size
         of x, and a place's order by where in x it is (https://github.com/NVIDIA/nccl/issues/157), or none (NVLS, issue
-        1497)."""
+        1497). `near`: finds, once all have joined, what sums few numbers instead, if anything does."""
         self.rank, self.count = rank, count
-        self._join = join
+        self._join, self._find_near = join, near
         self._group: Group = None
+        self._near: NearSums | None = None
         self._in_order = in_order
         self._closed = threading.Event()
 
@@ -42,6 +67,8 @@ class DistributedCollective(Collective):
         if not x.numel():
             return x
         x = x.contiguous()
+        if self._find_near is not None and (near := self._nearby(x)) is not None and near.takes(x):
+            return near.sum(x)
         if not self._in_order:
             self._do(lambda: self._group.allreduce([x]), x.is_cuda)
             return x
@@ -72,8 +99,14 @@ class DistributedCollective(Collective):
         """Fill x, which is contiguous, with what that rank sends. Raises RankEnded."""
         self._do(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
+    def check(self) -> None:
+        if self._near is not None:
+            self._near.check()
+
     def close(self) -> None:
         self._closed.set()
+        if self._near is not None:
+            self._near.stop()
         if self._group is not None:
             self._group.abort()  # frees those that wait
 
@@ -83,15 +116,22 @@ class DistributedCollective(Collective):
         self._do(lambda: self._group._allgather_base(parts.flatten(), x.flatten()), x.is_cuda)
         return list(parts)
 
-    def _do(self, begin: Callable[[], dist.Work], on_gpu: bool) -> None:
+    def _nearby(self, x: Tensor) -> NearSums | None:
+        self._do(None, x.is_cuda)
+        return self._near
+
+    def _do(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
+        """begin: what to do once all have joined; None: nothing."""
         if self._closed.is_set():
             raise RankEnded
         try:
             if self._group is None:
                 self._group = self._join()
-                if self._closed.is_set():  # by another thread, which saw no group yet
+                self._near = None if self._find_near is None else self._find_near()
+                if self._closed.is_set():  # by another thread, which saw none of them yet
                     raise RankEnded
-            begin().wait()  # of a GPU its stream alone
+            if begin is not None:
+                begin().wait()  # of a GPU its stream alone
         except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
                 raise  # a failure of this rank alone: for one that has ended NCCL waits, until it is aborted
@@ -99,10 +139,17 @@ class DistributedCollective(Collective):
 
 
 def join_ranks(
-    store: dist.Store, rank: int, count: int, device: torch.device, *, in_order: bool, address: str = "127.0.0.1"
+    store: dist.Store,
+    rank: int,
+    count: int,
+    device: torch.device,
+    *,
+    in_order: bool,
+    address: str = "127.0.0.1",
+    one_shot: bool = False,
 ) -> DistributedCollective:
     """`store`: of the first rank, where all find each other; `address`: this machine's, at which the others reach
-    it."""
+    it. one_shot: GPUs of one machine sum few numbers by a kernel of ours, where they can."""
 
     def join() -> Group:
         if device.type == "cuda":
@@ -111,4 +158,9 @@ def join_ranks(
             return dist.ProcessGroupNCCL(store, rank, count, options)
         return SocketGroup(store, rank, count, address)
 
-    return DistributedCollective(join, rank, count, in_order=in_order)
+    def near() -> NearSums | None:
+        from quire.kernels.gpu.ranks.one_shot import meet
+
+        return meet(store, rank, count, device)
+
+    return DistributedCollective(join, rank, count, in_order=in_order, near=near if one_shot else None)

@@ -1,9 +1,16 @@
 """Weights in few bits: the forms that backends compute with. Every format of a checkpoint (GGUF, GPTQ, FP8 ...) is
-turned into one of them when it is loaded, so a kernel knows forms and no formats."""
+turned into one of them when it is loaded, so a kernel knows forms and no formats.
+
+Some linears multiply x in 8 bits, too. Such a linear says how (`Rounding`), so that a norm or a gate before it gives x
+as it is multiplied, instead of numbers that are rounded afterwards.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,3 +122,70 @@ QuantizedWeight = GroupedWeight | Float8Weight
 def same_order(a: Tensor | None, b: Tensor | None) -> bool:
     """Of two weights' inputs."""
     return a is b if a is None or b is None else torch.equal(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Rows in the codes that linears of `form` multiply."""
+
+    codes: Tensor
+    """[rows, in], integers or the bits of 8-bit floats."""
+    scales: Tensor
+    """float32, as the form has them."""
+    form: Rounding
+    dtype: torch.dtype
+    """Of the numbers before, and of what linears give."""
+    whole: Tensor | None
+    """The same rows before they were rounded; None: no linear reads these."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+Given = Tensor | Rounded
+"""What linears read."""
+
+
+class Rounding(ABC):
+    """A way to have rows in 8 bits. What is rounded are always numbers of the model's type, as if the norm or the gate
+    had given these first: the bits are those of rounding them afterwards. Two that are equal give the same."""
+
+    @abstractmethod
+    def norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
+    ) -> tuple[Rounded, Tensor]:
+        """(the norm of x + residual, x + residual), all [T, hidden]; without a residual of x. An RMSNorm where there is
+        no bias, else a LayerNorm. whole: linears read it unrounded as well. May overwrite x and residual."""
+
+    @abstractmethod
+    def gate(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> Rounded:
+        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half, or the same with GELU: [T, F]."""
+
+
+class RoundingLinear:
+    """A linear that reads Rounded, too, where one of its parts takes x so."""
+
+    def roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+        """How its parts take so many rows of x; None: unrounded."""
+        raise NotImplementedError
+
+
+def rounding_of(readers: Sequence[object], x: Any) -> tuple[Rounding, bool] | None:
+    """How what these linears read is to be rounded, of as many rows as x has, and whether one of them reads it
+    unrounded as well, or rounded otherwise; None: it is not. What several read alike is rounded once."""
+    if not any(isinstance(each, RoundingLinear) for each in readers):
+        return None
+    found = [
+        form for each in readers for form in (each.roundings(len(x)) if isinstance(each, RoundingLinear) else (None,))
+    ]
+    first = next((form for form in found if form is not None), None)
+    return None if first is None else (first, any(form != first for form in found))
+
+
+def read_by(linear: object, x: Any) -> Any:
+    """x, which may be Rounded, as this linear reads it."""
+    return x.whole if isinstance(x, Rounded) and not isinstance(linear, RoundingLinear) else x

@@ -31,7 +31,7 @@ from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import Given, QuantizedWeight, read_by
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence, Sequences, recur
 from quire.kernels.recurrent.short_conv import Columns, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
@@ -76,8 +76,8 @@ class Reference(Backend):
         _store(k, k_cache, slots, scales.key)
         _store(v, v_cache, slots, scales.value)
 
-    def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        return linear(x, context)
+    def apply(self, linear: Linear, x: Given, context: LinearContext) -> Tensor:
+        return linear(read_by(linear, x), context)
 
     def mix(self, mixture: Mixture, x: Tensor, routed: Tensor) -> Tensor:
         return mixture(x, routed)

@@ -47,6 +47,7 @@ NOT_RUN = {
     "serve ": "it wants Ray; tests/e2e/test_ray_serve.py runs it where there is one",
     "ray ": "as above",
     "export PYTHONPATH": "as above",
+    "quire serve MODEL --tensor-parallel-size 2 --one-shot-sums": "several GPUs; tests/kernels/triton has their sums",
     "quire serve MODEL --tensor-parallel-size 2 --nnodes": "several machines; tests/e2e/test_nodes.py plays two",
     "pip install": "it compiles for GPUs, for hours",
     "FLASH_ATTN_CUDA_ARCHS": "as above",

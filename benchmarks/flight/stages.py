@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.options import options
-from benchmarks.flight import compiling, images, kernels, machine, models, serving
+from benchmarks.flight import compiling, images, kernels, machine, models, ranks, serving
 from benchmarks.flight.finding import Finding, Say
 from benchmarks.flight.plan import PLAN
 
@@ -23,6 +23,7 @@ STAGES: dict[str, Callable[[torch.device, Say], None]] = {
     "large": serving.large,
     "products": kernels.products,
     "http": serving.http,
+    "ranks": ranks.ranks,
     "cores": machine.cores,
 }
 assert list(STAGES) == list(PLAN)

@@ -16,6 +16,7 @@ from quire.engine.layers.parameters import ParameterTable, held, parameters_of, 
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times, uneven
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
+from quire.kernels.quantized import Given
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 
@@ -146,6 +147,8 @@ class Attention(PagedPart):
         if spec.output_norm:
             norms |= {self._output_norm: hidden}
         self._norms = NormWeights(norms, making.dtype, spec.norm)
+        reads = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
+        self._readers = tuple(each for each in reads if isinstance(each, JoinedLinear))
         each = spec.qk_norm in ("whole", "centred")
         head_norms = {f"{prefix}.q_norm": q_size if each else dim}
         head_norms |= {f"{prefix}.k_norm": kv_size if each else dim} if spec.source is None else {}
@@ -165,20 +168,19 @@ class Attention(PagedPart):
     def normed(self) -> tuple[Normed, ...]:
         if not self._spec.input_norm or self._spec.input_size is not None:
             return ()
-        found = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
-        linears = tuple(each for each in found if isinstance(each, JoinedLinear))
-        return (Normed(self._input_norm, self._spec.norm.offset, linears),)
+        return (Normed(self._input_norm, self._spec.norm.offset, self._readers),)
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        normed: Given = x
         if self._spec.input_size is None:
-            x, residual = self._norms.add(run, self._input_norm, x, residual)
+            normed, residual = self._norms.read_by(self._readers, run, self._input_norm, x, residual)
         assert residual is not None
         metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
-        gate = None if self._gate is None else self._gate.apply(run, x, context)
+        gate = None if self._gate is None else self._gate.apply(run, normed, context)
         rope, turned = self.rope, metadata
         if metadata.axes is not None and self._spec.axes is not None:
             rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x), device=x.device))
-        qkv = run.cast(self._qkv.apply(run, x, context), self._making.attended_in)
+        qkv = run.cast(self._qkv.apply(run, normed, context), self._making.attended_in)
         q = run.rope_store(qkv, rope, k_cache, v_cache, turned)
         attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
         if (seen := metadata.together) is not None and self._spec.together:

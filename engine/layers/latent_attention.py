@@ -137,12 +137,14 @@ class LatentAttention(Part):
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         assert self._absorb is not None, "weights are not loaded"
         assert self._expand is not None
-        x, residual = self._norms.add(run, self._input_norm, x, residual)
+        reads = self._q if self._q_low is None else self._q_low
+        normed, residual = self._norms.read_by((reads, self._kv), run, self._input_norm, x, residual)
         metadata, context, (cache,) = step.metadata, step.context, step.pages
-        low = x
+        low = normed
         if self._q_low is not None:
-            low = self._latent_norms.norm(run, self._low_norm, run.apply(self._q_low.packed, x, context))
-        q, kv = run.apply(self._q.packed, low, context), run.apply(self._kv.packed, x, context)
+            low = run.apply(self._q_low.packed, normed, context)
+            low, _ = self._latent_norms.read_by((self._q,), run, self._low_norm, low, None)
+        q, kv = run.apply(self._q.packed, low, context), run.apply(self._kv.packed, normed, context)
         parts = metadata.parts or (metadata,)
         expanded = any(self._expands(cache, part) for part in parts)
         if expanded:

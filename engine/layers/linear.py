@@ -13,6 +13,7 @@ from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.kernels.backend import Linear, LinearContext, Operations
+from quire.kernels.quantized import Given
 
 
 class Projection(Protocol):
@@ -20,7 +21,7 @@ class Projection(Protocol):
 
     def parameters(self) -> ParameterTable: ...
 
-    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
         """[T, in_features] to [T, out_features]. x stays."""
 
 
@@ -61,7 +62,7 @@ class JoinedLinear:
         assert self._packed is not None, "weights are not loaded"
         return self._packed
 
-    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
         return run.apply(self.packed, x, context)
 
     def used_as(self, names: tuple[str, ...]) -> SharedLinear:
@@ -125,7 +126,7 @@ class SharedLinear:
         """None but those of the use that has the weights."""
         return {}
 
-    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
         assert self._packed is not None, "weights are not loaded"
         return run.apply(self._packed, x, context)
 

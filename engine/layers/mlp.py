@@ -13,9 +13,10 @@ from torch import Tensor
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
-from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, times, uneven
+from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, gated, times, uneven
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
+from quire.kernels.quantized import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +96,16 @@ class Mlp(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         attended = x
-        x, residual = self._norms.read(run, self._input_norm, x, residual, parallel=self._spec.parallel)
-        x = self._between(run, run.apply(self._up.packed, x, step.context))
-        x = run.sum(run.apply(self._down.packed, x, step.context), self._shard.group)
+        parallel = self._spec.parallel
+        normed, residual = self._norms.read_by((self._up,), run, self._input_norm, x, residual, parallel=parallel)
+        between = self._between(run, run.apply(self._up.packed, normed, step.context))
+        x = run.sum(run.apply(self._down.packed, between, step.context), self._shard.group)
         inner, outer = self._spec.factors
         x = self._norms.norm(run, self._output_norm, times(run, x, outer / inner))
         return run.add(x, attended) if self._spec.parallel else x, residual
 
-    def _between(self, run: Operations, x: Tensor) -> Tensor:
+    def _between(self, run: Operations, x: Tensor) -> Given:
         if not self._spec.gated:
             return run.activate(x, self._activation)
         x = times(run, x, self._spec.factors[0])  # what the gate is multiplied with too: see the end
-        return run.gelu_mul(x) if self._spec.activation == "gelu_tanh" else run.silu_mul(x)
+        return gated(run, x, self._down, gelu=self._spec.activation == "gelu_tanh")

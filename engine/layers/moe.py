@@ -14,11 +14,12 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
-from quire.engine.layers.part import Making, Part, PartSpec, Step, uneven
+from quire.engine.layers.part import Making, Part, PartSpec, Step, gated, uneven
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE, Cut, Shard
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import Operations
+from quire.kernels.quantized import Given, read_by
 from quire.kernels.routing import Experts, Mixture, Routing
 
 _SQUARED = Activation("relu2")
@@ -139,6 +140,7 @@ class Moe(Part):
         norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
         self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer, gated=spec.gated)
+        self._beside = tuple(each.reads for each in (self._shared, self._narrow) if each is not None)
 
     def parameters(self) -> ParameterTable:
         spec = self._spec
@@ -161,12 +163,14 @@ class Moe(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         before = x
-        x, residual = self._norms.read(run, self._input_norm, x, residual, parallel=self._spec.parallel)
+        parallel, reads = self._spec.parallel, (self._router, *self._beside)
+        normed, residual = self._norms.read_by(reads, run, self._input_norm, x, residual, parallel=parallel)
+        x = read_by(self._mixture, normed)
         scale = self._learned.get(self._spec.router_scale)
         routed = x if scale is None else run.rms_norm(residual, scale, self._spec.norm.eps)
-        own = None if self._shared is None else self._shared.read(run, x, step)  # before x goes
+        own = None if self._shared is None else self._shared.read(run, normed, step)  # before x goes
         narrow = self._narrow
-        x = run.mix(self._mixture, x if narrow is None else narrow.read(run, x, step), routed)
+        x = run.mix(self._mixture, x if narrow is None else narrow.read(run, normed, step), routed)
         x = x if narrow is None else narrow.given(run, x, step)
         x = x if self._shared is None or own is None else self._shared.added(run, *own, x)
         x = self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group))
@@ -206,10 +210,15 @@ class _Shared:
     def parameters(self) -> ParameterTable:
         return parameters_of(self._up, self._down, self._gate)
 
-    def read(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    @property
+    def reads(self) -> JoinedLinear:
+        """What reads x, beside the gate, which never has few bits."""
+        return self._up
+
+    def read(self, run: Operations, x: Given, step: Step) -> tuple[Tensor, Tensor | None]:
         """What they give for x [T, hidden], and their gate's numbers [T, 1], if there is one."""
         up = run.apply(self._up.packed, x, step.context)
-        between = run.silu_mul(up) if self._gated else run.activate(up, _SQUARED)
+        between = gated(run, up, self._down) if self._gated else run.activate(up, _SQUARED)
         own = run.apply(self._down.packed, between, step.context)
         return own, None if self._gate is None else run.apply(self._gate.packed, x, step.context)
 
@@ -226,15 +235,15 @@ class _Narrow:
         (read, given), hidden, size = (f"{layer}.{name}" for name in spec.names), making.hidden_size, spec.size
         scheme, bias, adapters = making.scheme, spec.bias, making.adapters
         summed = {given: Cut(biased=making.shard.rank == 0)}
-        self._read = JoinedLinear(scheme, hidden, {read: size}, bias=bias, adapters=adapters)
+        self.reads = JoinedLinear(scheme, hidden, {read: size}, bias=bias, adapters=adapters)
         self._given = JoinedLinear(scheme, size, {given: hidden}, bias=bias, adapters=adapters, cuts=summed)
 
     def parameters(self) -> ParameterTable:
-        return self._read.parameters() | self._given.parameters()
+        return self.reads.parameters() | self._given.parameters()
 
-    def read(self, run: Operations, x: Tensor, step: Step) -> Tensor:
+    def read(self, run: Operations, x: Given, step: Step) -> Tensor:
         """What the experts read. x [T, hidden] stays."""
-        return self._read.apply(run, x, step.context)
+        return self.reads.apply(run, x, step.context)
 
     def given(self, run: Operations, x: Tensor, step: Step) -> Tensor:
         return self._given.apply(run, x, step.context)

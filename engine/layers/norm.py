@@ -3,14 +3,17 @@ of a layer gives them; and those of a single LayerNorm."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable, held
 from quire.kernels.backend import Operations
+from quire.kernels.quantized import Given, rounding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,26 @@ class NormWeights:
             return run.add_layer_norm(x, residual, weight, self._biases[name], eps)
         return run.add_rms_norm(x, residual, weight, eps)
 
-    def read(
-        self, run: Operations, name: str, x: Tensor, residual: Tensor | None, *, parallel: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The same or, where a part is `parallel` to the one before it, (the norm of residual, residual)."""
-        if not parallel:
+    def read_by(
+        self,
+        linears: Sequence[JoinedLinear],
+        run: Operations,
+        name: str,
+        x: Tensor,
+        residual: Tensor | None,
+        *,
+        parallel: bool = False,
+    ) -> tuple[Given, Tensor]:
+        """The same or, where a part is `parallel` to the one before it, (the norm of residual, residual). These linears
+        alone read the norm: it has 8 bits where they multiply it so."""
+        if parallel:
+            assert residual is not None
+            x, residual = residual, None
+        found = rounding_of([each.packed for each in linears], x) if name in self._names else None
+        if found is None:
             return self.add(run, name, x, residual)
-        assert residual is not None
-        return self.norm(run, name, residual), residual
+        (form, whole), bias = found, self._biases[name] if self._spec.centred else None
+        return form.norm(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def norm(self, run: Operations, name: str, x: Tensor) -> Tensor:
         """x itself for a norm that the model does not have."""

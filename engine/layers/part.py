@@ -21,6 +21,7 @@ from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
 from quire.kernels.kv_codes import KV_CODES, KVScales
+from quire.kernels.quantized import Given, rounding_of
 from quire.kernels.softmax import Softmax
 
 
@@ -198,6 +199,14 @@ def attend(
         assert shard.group is not None
         return run.divided_attention(q, caches, metadata, rule, shard.group)
     return run.paged_attention(q, *caches, metadata, rule)
+
+
+def gated(run: Operations, gate_up: Tensor, reader: JoinedLinear, *, gelu: bool = False) -> Given:
+    """Operations.silu_mul, or gelu_mul, as the linear that alone reads it takes it."""
+    if (found := rounding_of((reader.packed,), gate_up)) is not None:
+        form, whole = found
+        return form.gate(gate_up, gelu=gelu, whole=whole)
+    return run.gelu_mul(gate_up) if gelu else run.silu_mul(gate_up)
 
 
 def times(run: Operations, x: Tensor, factor: float) -> Tensor:

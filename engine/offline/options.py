@@ -63,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     decode_context_parallel_size: int
     enable_expert_parallel: bool
+    one_shot_sums: bool
     pipeline_parallel_size: int
     data_parallel_size: int
     nnodes: int

@@ -120,6 +120,7 @@ def check_encoder(config: EngineConfig) -> None:
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
         ("enable_expert_parallel", config.enable_expert_parallel, "encoders have no experts"),
+        ("one_shot_sums", config.one_shot_sums, "encoders are not divided"),
         ("weights_on_disk", config.weights_on_disk is not None, "encoders are held in memory"),
         ("block_size", config.block_size is not None, "encoders keep no pages"),
         ("cpu_offload_gb", config.cpu_offload_gb > 0, "encoders are held on the device"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,13 @@ def start_ranks(
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
     refuse("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
+    refuse(
+        "one_shot_sums",
+        config.one_shot_sums
+        and (config.tensor_parallel_size == 1 or chosen.device.type != "cuda")
+        and "several GPUs (tensor_parallel_size) have sums to be made otherwise, and nothing else; leave it out",
+        config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
+    )
     if config.ranks == 1:
         return SingleProcess()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division

@@ -1,7 +1,8 @@
 """Everything between the matrix products and attention, each as one Triton kernel. kernels/reference.py is the judge.
 
 Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32, as are the weights of norms, rounded
-once, at the end. Rows share nothing, so no bit depends on the batch.
+once, at the end. Rows share nothing, so no bit depends on the batch. Norms and gates in 8 bits are in
+kernels/gpu/quantization/triton_rounded.py.
 """
 
 from __future__ import annotations
@@ -21,45 +22,88 @@ _ROPE_HEADS = 8
 
 
 @triton.jit
-def _norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """One row of x [rows, SIZE]; ADD: of x + residual, which replaces residual. Grid: rows."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, BLOCK)
-    inside = tl.arange(0, BLOCK) < SIZE
+def normed_row(
+    x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
+):  # fmt: skip
+    """The norm of the numbers of a row that lie at x + at; ADD: of x + residual, which replaces residual. CENTRED: the
+    mean is subtracted, and a bias added."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
         value = (value.to(tl.float32) + beside.to(tl.float32)).to(value.dtype)
         tl.store(residual + at, value, mask=inside)
     wide = value.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / SIZE, 0.0)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    wide *= tl.load(weight + tl.arange(0, BLOCK), mask=inside, other=0.0)
-    tl.store(out + at, wide.to(value.dtype), mask=inside)
+    wide *= tl.load(weight + i, mask=inside, other=0.0)
+    if CENTRED:
+        wide += tl.load(bias + i, mask=inside, other=0.0)
+    return wide.to(value.dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    out, x, residual, weight, bias, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """One row of x [rows, SIZE]. Grid: rows."""
+    i = tl.arange(0, BLOCK)
+    at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
+    tl.store(out + at, normed_row(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return layer_norm(x, weight, None, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """An RMSNorm where there is no bias."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    size = x.shape[-1]
-    block, warps = _row(size)
-    if x.numel():
-        _norm_kernel[x.numel() // size,](out, x, x, weight, eps, size, block, False, num_warps=warps)
+    _norm(out, x, None, weight, bias, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In place: returns x and residual themselves where they are contiguous."""
+    return add_layer_norm(x, residual, weight, None, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Likewise. In place: returns x and residual themselves where they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
-    size = x.shape[-1]
-    block, warps = _row(size)
-    if x.numel():
-        _norm_kernel[x.numel() // size,](x, x, residual, weight, eps, size, block, True, num_warps=warps)
+    _norm(x, x, residual, weight, bias, eps)
     return x, residual
 
 
-def _row(size: int) -> tuple[int, int]:
+def _norm(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    size = x.shape[-1]
+    block, warps = of_row(size)
+    if x.numel():
+        _norm_kernel[x.numel() // size,](
+            out, x, x if residual is None else residual, weight, weight if bias is None else bias, eps, size, block,
+            residual is not None, bias is not None, num_warps=warps,
+        )  # fmt: skip
+
+
+def of_row(size: int) -> tuple[int, int]:
     """A block that holds a row, and the warps for it: 16 bytes of bfloat16 a thread and load, up to four loads."""
     block = power_of_2(size)
     return block, min(16, max(1, block // 512))
+
+
+@triton.jit
+def gated(gate_up, size, i, inside, GELU: tl.constexpr):
+    """Numbers i of a row of `size`, whose gates lie at gate_up, and what they gate behind these."""
+    gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + size + i, mask=inside, other=0.0)
+    slope = gate
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi): sigmoid(2u) is tanh(u)
+    value = gate / (1.0 + tl.exp(-slope)) * up.to(tl.float32)
+    return value.to(up.dtype)
 
 
 @triton.jit
@@ -67,13 +111,7 @@ def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    gate = tl.load(gate_up + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * size + size + i, mask=inside, other=0.0)
-    slope = gate
-    if GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi): sigmoid(2u) is tanh(u)
-    value = gate / (1.0 + tl.exp(-slope)) * up.to(tl.float32)
-    tl.store(out + row * size + i, value.to(up.dtype), mask=inside)
+    tl.store(out + row * size + i, gated(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -110,7 +148,7 @@ def _store_kernel(
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k, v = k.contiguous(), v.contiguous()
     width = k.shape[1] * k.shape[2]
-    block, warps = _row(width)
+    block, warps = of_row(width)
     if len(slots):
         _store_kernel[len(slots),](
             k, v, k_cache, v_cache, slots, k_cache.stride(0), v_cache.stride(0), width, block, k_cache.shape[1],

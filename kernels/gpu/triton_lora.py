@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.quantized import Given, Rounded, Rounding, RoundingLinear, read_by
 
 _ROWS = 16
 """Of a tile: the fewest that the tensor cores multiply, as most of a batch's adapters have few rows."""
@@ -121,7 +122,7 @@ class PackedDeltas:
     """[parts] int32."""
 
 
-class TritonAdaptedLinear(AdaptedLinear):
+class TritonAdaptedLinear(AdaptedLinear, RoundingLinear):
     def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
         count, parts, ranks = slots.count, slots.parts, slots.max_rank
         outs, inner, device = sum(parts), slots.in_features, slots.device
@@ -140,13 +141,19 @@ class TritonAdaptedLinear(AdaptedLinear):
         ]
         self._places = torch.tensor(places, dtype=torch.int32).to(device)
 
-    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        out, adapters = self._linear(x, context), context.adapters
-        rows, inner = x.shape
-        if adapters is None or not rows:
+    def roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+        """Adapters multiply x as it is."""
+        linear = self._linear
+        return (*linear.roundings(rows), None) if isinstance(linear, RoundingLinear) else (None,)
+
+    def __call__(self, x: Given, context: LinearContext) -> Tensor:
+        out, adapters = self._linear(read_by(self._linear, x), context), context.adapters
+        if adapters is None or not len(x):
             return out
         assert out.is_contiguous()
-        x, order = x.contiguous(), context.order
+        whole = x.whole if isinstance(x, Rounded) else x
+        assert whole is not None
+        (rows, inner), x, order = whole.shape, whole.contiguous(), context.order
         assert order is not None
         parts, ranks, splits = len(self._firsts), self._max_rank, cdiv(inner, _SPLIT)
         most = min(_ROWS, self._count + 1)

@@ -85,6 +85,14 @@ class Triton(PagedAttention):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return triton_fused.add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return triton_fused.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return triton_fused.add_layer_norm(x, residual, weight, bias, eps)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_fused.silu_mul(gate_up)
 

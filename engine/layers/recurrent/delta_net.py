@@ -65,8 +65,9 @@ class DeltaNet(MatrixPart):
         return (Normed(self._norm, self._spec.norm.offset, (self._qkv, self._z, self._ba)),)
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self._norms.add(run, self._norm, x, residual)
-        qkv, z, ba = (run.apply(each.packed, x, step.context) for each in (self._qkv, self._z, self._ba))
+        reads = (self._qkv, self._z, self._ba)
+        normed, residual = self._norms.read_by(reads, run, self._norm, x, residual)
+        qkv, z, ba = (run.apply(each.packed, normed, step.context) for each in reads)
         return self._given(run, self._recur(run, self._convolve(run, qkv, step), z, ba, step), residual, step)
 
     @cached_property

@@ -84,9 +84,9 @@ class SelectiveScanPart(MatrixPart):
         return table | self._kept(self._inner if spec.inner_norm == "learned" else {})
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self._norms.add(run, self._norm, x, residual)
+        normed, residual = self._norms.read_by((self._x, self._z), run, self._norm, x, residual)
         context, group = step.context, self._making.shard.group
-        x, z = (run.apply(each.packed, x, context) for each in (self._x, self._z))
+        x, z = (run.apply(each.packed, normed, context) for each in (self._x, self._z))
         x = self._convolve(run, x, step)
         low, bc = (run.sum(run.apply(each.packed, x, context), group) for each in (self._low, self._bc))
         if (norm := self._weights.get(_NORMS[0])) is not None:

@@ -76,8 +76,8 @@ class ShortConvolution(RecurrentPart):
         return f"{columns} columns x {len(self._own)} channels x {self._making.dtype.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self._norms.add(run, self._norm, x, residual)
-        bcx, (ends, recent) = run.apply(self._in.packed, x, step.context), step.pages
+        normed, residual = self._norms.read_by((self._in,), run, self._norm, x, residual)
+        bcx, (ends, recent) = run.apply(self._in.packed, normed, step.context), step.pages
         convolved = run.short_conv(bcx, self._conv, Columns(ends, PIECE, recent), step.metadata)
         return self._given(run, convolved, residual, step)
 

@@ -108,13 +108,14 @@ class StateSpacePart(MatrixPart):
         return (Normed(self._norm, self._spec.norm.offset, (self._z, self._xbc, self._dt)),)
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        attended, factors = x, self._spec.factors
+        attended, factors, reads = x, self._spec.factors, (self._z, self._xbc, self._dt)
         if self._spec.aside:
             assert residual is not None
-            x = self._norms.norm(run, self._norm, run.add(residual, x))
+            normed, _ = self._norms.read_by(reads, run, self._norm, run.add(residual, x), None)
         else:
-            x, residual = self._norms.read(run, self._norm, x, residual, parallel=self._spec.parallel)
-        z, xbc, dt = (run.apply(each.packed, x, step.context) for each in (self._z, self._xbc, self._dt))
+            parallel = self._spec.parallel
+            normed, residual = self._norms.read_by(reads, run, self._norm, x, residual, parallel=parallel)
+        z, xbc, dt = (run.apply(each.packed, normed, step.context) for each in reads)
         xbc = self._convolve(run, xbc, step)
         z, dt = times(run, z, factors.z), times(run, dt, factors.dt)
         x, residual = self._given(run, self._recur(run, xbc, z, dt, step), residual, step)

@@ -21,6 +21,7 @@ from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import Cut
 from quire.kernels.activation import Activation
 from quire.kernels.backend import LinearContext, Operations
+from quire.kernels.quantized import Given
 
 BLOCK = "shared_transformer"
 """What a checkpoint calls it, behind the layer's name."""
@@ -164,7 +165,7 @@ class _Piece:
     low: JoinedLinear
     high: JoinedLinear
 
-    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
         added = run.apply(self.high.packed, run.apply(self.low.packed, x, context), context)
         return run.add(added, self.linear.apply(run, x, context))
 
@@ -183,5 +184,5 @@ class _SideBySide:
             for name, parameter in linear.parameters().items()
         }
 
-    def apply(self, run: Operations, x: Tensor, context: LinearContext) -> Tensor:
+    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
         return reduce(run.join, (each.apply(run, x, context) for each in self.pieces))

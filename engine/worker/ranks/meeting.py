@@ -53,7 +53,8 @@ def meet(start: Start, config: EngineConfig, chosen: Chosen, address: str) -> Co
         return group
     ordered = in_order(config, chosen.device)
     store = find_store(start.store)
-    return join_ranks(store, start.rank, count, chosen.device, in_order=ordered, address=address)
+    how = {"in_order": ordered, "one_shot": config.one_shot_sums}
+    return join_ranks(store, start.rank, count, chosen.device, **how, address=address)
 
 
 def in_order(config: EngineConfig, device: torch.device) -> bool:

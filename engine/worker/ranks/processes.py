@@ -141,7 +141,8 @@ class Ranks(SingleProcess):
         host = "127.0.0.1" if gathering is None else gathering.host
         store = open_store(socket.create_server((host, 0))) if gathering is None else gathering.store
         ordered = in_order(self._config, chosen.device)
-        group = join_ranks(store, 0, self.count, chosen.device, in_order=ordered, address=host)
+        how = {"in_order": ordered, "one_shot": self._config.one_shot_sums}
+        group = join_ranks(store, 0, self.count, chosen.device, **how, address=host)
         return group, [], (host, store.port)
 
     def _start_all(self, memory: list[int], remote: Sequence[Remote], store: tuple[str, int] | None) -> None:

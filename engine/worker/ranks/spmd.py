@@ -102,7 +102,9 @@ class _Watched:
 
     def result(self) -> StepOutput:
         with self.ranks.watched():
-            return self.own.result()
+            output = self.own.result()
+            self.ranks.group.check()
+            return output
 
 
 def for_others(batch: Batch) -> Batch:

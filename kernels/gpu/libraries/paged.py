@@ -68,6 +68,14 @@ class FlashPages(PagedAttention):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self._for(x).add_rms_norm(x, residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._for(x).layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._for(x).add_layer_norm(x, residual, weight, bias, eps)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._for(gate_up).silu_mul(gate_up)
 

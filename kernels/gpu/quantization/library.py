@@ -15,12 +15,10 @@ from torch import Tensor
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.packing import BLOCK, LINES, Packed
+from quire.kernels.gpu.quantization.rounding import Eights
 from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.quantized import Rounded
 
-_ROUNDED_AT_ONCE = 8
-"""Blocks of BLOCK inputs in one program."""
-_ROW_BLOCK = 4096
-"""Inputs of a row that a program reads at once to round it."""
 _COLUMNS = 1024
 """Outputs that one program scales."""
 _EXPANDED_BYTES = 32 * 2**20
@@ -39,6 +37,11 @@ class Product(StrEnum):
     FLOATS = "8-bit floats, a scale for each row"
     SQUARES = "8-bit floats, scales for 128 inputs"
     INTEGERS = "8-bit integers"
+
+    @property
+    def form(self) -> Eights:
+        """How x is rounded for it."""
+        return Eights(self == Product.INTEGERS, self == Product.SQUARES)
 
 
 def product_of(part: Packed, dtype: torch.dtype) -> Product | None:
@@ -95,48 +98,33 @@ def _tried(
             factors, scales = torch.ones_like(factors), squares.repeat_interleave(BLOCK, 0)[:outs].t().contiguous()
         weight = eights.double() * (by_input if product == Product.SQUARES else factors[:, None]).double()
     part = Packed(held, factors, scales, None, BLOCK, form, inner, 64, outs, rounds=True, squares=squares)
-    seen, x_scales = round_x(part, x, by_blocks=product == Product.SQUARES)
-    spread = x_scales.t().repeat_interleave(BLOCK, 1) if product == Product.SQUARES else x_scales[:, None]
-    known = (seen if product == Product.INTEGERS else seen.view(torch.float8_e4m3fn)).double() * spread.double()
+    seen = product.form.of(x)
+    spread = seen.scales.t().repeat_interleave(BLOCK, 1) if product == Product.SQUARES else seen.scales[:, None]
+    codes = seen.codes if product == Product.INTEGERS else seen.codes.view(torch.float8_e4m3fn)
+    known = codes.double() * spread.double()
     wanted = known @ weight.t() + (0 if bias is None else bias.double())
-    got = multiply(part, product, x, bias).double()
+    got = multiply(part, product, seen, bias).double()
     error = ((got - wanted).norm() / wanted.norm()).item()
     return error if error == error else torch.inf
 
 
-def multiply(part: Packed, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] @ weight.T + bias, in the type of x; integers of more than 16 rows."""
-    codes, scales = round_x(part, x, by_blocks=product == Product.SQUARES)
+def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) -> Tensor:
+    """x [rows, in], as the product takes it, @ weight.T + bias; integers of more than 16 rows."""
     if product == Product.INTEGERS:
-        sums = torch._int_mm(codes, part.codes.t())
-        out = x.new_empty(sums.shape)
+        sums = torch._int_mm(x.codes, part.codes.t())
+        out = torch.empty(sums.shape, dtype=x.dtype, device=x.device)
         kernels.scale_sums[len(x), cdiv(part.outs, _COLUMNS)](
-            sums, scales, part.factors, part.factors if bias is None else bias, out, part.outs, part.outs,
+            sums, x.scales, part.factors, part.factors if bias is None else bias, out, part.outs, part.outs,
             bias is not None, _COLUMNS, num_warps=4,
         )  # fmt: skip
         return out
-    eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
-    scale_a, scale_b = scales[:, None], part.factors[None]
+    eights, weight = x.codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
     if product == Product.SQUARES:
         assert part.squares is not None
-        scale_a, scale_b = scales.t(), part.squares.t()
+        scale_a, scale_b = x.scales.t(), part.squares.t()
+    else:
+        scale_a, scale_b = x.scales[:, None], part.factors[None]
     return torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
-
-
-def round_x(part: Packed, x: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
-    """x [rows, in] in codes of the weights' kind, and their scales: [rows], or [blocks, rows] of BLOCK inputs."""
-    rows, inner = x.shape
-    codes = torch.empty(x.shape, dtype=part.codes.dtype, device=x.device)
-    if by_blocks:
-        blocks = cdiv(inner, BLOCK)
-        scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
-        kernels.round_rows[rows, cdiv(blocks, _ROUNDED_AT_ONCE)](
-            x, codes, scales, rows, inner, part.form[0], BLOCK, _ROUNDED_AT_ONCE, num_warps=4
-        )
-        return codes, scales
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    kernels.round_whole_rows[rows,](x, codes, scales, inner, part.form[0], _ROW_BLOCK, num_warps=8)
-    return codes, scales
 
 
 def multiply_expanded(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import LinearContext, Table
 from quire.kernels.gpu import triton_sizes
-from quire.kernels.gpu.quantization import library, trial
+from quire.kernels.gpu.quantization import library, rounding, trial
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.packing import (
     BLOCK,
@@ -21,8 +21,9 @@ from quire.kernels.gpu.quantization.packing import (
     pack_float8,
     pack_grouped,
 )
+from quire.kernels.gpu.quantization.rounding import Eights
 from quire.kernels.gpu.triton_sizes import cdiv
-from quire.kernels.quantized import Float8Weight, QuantizedWeight
+from quire.kernels.quantized import Float8Weight, Given, QuantizedWeight, Rounded, Rounding, RoundingLinear
 
 log = logging.getLogger("quire.kernels")
 
@@ -38,7 +39,7 @@ _LEAST_STEPS = 4
 """Of a part of the inner dimension."""
 
 
-class QuantizedLinear:
+class QuantizedLinear(RoundingLinear):
     """Weights of one input, their outputs side by side. Memory: `parts`."""
 
     def __init__(
@@ -49,15 +50,21 @@ class QuantizedLinear:
         wide: bool,
         fixed: bool,
         products: Sequence[library.Product | None] = (),
+        fuses: bool = False,
     ) -> None:
         """fixed: a row has the same bits in every batch. wide: the result is float32. products: by part, by which of
-        PyTorch's many rows are multiplied; (): by none."""
+        PyTorch's many rows are multiplied; (): by none. fuses: norms and gates may give x in 8 bits."""
         self.parts = parts
         self._products = products or [None] * len(parts)
         self.bias = bias
         self.wide = wide
         self._fixed = fixed
         self._outs = sum(each.outs for each in parts)
+        found = zip(parts, self._products, strict=True)
+        self._forms = tuple(None if part.order is not None else _form(part, product) for part, product in found)
+        """How x is rounded, where there are many rows. Where its inputs have another order it is by the part itself."""
+        self._fused = self._forms if fuses else (None,) * len(parts)
+        self._unrounded = (None,) * len(parts)
 
     @property
     def movable(self) -> list[Tensor]:
@@ -65,39 +72,69 @@ class QuantizedLinear:
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 
-    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        x = x.contiguous()
-        dtype = torch.float32 if self.wide else x.dtype
-        if len(self.parts) == 1 and len(x):
-            return self._multiply(0, x, self.bias, dtype)
-        out = x.new_empty((len(x), self._outs), dtype=dtype)
-        first = 0
-        for number, part in enumerate(self.parts if len(x) else ()):
-            end = first + part.outs
-            bias = None if self.bias is None else self.bias[first:end]
-            self._multiply(number, x, bias, dtype, out[:, first:end])
-            first = end
-        return out
+    def roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+        return self._fused if self._rounds(rows) else self._unrounded
 
-    def _multiply(
-        self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
+    def _rounds(self, rows: int) -> bool:
+        """Few rows are not rounded: the weights alone are small then, and the time is that of reading them."""
+        return self._fixed or rows > _FEW
+
+    def __call__(self, x: Given, context: LinearContext) -> Tensor:
+        rows, dtype = len(x), torch.float32 if self.wide else x.dtype
+        given = {x.form: x} if isinstance(x, Rounded) else dict[Rounding, Rounded]()
+        whole = x.whole if isinstance(x, Rounded) else x.contiguous()
+        out = None if len(self.parts) == 1 and rows else torch.empty((rows, self._outs), dtype=dtype, device=x.device)
+        made, first = out, 0
+        for number, form in enumerate((self._forms if self._rounds(rows) else self._unrounded) if rows else ()):
+            end = first + self.parts[number].outs
+            bias = None if self.bias is None else self.bias[first:end]
+            to = None if out is None else out[:, first:end]
+            if form is None:
+                assert whole is not None
+                made = self._multiply(number, whole, bias, dtype, to)
+            else:
+                if form not in given:
+                    assert whole is not None
+                    given[form] = form.of(whole)
+                made = self._multiply_rounded(number, given[form], bias, dtype, to)
+            first = end
+        found = made if out is None else out
+        assert found is not None
+        return found
+
+    def _multiply(self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
         """x @ part.T + bias of this type, to `out`, some columns of a wider tensor, where it is given."""
-        part, product = self.parts[number], self._products[number]
+        part, rows = self.parts[number], len(x)
         x = x if part.order is None else x.index_select(1, part.order)
-        many = not self._fixed and not self.wide and len(x) > _FEW
-        if many and product is not None:
-            made = library.multiply(part, product, x, bias)
-            return made if out is None else out.copy_(made)
-        out = x.new_empty((len(x), part.outs), dtype=dtype) if out is None else out
-        # Few rows are not rounded: the weights alone are small then, and the time is that of reading them.
-        if part.rounds and (self._fixed or len(x) > _FEW):
-            _multiply_codes(part, x, bias, out, self._fixed)
-        elif many and len(x) >= _EXPANDED and x.dtype != torch.float32:
+        if self._rounds(rows) and (form := _form(part, self._products[number])) is not None:
+            return self._multiply_rounded(number, form.of(x), bias, dtype, out)
+        out = x.new_empty((rows, part.outs), dtype=dtype) if out is None else out
+        many = not self._fixed and not self.wide and rows >= _EXPANDED
+        if many and x.dtype != torch.float32:
             library.multiply_expanded(part, x, bias, out)
         else:
             multiply_whole(part, x, bias, out, fixed=self._fixed)
         return out
+
+    def _multiply_rounded(
+        self, number: int, x: Rounded, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """The same of x in the form of the part."""
+        part, product = self.parts[number], self._products[number]
+        if product is not None:
+            made = library.multiply(part, product, x, bias)
+            return made if out is None else out.copy_(made)
+        if out is None:
+            out = torch.empty((len(x), part.outs), dtype=dtype, device=x.device)
+        _multiply_codes(part, x, bias, out, self._fixed)
+        return out
+
+
+def _form(part: Packed, product: library.Product | None) -> Eights | None:
+    """How x is rounded for many rows; None: it is not."""
+    if not part.rounds:
+        return None
+    return Eights(part.form[0] == kernels.INTEGERS, by_blocks=True) if product is None else product.form
 
 
 def pack_quantized(
@@ -129,7 +166,9 @@ def made(
         parts.append(made)
     parts = [laid_for_decodes(each) for each in joined(parts)]
     products = [None if fixed or wide else library.product_of(each, dtype) for each in parts]
-    return QuantizedLinear(parts, bias, wide=wide, fixed=fixed, products=products)
+    forms = {_form(*each) for each in zip(parts, products, strict=True)} - {None}
+    fuses = all(rounding.fuses(form, parts[0].inner, dtype, parts[0].codes.device) for form in forms if form)
+    return QuantizedLinear(parts, bias, wide=wide, fixed=fixed, products=products, fuses=fuses)
 
 
 def pack_table(weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool) -> Table | None:
@@ -203,14 +242,13 @@ def multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, *,
     )  # fmt: skip
 
 
-def _multiply_codes(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, fixed: bool) -> None:
-    """The same, of x rounded to codes of the weights' kind."""
+def _multiply_codes(part: Packed, x: Rounded, bias: Tensor | None, out: Tensor, fixed: bool) -> None:
+    """The same, of x in codes of the weights' kind, by blocks."""
     rows, outs = out.shape
-    codes, scales = library.round_x(part, x, by_blocks=True)
-    tiles = choose_tiles(rows, codes.dtype, fixed=fixed)
+    tiles = choose_tiles(rows, x.codes.dtype, fixed=fixed)
     held = torch.float8_e4m3fn if part.form[0] == kernels.FLOATS else torch.int8
     kernels.multiply_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
-        codes.view(held), scales, part.codes.view(held), part.kernel_scales[0], part.factors,
+        x.codes.view(held), x.scales, part.codes.view(held), part.kernel_scales[0], part.factors,
         part.factors if bias is None else bias, out, rows, outs, part.inner, out.stride(0), part.group,
         part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, BLOCK,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -2,9 +2,9 @@
 
 `multiply_whole` takes x as it is: codes become numbers of its type, which holds them exactly, and tensor cores multiply
 these; scales and offsets join the sums in float32, once for each step of the inner dimension, which lies in one group.
-`multiply_codes` takes x in 8 bits as `round_rows` makes it, integers or floats, with a scale for each 128 inputs of a
-row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill a tensor core's
-rows also where x has few.
+`multiply_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a scale for each 128 inputs
+of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill a tensor
+core's rows also where x has few.
 
 Few rows fill a GPU only where the inner dimension is split. `multiply_part` sums one part of it, and `add_parts` adds
 the parts in their order; NESTED, `multiply_whole` makes the same sums in the same order by itself, so that with tiles
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_codes import from_float8, to_float8, to_integer
+from quire.kernels.gpu.triton_codes import from_float8
 
 INTEGERS, FLOATS, HALVES, TABLE, NUMBERS, HALF_FLOATS = range(6)
 """What codes are: int8; the bits of 8-bit floats; two integers of 4 bits in a byte, where a code less 8 is its value;
@@ -210,7 +210,7 @@ def multiply_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same of x in codes, as `round_rows` makes them: BLOCK_K inputs share a scale in x, and in the weights."""
+    """The same of x in codes: BLOCK_K inputs share a scale in x, and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -230,42 +230,6 @@ def multiply_codes(
             part *= tl.load(scales + at, mask=n_inside, other=0.0).to(tl.float32)[:, None]
         total += part
     _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def round_rows(x, codes, scales, rows, inner, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Codes [rows, inner] and scales [blocks, rows] of x. A scale is NaN where one of its numbers is no number."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = column < inner
-    numbers = tl.load(x + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), 1), steps), 1.1754943508222875e-38)
-    spread = tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK))
-    rounded = to_integer(numbers, spread) if KIND == 0 else to_float8(tl.div_rn(numbers, spread))
-    tl.store(codes + row * inner + column, rounded, mask=inside)
-    scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
-    tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < inner)
-
-
-@triton.jit
-def round_whole_rows(x, codes, scales, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """The same with one scale for each row: scales [rows]. Grid: rows."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    for begin in range(0, inner, BLOCK):
-        numbers = tl.load(x + row * inner + begin + i, mask=begin + i < inner, other=0.0).to(tl.float32)
-        most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
-    steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
-    scale = tl.maximum(tl.div_rn(tl.max(most, 0), steps), 1.1754943508222875e-38)
-    for begin in range(0, inner, BLOCK):
-        inside = begin + i < inner
-        numbers = tl.load(x + row * inner + begin + i, mask=inside, other=0.0).to(tl.float32)
-        spread = tl.broadcast_to(scale, (BLOCK,))
-        rounded = to_integer(numbers, spread) if KIND == 0 else to_float8(tl.div_rn(numbers, spread))
-        tl.store(codes + row * inner + begin + i, rounded, mask=inside)
-    tl.store(scales + row, scale + tl.sum(bad, 0))
 
 
 @triton.jit

@@ -289,6 +289,7 @@ def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) 
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
         ("--decode-context-parallel-size", machine.count if config.divides_tokens else None),
         ("--enable-expert-parallel", "" if config.enable_expert_parallel else None),
+        ("--one-shot-sums", "" if config.one_shot_sums else None),
         ("--nnodes", machine.nodes if several else None),
         ("--master-addr", "ADDRESS" if several else None),
         ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),

@@ -43,7 +43,7 @@ from quire.kernels.gpu import transfer
 from quire.kernels.gpu.experts import mixture
 from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
-from quire.kernels.gpu.quantization import library, quantized, trial
+from quire.kernels.gpu.quantization import library, quantized, rounding, trial
 from tests.engine.harness import request, run
 from tests.engine.images.test_families import about
 from tests.engine.test_heads import drafter_of, made_head
@@ -119,7 +119,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
     for each in (device, trials):
         monkeypatch.setattr(each, "choose_trials", lambda *_: [])
-    monkeypatch.setattr(trial, "why_not", lambda *_: None)
+    for each in (trial, rounding):
+        monkeypatch.setattr(each, "why_not", lambda *_: None)
     monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
     monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
     monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
@@ -459,10 +460,10 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
 @pytest.mark.parametrize(
     ("quantization", "native", "passes", "kernels"),
     [
-        ("int8", True, False, {"round_rows", "multiply_codes", "look_up", "multiply_whole"}),
-        ("fp8", True, True, {"round_whole_rows", "multiply_whole"}),
-        ("int8", True, True, {"round_whole_rows", "scale_sums", "look_up"}),
-        ("fp8", True, False, {"round_rows", "multiply_codes"}),
+        ("int8", True, False, {"norm_rounded", "gate_rounded", "multiply_codes", "look_up", "multiply_whole"}),
+        ("fp8", True, True, {"norm_rounded", "gate_rounded_whole", "round_whole_rows", "multiply_whole"}),
+        ("int8", True, True, {"norm_rounded", "gate_rounded_whole", "scale_sums", "look_up"}),
+        ("fp8", True, False, {"norm_rounded", "gate_rounded", "round_rows", "multiply_codes"}),
         ("fp8", False, True, {"multiply_whole"}),
     ],
 )

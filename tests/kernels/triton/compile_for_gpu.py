@@ -36,8 +36,10 @@ from quire.kernels.gpu import (
     triton_sizes,
 )
 from quire.kernels.gpu.experts.mixture import GroupedMixture, Stack
-from quire.kernels.gpu.quantization import library, packing, quantized
+from quire.kernels.gpu.quantization import library, packing, quantized, triton_quantized
 from quire.kernels.gpu.quantization.packing import laid_for_decodes
+from quire.kernels.gpu.quantization.rounding import Eights
+from quire.kernels.gpu.ranks.one_shot import OneShot
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
@@ -179,6 +181,8 @@ def elementwise() -> None:
     x, weight = torch.empty((3, 4096), dtype=torch.bfloat16), torch.empty(4096)
     triton_fused.rms_norm(x, weight, 1e-5)
     triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
+    triton_fused.layer_norm(x, weight, weight, 1e-5)
+    triton_fused.add_layer_norm(x, x.clone(), weight, weight, 1e-5)
     triton_fused.silu_mul(x)
     triton_fused.gelu_mul(x)
     positions = torch.zeros(3, dtype=torch.int64)
@@ -249,7 +253,21 @@ def few_bits(rows: int, parts: list[packing.Packed]) -> None:
         quantized.multiply_whole(part, x, None, out, fixed=False)
         library.multiply_expanded(part, x, None, out)
         if part.rounds:
-            library.round_x(part, x, by_blocks=False)
+            Eights(part.form[0] == triton_quantized.INTEGERS, by_blocks=False).of(x)
+
+
+def rounded(rows: int = 3) -> None:
+    """Norms and gates in 8 bits, of Llama's width and of DeepSeek's and gpt-oss'."""
+    for integers, by_blocks, size in product((False, True), (False, True), (2880, 4096, 7168)):
+        form, weight = Eights(integers, by_blocks), torch.empty(size)
+        x = torch.empty((rows, size), dtype=torch.bfloat16)
+        for whole in (False, True):
+            for bias, residual in product((None, weight), (None, x)):
+                form.norm(x, residual, weight, bias, 1e-5, whole=whole)
+            for gelu in (False, True):
+                form.gate(torch.empty((rows, 2 * size), dtype=torch.bfloat16), gelu=gelu, whole=whole)
+        form.of(x)
+    Eights(False, True).norm(torch.empty((rows, 4096)), None, torch.empty(4096), None, 1e-5, whole=False)
 
 
 def products() -> None:
@@ -338,6 +356,14 @@ def expert_linear(backend: triton_paged.Triton, outs: int, inner: int, form: str
     return backend.pack_quantized([weight], bias, dtype=torch.bfloat16)
 
 
+def one_shot_sums(rows: int = 3) -> None:
+    """Over two, four and eight ranks."""
+    words = torch.zeros(2, dtype=torch.int32)
+    for ranks, dtype in product((2, 4, 8), (torch.bfloat16, torch.float32)):
+        memory = [torch.zeros(4096, dtype=torch.uint8)] * ranks
+        OneShot(ranks - 1, memory, words).sum(torch.empty((rows, 4096), dtype=dtype))
+
+
 def sinks() -> None:
     """gpt-oss'."""
     for fixed in (False, True):
@@ -358,6 +384,8 @@ def main() -> None:
     attentions()
     sinks()
     elementwise()
+    one_shot_sums()
+    rounded()
     mixtures()
     convolutions(3)
     recurrences()
@@ -380,6 +408,8 @@ def main() -> None:
         sampling(rows)
         linear(rows)
         few_bits(rows, parts)
+        rounded(rows)
+        one_shot_sums(rows)
         adapters(rows)
         mixture(rows)
     print(json.dumps({"compiled_anew": len(compiled) - before}))

@@ -46,6 +46,26 @@ def test_add_rms_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 50), (2, 3, 64), (0, 64)])
+def test_layer_norm(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Of numbers whose mean is large, and of a sum."""
+    x, residual = (torch.randn((2, *shape), generator=generator) + 3).to(dtype)
+    weight, bias = torch.randn((2, shape[-1]), generator=generator)
+    there = (weight.to(device), bias.to(device), 1e-5)
+    got = triton_fused.layer_norm(x.to(device), *there).cpu()
+    assert got.shape == shape
+    given = (each.to(device, copy=True) for each in (x, residual))  # on a CPU they would be x and residual themselves
+    normed, summed = triton_fused.add_layer_norm(*given, *there)
+    assert torch.equal(summed.cpu(), x + residual)
+    if len(x):
+        wide = (weight.double(), bias.double(), 1e-5)
+        assert error(got, reference.layer_norm(x.double(), *wide)) < TOLERANCE[dtype]
+        assert error(normed.cpu(), reference.layer_norm((x + residual).double(), *wide)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (2, 3, 64), (0, 64)])
 def test_gates(

@@ -15,8 +15,10 @@ from torch import Tensor
 from quire.engine.layers.quantize import int4, int8
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.mixture import GroupedMixture
+from quire.kernels.gpu.quantization.rounding import Eights
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.latents.latent import Latent
+from quire.kernels.quantized import Rounded
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
@@ -66,10 +68,32 @@ def test_norms_and_rotations(generator: torch.Generator) -> None:
     x, weight = torch.randn((5, 96), generator=generator).bfloat16(), torch.ones(96)
     held(lambda: backend.rms_norm(x, weight, 1e-6))
     held(lambda: backend.silu_mul(x))
+    held(lambda: backend.layer_norm(x, weight, weight, 1e-6))
     k_cache, v_cache, metadata = page(backend, parts)
     qkv = torch.cat([parts[0].q.flatten(1), parts[0].k[-7:].flatten(1), parts[0].v[-7:].flatten(1)], dim=1)
     rope = Rope(96, torch.randn((20, 96), generator=generator), weight, weight, 1e-6)
     held(lambda: backend.rope_store(qkv, rope, k_cache, v_cache, metadata))
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+@pytest.mark.parametrize("integers", [False, True])
+def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: torch.Generator) -> None:
+    form = Eights(integers, by_blocks)
+    x, residual = torch.randn((2, 5, 300), generator=generator).bfloat16()
+    weight, gate_up = torch.ones(300), torch.randn((5, 2 * 300), generator=generator).bfloat16()
+
+    def bits(made: Rounded) -> Tensor:
+        return torch.cat([made.codes.view(torch.uint8).flatten(), made.scales.flatten().view(torch.uint8)])
+
+    def norm() -> Tensor:
+        made, total = form.norm(x.clone(), residual.clone(), weight, weight, 1e-6, whole=True)
+        assert made.whole is not None
+        return torch.cat([bits(made), *(each.flatten().view(torch.uint8) for each in (made.whole, total))])
+
+    held(norm)
+    held(lambda: bits(form.norm(x, None, weight, None, 1e-6, whole=False)[0]))
+    held(lambda: bits(form.gate(gate_up, gelu=True, whole=False)))
+    held(lambda: bits(form.of(x)))
 
 
 @pytest.mark.parametrize("form", [int8, lambda weight: int4(weight, Reference())], ids=["int8", "int4"])

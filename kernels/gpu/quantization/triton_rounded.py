@@ -1,0 +1,130 @@
+"""x in 8 bits, integers or floats, as products of few bits take it: a scale for each row, or for each block of a row;
+rounded by itself, or by the norm or the gate that makes it.
+
+The latter round what they would have stored, a number of the type of x, by the same operations: so both ways have the
+same bits. A row's largest number needs no order, and what a norm sums it sums by the code that norms alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.gpu.triton_codes import to_float8, to_integer
+from quire.kernels.gpu.triton_fused import gated, normed_row
+
+
+@triton.jit
+def _scale(most, KIND: tl.constexpr):
+    """Of numbers up to `most`."""
+    steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
+    return tl.maximum(tl.div_rn(most, steps), 1.1754943508222875e-38)
+
+
+@triton.jit
+def _codes(numbers, scales, KIND: tl.constexpr):
+    return to_integer(numbers, scales) if KIND == 0 else to_float8(tl.div_rn(numbers, scales))
+
+
+@triton.jit
+def _store_blocks(numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr):
+    """Codes of numbers [BLOCKS, BLOCK], float32, those of a row from block `first` on, and their scales. A scale is NaN
+    where one of its numbers is no number."""
+    BLOCKS: tl.constexpr = numbers.shape[0]
+    BLOCK: tl.constexpr = numbers.shape[1]
+    block = first + tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scale = _scale(tl.max(tl.abs(numbers), 1), KIND)
+    rounded = _codes(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
+    tl.store(codes + row * size + column, rounded, mask=column < size)
+    scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
+    tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < size)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def round_rows(x, codes, scales, rows, size, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Codes [rows, size] and scales [blocks, rows] of x. Grid: rows, blocks by BLOCKS."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    _store_blocks(numbers, codes, scales, row, rows, first, size, KIND)
+
+
+@triton.jit
+def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """The same with one scale for each row: scales [rows]. Grid: rows."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for begin in range(0, size, BLOCK):
+        numbers = tl.load(x + row * size + begin + i, mask=begin + i < size, other=0.0).to(tl.float32)
+        most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
+    scale = _scale(tl.max(most, 0), KIND)
+    spread = tl.broadcast_to(scale, (BLOCK,))
+    for begin in range(0, size, BLOCK):
+        inside = begin + i < size
+        numbers = tl.load(x + row * size + begin + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(codes + row * size + begin + i, _codes(numbers, spread, KIND), mask=inside)
+    tl.store(scales + row, scale + tl.sum(bad, 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_rounded(
+    out, codes, scales, x, residual, weight, bias, eps, rows,
+    SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A norm's row in codes. BLOCK: numbers that share a scale; 0: all of a row. WHOLE: also as it is, to out. Grid:
+    rows."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
+    at, inside = row * SIZE + i, i < SIZE
+    normed = normed_row(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED)
+    if WHOLE:
+        tl.store(out + at, normed, mask=inside)
+    numbers = tl.where(inside, normed.to(tl.float32), 0.0)
+    if BLOCK:
+        BLOCKS: tl.constexpr = ROW // BLOCK
+        _store_blocks(tl.reshape(numbers, (BLOCKS, BLOCK)), codes, scales, row, rows, 0, SIZE, KIND)
+    else:
+        scale = _scale(tl.max(tl.abs(numbers), 0), KIND)
+        tl.store(codes + at, _codes(numbers, tl.broadcast_to(scale, (ROW,)), KIND), mask=inside)
+        tl.store(scales + row, scale + tl.sum(numbers * 0.0, 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_rounded(
+    out, codes, scales, gate_up, rows, size,
+    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A gate's rows in codes [rows, size], and scales [blocks, rows]. Grid: rows, blocks by BLOCKS."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = column < size
+    found = gated(gate_up + row * 2 * size, size, column, inside, GELU)
+    if WHOLE:
+        tl.store(out + row * size + column, found, mask=inside)
+    _store_blocks(found.to(tl.float32), codes, scales, row, rows, first, size, KIND)
+
+
+@triton.jit
+def gate_rounded_whole(
+    out, codes, scales, gate_up, size,
+    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same with one scale for each row: scales [rows]. What is read first is still near when it is read again.
+    Grid: rows."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for begin in range(0, size, BLOCK):
+        inside = begin + i < size
+        found = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU)
+        if WHOLE:
+            tl.store(out + row * size + begin + i, found, mask=inside)
+        numbers = found.to(tl.float32)
+        most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
+    scale = _scale(tl.max(most, 0), KIND)
+    spread = tl.broadcast_to(scale, (BLOCK,))
+    for begin in range(0, size, BLOCK):
+        inside = begin + i < size
+        numbers = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU).to(tl.float32)
+        tl.store(codes + row * size + begin + i, _codes(numbers, spread, KIND), mask=inside)
+    tl.store(scales + row, scale + tl.sum(bad, 0))

@@ -1,0 +1,346 @@
+"""Sums over ranks in one kernel: several ranks' kernels under Triton's interpreter at once, which take turns at every
+read and write of memory, in random orders."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.collective import RankEnded
+from quire.kernels.distributed import DistributedCollective
+from quire.kernels.gpu.ranks import one_shot
+from quire.kernels.gpu.ranks.one_shot import MOST, PROGRAMS, OneShot, memory_bytes
+from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
+from tests.kernels.triton.conftest import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("ranks that take turns are the interpreter's", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Turns:
+    """One thread runs at a time; at each access to memory it may be another one's turn."""
+
+    def __init__(self, seed: int, threads: int) -> None:
+        self._random, self._turn = random.Random(seed), threading.Condition()
+        self._alive, self._now = set(range(threads)), 0
+        self._mine = threading.local()
+        self.switches = 0
+
+    def begin(self, number: int) -> None:
+        self._mine.number = number
+        with self._turn:
+            self._turn.wait_for(lambda: self._now == number)
+
+    def end(self) -> None:
+        with self._turn:
+            self._alive.discard(self._mine.number)
+            self._give()
+
+    def perhaps_another(self) -> None:
+        if (number := getattr(self._mine, "number", None)) is None or self._random.random() < 0.5:
+            return
+        builder = interpreter.interpreter_builder
+        kept = builder.grid_dim, builder.grid_idx
+        with self._turn:
+            self._give()
+            self._turn.wait_for(lambda: self._now == number)
+        builder.grid_dim, builder.grid_idx = kept
+
+    def _give(self) -> None:
+        if self._alive:
+            self._now = self._random.choice(sorted(self._alive))
+            self.switches += 1
+            self._turn.notify_all()
+
+
+@contextmanager
+def at_once(seed: int, threads: int) -> Iterator[Turns]:
+    """Kernels that so many threads launch meanwhile take turns."""
+    turns, builder = Turns(seed, threads), interpreter.InterpreterBuilder
+    scope = interpreter._patch_lang(sum_over_ranks.fn)  # for all of them: each would take back what it finds
+
+    def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            turns.perhaps_another()
+            return method(*args)
+
+        return run
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("create_masked_load", "create_masked_store", "create_load", "create_store"):
+                if hasattr(builder, name):
+                    patch.setattr(builder, name, taking_turns(getattr(builder, name)))
+            patch.setattr(builder, "create_atomic_rmw", taking_turns(builder.create_atomic_rmw))
+            patch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
+            yield turns
+    finally:
+        scope.restore()
+
+
+def ranks(count: int, most_looks: int = 10**9) -> list[OneShot]:
+    memory = [torch.zeros(memory_bytes(count), dtype=torch.uint8) for _ in range(count)]
+    return [OneShot(rank, memory, torch.zeros(2, dtype=torch.int32), most_looks) for rank in range(count)]
+
+
+def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
+    """What each gives, each in a thread; those that never begin are dead ranks."""
+    with at_once(seed, len(work)) as turns:
+
+        def run(number: int) -> Any:
+            turns.begin(number)
+            try:
+                return work[number]()
+            finally:
+                turns.end()
+
+        with ThreadPoolExecutor(len(work)) as pool:
+            found = list(pool.map(run, range(len(work))))
+    assert len(work) == 1 or turns.switches > 10
+    return found
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
+    """As DistributedCollective adds with --deterministic."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_sums_have_the_bits_of_numbers_that_are_added_in_order(count: int, seed: int) -> None:
+    """Of one number up to several programs' parts, one sum after another: places are used again, by fewer programs and
+    by more. Negative zeros stay."""
+    made, rng = ranks(count), random.Random(seed)
+    sizes = [rng.choice((1, 7, 2048, 2049, 5000)) for _ in range(6)]
+    generator = torch.Generator().manual_seed(seed)
+    asked = []
+    for size in sizes:
+        parts = [torch.randn(size, generator=generator).to(rng.choice(DTYPES)) * 100 for _ in range(count)]
+        parts = [part.to(parts[0].dtype) for part in parts]
+        for part in parts:
+            part[0] = -0.0
+        asked.append(parts)
+
+    def of(rank: int) -> list[Tensor]:
+        return [made[rank].sum(parts[rank].view(1, -1)).view(-1) for parts in asked]
+
+    found = together(seed, [lambda rank=rank: of(rank) for rank in range(count)])
+    for number, parts in enumerate(asked):
+        wanted = in_order(parts)
+        for own in found:
+            assert torch.equal(own[number].view(torch.uint8), wanted.view(torch.uint8))
+    for each in made:
+        each.check()
+
+
+def test_what_it_takes() -> None:
+    (made,) = ranks(1)
+    assert made.takes(torch.zeros(MOST))
+    assert not made.takes(torch.zeros(MOST + 1))
+    assert not made.takes(torch.zeros(0))
+    assert not made.takes(torch.zeros(3, dtype=torch.int64))
+    x = torch.randn(3, 5).t()
+    assert torch.equal(made.sum(x), x)
+
+
+@pytest.mark.parametrize("how", ["stopped", "looked often enough"])
+def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
+    """The others' kernels end, say so, and tell nobody of a sum any more; what they had told stays right."""
+    made = ranks(3, 10**9 if how == "stopped" else 2000)
+    x = torch.randn(5000)
+
+    def alive(rank: int) -> None:
+        assert torch.equal(made[rank].sum(x), in_order([x, x, x]))
+        made[rank].sum(x)  # the last one does not come to this
+        with pytest.raises(RankEnded, match="given up"):
+            made[rank].check()
+        made[rank].sum(x)
+
+    def dies() -> None:
+        made[2].sum(x)
+        if how == "stopped":
+            for each in made[:2]:
+                each.stop()
+
+    together(5, [lambda: alive(0), lambda: alive(1), dies])
+    told = made[2]._memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
+    assert told[:, 2].max() == 1
+    assert told[:, :2].max() == 2, "of the sum that was given up, and of none after it"
+
+
+def test_one_that_comes_late_finds_no_numbers() -> None:
+    """A rank that gave up stays silent: no other may add what it computes from then on."""
+    made = ranks(2, 300)
+    x = torch.ones(10)
+    made[0].sum(x)  # alone
+    with pytest.raises(RankEnded):
+        made[0].check()
+    made[0].sum(x * 100)
+    assert torch.equal(made[1].sum(x), 2 * x), "what was told before is right"
+    made[1].check()
+    made[1].sum(x)
+    with pytest.raises(RankEnded):
+        made[1].check()
+
+
+class Store(dict[str, bytes]):
+    """Of torch.distributed's interface as much as ranks need to meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._there = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._there:
+            self[key] = value
+            self._there.notify_all()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        with self._there:
+            assert self._there.wait_for(lambda: key in self, 20)
+            return self[key]
+
+
+class Done:
+    """Of torch.cuda.Event."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What ranks share, by the numbers that are their handles here; no part of it is a GPU's."""
+    found = list[Tensor]()
+
+    def share(storage: Any) -> tuple[Any, ...]:
+        found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return 0, len(found) - 1
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", lambda device, number: found[number].untyped_storage(), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **named: zeros(*size, **named))
+    monkeypatch.setattr(one_shot, "_TRIED", ((1, torch.bfloat16), (3000, torch.float32)))
+    return found
+
+
+def met() -> list[Any]:
+    """At the store they wait for each other, so they take no turns."""
+    store, device = Store(), torch.device("cpu")
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(one_shot.meet, store, rank, 2, device) for rank in range(2)]
+        return [each.result(30) for each in asked]
+
+
+def test_ranks_meet(memories: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use it only if sums of all of them are right."""
+    monkeypatch.setattr(one_shot, "_tried", lambda *_: b"right")
+    made = met()
+    assert len(memories) == 2
+    assert [each._memory[0].data_ptr() for each in made if each] == [made[0]._memory[0].data_ptr()] * 2
+    x = torch.ones(9)
+    assert [each.tolist() for each in together(1, [lambda: made[0].sum(x), lambda: made[1].sum(x)])] == [[2.0] * 9] * 2
+
+
+@pytest.mark.parametrize("where", ["_share_cuda_", "_new_shared_cuda"])
+def test_ranks_that_cannot_reach_each_other(
+    where: str, memories: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of them fails, and none sums so; the log of each says why."""
+    right, calls = getattr(torch.UntypedStorage, where), list[int]()
+
+    def once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("peer access is not supported between these two devices")
+        return right(*args)
+
+    monkeypatch.setattr(torch.UntypedStorage, where, once)
+    assert met() == [None, None]
+    assert "NCCL alone: RuntimeError: peer access is not supported" in caplog.text
+    assert "cannot reach all others" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [None, "wrong", "silent"])
+def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks' trials at once; one whose sums come wrong, or not at all, fails."""
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    monkeypatch.setattr(one_shot, "_TRIED", ((1, torch.bfloat16), (3000, torch.float32)))
+    monkeypatch.setattr(one_shot, "_LOOKS_OF_TRIAL", 600)
+    made = ranks(2)
+    if fault == "wrong":
+        launched = OneShot.sum
+        monkeypatch.setattr(OneShot, "sum", lambda own, x: launched(own, x) + (own is made[1]))
+
+    def tried(rank: int) -> str:
+        if fault == "silent" and rank == 1:
+            return ""
+        try:
+            return one_shot._tried(made[rank], rank, 2, torch.device("cpu")).decode()
+        except ValueError as error:
+            return str(error)
+
+    wanted = {
+        None: ["right", "right"],
+        "wrong": ["a sum did not come", "a sum came wrong"],
+        "silent": ["a sum did not come", ""],
+    }
+    assert together(2, [lambda: tried(0), lambda: tried(1)]) == wanted[fault]
+
+
+class NoGroup:
+    """Sums nothing."""
+
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_behind_the_ranks_interface() -> None:
+    """Few numbers go by it, also those of --deterministic, and its end is the collective's."""
+    made, groups = ranks(2), [NoGroup(), NoGroup()]
+    both = [
+        DistributedCollective(
+            lambda rank=rank: groups[rank], rank, 2, in_order=False, near=lambda rank=rank: made[rank]
+        )
+        for rank in range(2)
+    ]
+    x = torch.randn(3, 11)
+    found = together(4, [lambda each=each: each.sum(x) for each in both])
+    assert torch.equal(found[0], x + x)
+    assert torch.equal(found[1], x + x)
+    with pytest.raises(AttributeError, match="allreduce"):
+        both[0].sum(torch.zeros(MOST + 1))
+    both[0].close()
+    assert groups[0].aborted
+    assert made[0]._words.tolist() == [1, 0]
+    with pytest.raises(RankEnded):
+        both[0].sum(x)
+    made[1].stop()
+    made[1].sum(x)  # that the other one has ended
+    with pytest.raises(RankEnded):
+        both[1].check()

@@ -1,0 +1,342 @@
+"""Norms and gates in 8 bits: the bits of what is rounded afterwards, and near the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.part import gated
+from quire.engine.loop import Engine
+from quire.engine.worker import runner
+from quire.engine.worker.sampling.device_sampler import sample_on_device
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, Linear, LinearContext
+from quire.kernels.gpu import triton_fused, triton_paged
+from quire.kernels.gpu.quantization import library, quantized, rounding
+from quire.kernels.gpu.quantization.rounding import Eights
+from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.quantized import Rounded, rounding_of
+from quire.kernels.reference import Reference
+from tests.engine.harness import request, run
+from tests.kernels.ragged import error
+from tests.kernels.triton.conftest import INTERPRETED
+from tests.kernels.triton.few_bits import float8, grouped, rounded, there
+from tests.kernels.triton.test_products import scaled_mm
+from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import nightly
+
+FORMS = [Eights(integers, by_blocks) for integers, by_blocks in product((False, True), repeat=2)]
+SHAPES = [(3, 128), (5, 200), (2, 1090)]
+"""One block, a part of a second, and several; rows of no power of two."""
+OFF = {False: 0.07, True: 0.01}
+"""Of the largest number: half a step of an 8-bit float, or of an integer, and of bfloat16 before."""
+reference = Reference()
+
+
+def numbers(made: Rounded) -> Tensor:
+    """What codes and scales stand for, float64."""
+    assert isinstance(made.form, Eights)
+    codes = made.codes if made.form.integers else made.codes.view(torch.float8_e4m3fn)
+    scales = made.scales[:, None]
+    if made.form.by_blocks:
+        scales = made.scales.t().repeat_interleave(128, 1)[:, : codes.shape[1]]
+    return codes.cpu().double() * scales.cpu().double()
+
+
+def assert_same(made: Rounded, wanted: Rounded) -> None:
+    assert made.codes.dtype == wanted.codes.dtype
+    assert torch.equal(made.codes, wanted.codes)
+    assert torch.equal(made.scales, wanted.scales)
+    assert made.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_by_themselves(form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """As plain PyTorch rounds them, bit for bit."""
+    x = torch.randn((5, 1090), generator=generator).to(dtype)
+    x[2] *= 1000
+    made = form.of(x.to(device))
+    seen = rounded(x, floats=not form.integers, block=128 if form.by_blocks else 1090)
+    assert torch.equal(numbers(made), seen)
+    assert len(form.of(x[:0].to(device))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms(
+    shape: tuple[int, int], form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """RMSNorms and LayerNorms, of x or of a sum that stays, and beside what is not rounded."""
+    x, residual = torch.randn((2, *shape), generator=generator).to(device, dtype)
+    weight, bias = torch.randn((2, shape[1]), generator=generator).to(device)
+    for shift, beside, whole in product((None, bias), (None, residual), (False, True)):
+        given = None if beside is None else beside.clone()
+        made, total = form.norm(x.clone(), given, weight, shift, 1e-5, whole=whole)
+        if beside is None:
+            wanted, summed = triton_fused.layer_norm(x, weight, shift, 1e-5), x
+        else:
+            wanted, summed = triton_fused.add_layer_norm(x.clone(), beside.clone(), weight, shift, 1e-5)
+        assert torch.equal(total, summed)
+        assert_same(made, form.of(wanted))
+        assert (made.whole is not None) == whole
+        assert made.whole is None or torch.equal(made.whole, wanted)
+        wide, factor = summed.cpu().double(), weight.cpu().double()
+        judge = reference.rms_norm(wide, factor, 1e-5)
+        if shift is not None:
+            judge = reference.layer_norm(wide, factor, shift.cpu().double(), 1e-5)
+        assert error(wanted.cpu(), judge) < (1e-6 if dtype == torch.float32 else 8e-3)
+        assert error(numbers(made), judge) < OFF[form.integers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 2500)], ids=str)
+def test_gates(
+    shape: tuple[int, int], form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    rows, size = shape
+    gate_up = (torch.randn((rows, 2 * size), generator=generator) * 4).to(device, dtype)
+    for gelu, whole in product((False, True), repeat=2):
+        made = form.gate(gate_up, gelu=gelu, whole=whole)
+        wanted = triton_fused.gelu_mul(gate_up) if gelu else triton_fused.silu_mul(gate_up)
+        assert_same(made, form.of(wanted))
+        assert (made.whole is not None) == whole
+        assert made.whole is None or torch.equal(made.whole, wanted)
+        judge = (reference.gelu_mul if gelu else reference.silu_mul)(gate_up.cpu().double())
+        assert error(numbers(made), judge) < OFF[form.integers]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_no_number(form: Eights, bad: float, device: torch.device, generator: torch.Generator) -> None:
+    """Its row has a scale that is none, and no other row or block has."""
+    gate_up = torch.randn((4, 2 * 300), generator=generator)
+    gate_up[1, 300 + 130] = bad
+    of_gate = form.gate(gate_up.to(device), gelu=False, whole=False).scales.cpu()
+    expected = form.of(triton_fused.silu_mul(gate_up.to(device))).scales.cpu()
+    assert torch.equal(of_gate.isnan(), expected.isnan())
+    assert of_gate.isnan().nonzero().tolist() == ([[1, 1]] if form.by_blocks else [[1]])
+    x = gate_up[:, 300:]
+    made, _ = form.norm(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
+    rows = made.scales.cpu().isnan()
+    assert (rows.any(0) if form.by_blocks else rows).tolist() == [False, True, False, False]
+
+
+@pytest.fixture
+def squares(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """PyTorch multiplies blocks of 128 on Hopper alone."""
+    library.why_not.cache_clear()
+    if device.type == "cpu":
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    yield
+    library.why_not.cache_clear()
+
+
+WEIGHTS: dict[str, Any] = {
+    "a scale for the tensor": lambda generator: float8(64, 512, (64, 512), generator),
+    "a scale for each output": lambda generator: float8(64, 512, (1, 512), generator),
+    "blocks of 128": lambda generator: float8(128, 512, (128, 128), generator),
+    "int8": lambda generator: grouped(64, 512, 512, 8, generator),
+}
+
+
+@pytest.mark.usefixtures("squares")
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("kind", list(WEIGHTS))
+def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, generator: torch.Generator) -> None:
+    """By PyTorch's products and by Triton's: the bits of a norm, then a linear. Few rows are not rounded."""
+    weight = there(WEIGHTS[kind](generator), device)
+    linear = Triton(deterministic=fixed).pack_quantized([weight], None, dtype=torch.bfloat16)
+    assert isinstance(linear, quantized.QuantizedLinear)
+    factor = torch.randn(512, generator=generator).to(device)
+    for rows in (1, 16, 17):
+        x, gate_up = (torch.randn((rows, size), generator=generator).to(device).bfloat16() for size in (512, 1024))
+        found = rounding_of([linear], x)
+        assert (found is None) == (rows <= 16 and not fixed)
+        if found is None:
+            continue
+        form, whole = found
+        assert not whole
+        made, _ = form.norm(x, None, factor, None, 1e-6, whole=whole)
+        assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.rms_norm(x, factor, 1e-6), NO_ADAPTERS))
+        made = form.gate(gate_up, gelu=False, whole=whole)
+        assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.silu_mul(gate_up), NO_ADAPTERS))
+
+
+class Held:
+    """A part's linear, once it is packed."""
+
+    def __init__(self, packed: Linear) -> None:
+        self.packed = packed
+
+
+def norms(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
+    made = NormWeights({"norm": len(weight)}, torch.float32, NormSpec(1e-6, centred=bias is not None, bias=True))
+    for name, parameter in made.parameters().items():
+        parameter.put(weight if name.endswith("weight") or bias is None else bias)
+    return made
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_one_rounding_for_all_that_read_it(
+    centred: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one linear, several linears, and those that read it otherwise, or as it is."""
+    times = list[Eights]()
+    of = Eights.of
+    monkeypatch.setattr(Eights, "of", lambda form, x: times.append(form) or of(form, x))
+    monkeypatch.setattr(library, "why_not", lambda *_: "for a test")  # all by Triton's kernels
+    backend = Triton()
+
+    def pack(*weights: Any) -> Held:
+        return Held(backend.pack_quantized([there(each, device) for each in weights], None, dtype=torch.bfloat16))
+
+    scales, blocks, whole = (float8(24, 256, block, generator) for block in ((1, 256), (24, 128), (24, 64)))
+    several, beside, plain = pack(scales, blocks), pack(scales), pack(whole)
+    integers = pack(grouped(16, 256, 256, 8, generator))
+    dense = Held(backend.pack_linear(torch.randn((8, 256), generator=generator).to(device).bfloat16(), None))
+    assert len(several.packed.parts) == 2
+    weight, bias = torch.randn((2, 256), generator=generator).to(device)
+    x, residual = torch.randn((2, 20, 256), generator=generator).to(device).bfloat16()
+    norm = norms(weight, bias if centred else None)
+    for readers, again in (
+        ((several,), 0),
+        ((several, beside), 0),
+        ((several, plain, dense), 0),
+        ((dense, integers, several, beside), 2),  # two have 8-bit floats, each rounds them
+        ((plain, dense), 0),
+    ):
+        separate, total = norm.add(backend, "norm", x.clone(), residual.clone())
+        wanted = [backend.apply(each.packed, separate, NO_ADAPTERS) for each in readers]
+        times.clear()
+        read, summed = norm.read_by(readers, backend, "norm", x.clone(), residual.clone())
+        assert torch.equal(summed, total)
+        found = [backend.apply(each.packed, read, NO_ADAPTERS) for each in readers]
+        assert all(map(torch.equal, found, wanted))
+        assert len(times) == again
+    gate_up = torch.randn((20, 512), generator=generator).to(device).bfloat16()
+    times.clear()
+    read = gated(backend, gate_up, several)
+    assert isinstance(read, Rounded)
+    assert torch.equal(several.packed(read, NO_ADAPTERS), several.packed(backend.silu_mul(gate_up), NO_ADAPTERS))
+    assert len(times) == 1, "of the separate way alone"
+
+
+def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torch.Generator) -> None:
+    weight = there(float8(48, 256, (1, 256), generator), device)
+    inner = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
+    linear = TritonAdaptedLinear(inner, AdapterSlots(2, 256, (32, 16), 8, torch.bfloat16, False, device))
+    down, up = torch.randn((8, 256), generator=generator), torch.randn((32, 8), generator=generator)
+    linear.put(1, linear.pack([Delta(0, down.bfloat16() / 16, up.bfloat16())]))
+    slots = (torch.arange(20) % 2).to(device)
+    x, factor = torch.randn((20, 256), generator=generator).to(device).bfloat16(), torch.ones(256, device=device)
+    found = rounding_of([linear], x)
+    assert found is not None
+    form, whole = found
+    assert whole
+    made, _ = form.norm(x, None, factor, None, 1e-6, whole=whole)
+    separate = triton_fused.rms_norm(x, factor, 1e-6)
+    for context in (NO_ADAPTERS, LinearContext(slots, torch.argsort(slots, stable=True))):
+        assert torch.equal(linear(made, context), linear(separate, context))
+    assert not torch.equal(linear(made, context), inner(made, NO_ADAPTERS))
+    plain = TritonAdaptedLinear(lambda x, _: x[:, :48] + 0, AdapterSlots(1, 256, (48,), 8, x.dtype, False, device))
+    assert rounding_of([plain], x) is None
+
+
+def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
+    """JoinedLinear.watch puts a function in a linear's place."""
+    weight = there(float8(48, 256, (1, 256), generator), device)
+    inner = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
+    seen = list[Tensor]()
+    watched = Held(lambda x, context: seen.append(x) or inner(x, context))
+    x = torch.randn((20, 256), generator=generator).to(device).bfloat16()
+    norm = norms(torch.ones(256, device=device))
+    read, _ = norm.read_by((watched,), Triton(), "norm", x, None)
+    Triton().apply(watched.packed, read, NO_ADAPTERS)
+    assert torch.equal(seen[0], triton_fused.rms_norm(x, torch.ones(256, device=device), 1e-6))
+
+
+def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Generator) -> None:
+    """Rows that are narrower than a block, inputs in another order, and a GPU on which the bits are others."""
+    for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
+        linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+        x = torch.randn((20, weight.shape[1]), generator=generator).to(device)
+        assert rounding_of([linear], x) is None
+        seen = rounded(x.cpu(), floats=not hasattr(weight, "order"))
+        assert error(linear(x, NO_ADAPTERS).cpu(), seen @ weight.dequantized().double().T) < 0.02
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_trial(form: Eights, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes what has the same bits, and notices what has not, and what raises."""
+    monkeypatch.setattr(rounding, "_TRIED", (3, 300))
+
+    def found() -> str | None:
+        rounding.why_not.cache_clear()
+        return rounding.why_not(form, torch.bfloat16, device)
+
+    assert found() is None
+    layer_norm = triton_fused.add_layer_norm
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_fused, "add_layer_norm", lambda x, *rest: layer_norm(x * 1.01, *rest))
+        assert found() == "other bits"
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_fused, "silu_mul", lambda gate_up: 1 / 0)
+        assert found() == "ZeroDivisionError: division by zero"
+    rounding.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("llama", "fp8"),
+        ("starcoder2", "int8"),
+        *nightly(("gemma2", "int8"), ("qwen3_5", "fp8"), ("deepseek_v2-lite", "fp8"), ("falcon_h1", "int8")),
+    ],
+)
+def test_a_model_has_the_same_bits(
+    family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log probabilities too; norms and gates then round, and the kernels that round by themselves have less to do."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+    path = save_tiny_model(tmp_path, family, hidden_size=128, intermediate_size=256)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 36)]
+    counts = {"of": 0, "norm": 0, "gate": 0}
+    for name in counts:
+        method = getattr(Eights, name)
+
+        def counted(form: Eights, *args: Any, name: str = name, method: Any = method, **named: Any) -> Any:
+            counts[name] += 1
+            return method(form, *args, **named)
+
+        monkeypatch.setattr(Eights, name, counted)
+
+    def answers() -> list[Any]:
+        kept = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "attention_backend": "triton"}
+        config = EngineConfig(model=str(path), quantization=quantization, **kept)
+        requests = [request(str(i), prompt, max_tokens=3, logprobs=2) for i, prompt in enumerate(prompts)]
+        counts.update(dict.fromkeys(counts, 0))
+        found = run(Engine(config), requests)
+        return [(found[str(i)].ids, found[str(i)].logprobs) for i in range(len(prompts))]
+
+    fused = answers()
+    assert counts["norm"] > 0
+    assert family == "starcoder2" or counts["gate"] > 0
+    rounded_alone = counts["of"]
+    monkeypatch.setattr(rounding, "fuses", lambda *_: False)
+    assert answers() == fused
+    assert counts["norm"] == counts["gate"] == 0
+    assert counts["of"] > rounded_alone
