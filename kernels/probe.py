@@ -66,11 +66,14 @@ class Probe(BackendProbe):
     """Some layers see a window of the keys; a library may be built without."""
     sinks: bool = False
     """Heads have a score beside those of their keys."""
+    chunked: bool = False
+    """Those windows are chunks."""
 
     def wrong(self, backend: Backend) -> str | None:
         windows = (None, _WINDOW) if self.windowed else (None,)
         sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.sinks else None
-        rules = [Softmax(self.head_dim**-0.5, window, self.softcap, sinks=sinks) for window in windows]
+        scale, capped = self.head_dim**-0.5, self.softcap
+        rules = [Softmax(scale, window, capped, sinks=sinks, chunked=self.chunked) for window in windows]
         return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
 
     def _try(self, backend: Backend, softmax: Softmax) -> str | None:

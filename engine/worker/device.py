@@ -23,7 +23,15 @@ from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.adapted.spec import AdaptedSpec
-from quire.engine.models.asked import each_attention, has_latents, has_sinks, head_size, sample_rules, widest
+from quire.engine.models.asked import (
+    each_attention,
+    has_chunks,
+    has_latents,
+    has_sinks,
+    head_size,
+    sample_rules,
+    widest,
+)
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
@@ -319,6 +327,7 @@ def choose_backend(
             *wanted,
             sinks=has_sinks(spec),
             latents=has_latents(spec),
+            chunks=has_chunks(spec),
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
@@ -358,14 +367,15 @@ def _trial(
 ) -> Trial:
     """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
     change states."""
-    windowed, tried = any(each.window for each in spec.states), list[Trial]()
+    tried = list[Trial]()
+    asked = (any(each.window for each in spec.states), has_sinks(spec), has_chunks(spec))
     for part in each_attention(spec):
         if isinstance(part, LatentAttentionSpec):
             sizes = (part.latent, part.rotated, part.plain, part.value)
             tried.append(LatentProbe(device, dtype, part.num_heads, sizes, part.neighbours, capture, held))
         else:
             shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
-            tried.append(Probe(device, dtype, *shape, capture, held, windowed=windowed, sinks=has_sinks(spec)))
+            tried.append(Probe(device, dtype, *shape, capture, held, *asked))
     tried += [RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device)]
     return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
 
