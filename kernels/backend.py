@@ -238,7 +238,7 @@ class Operations(ABC):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values]. The query at
-        position p sees keys max(0, p - window + 1) to p. What is read is always what the pages hold: of codes the
+        position p sees keys from Softmax.first_seen(p), or 0, to p. What is read is what the pages hold: of codes the
         rounded numbers, of the step's own tokens too. H is a multiple of K; query head h reads key-value head
         h // (H / K). Scores and sums are float32. A row's result depends on its own query and keys alone: batch,
         chunks and page ids change no bit of it (but on a GPU, where the backend was not made deterministic)."""
@@ -315,8 +315,8 @@ class Backend(Operations):
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
         return None
 
-    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
-        """Why its attention takes no Softmax.sinks, or no Softmax.values, if these are asked for, likewise."""
+    def cannot_attend(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
+        """Why its attention takes no Softmax.sinks, .values or .chunked, if these are asked for, likewise."""
         return None
 
     @abstractmethod

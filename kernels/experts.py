@@ -34,9 +34,11 @@ class ReferenceMixture:
             if not 0 <= (place := expert - experts.first) < len(experts.down):
                 continue
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            gate_up = experts.gate_up[place](x[rows], NO_ADAPTERS)
-            gated = between(self._backend, experts, gate_up)
-            total[rows] += experts.down[place](gated, NO_ADAPTERS) * shares[rows, rank, None]
+            share = shares[rows, rank, None]
+            read = (x[rows] * share).to(x.dtype) if experts.routing.inputs else x[rows]
+            gated = between(self._backend, experts, experts.gate_up[place](read, NO_ADAPTERS))
+            given = experts.down[place](gated, NO_ADAPTERS)
+            total[rows] += given if experts.routing.inputs else given * share
         return total.to(x.dtype)
 
 

@@ -69,11 +69,14 @@ class Probe(BackendProbe):
     prompts: bool = False
     """Whether the graph is to hold a part of a prompt, of which it knows at most how long it is; and nothing else is
     tried."""
+    chunked: bool = False
+    """Those windows are chunks."""
 
     def wrong(self, backend: Backend) -> str | None:
         windows = (None, _WINDOW) if self.windowed else (None,)
         sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.sinks else None
-        rules = [Softmax(self.head_dim**-0.5, window, self.softcap, sinks=sinks) for window in windows]
+        scale, capped = self.head_dim**-0.5, self.softcap
+        rules = [Softmax(scale, window, capped, sinks=sinks, chunked=self.chunked) for window in windows]
         return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
 
     def _try(self, backend: Backend, softmax: Softmax) -> str | None:

@@ -96,7 +96,7 @@ class Reference(Backend):
             value_scale = softmax.kv_scales.value if softmax.values is None else softmax.kv_scales.key
             v = _read(v_cache, pages, value_scale, q.dtype)[:context, :, : softmax.values]
             if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
-                unseen = max(context - (starts[s + 1] - starts[s]) - softmax.window + 1, 0)
+                unseen = max(softmax.first_seen(context - (starts[s + 1] - starts[s])), 0)
                 k[:unseen], v[:unseen] = 0, 0
             for i in range(starts[s], starts[s + 1], QUERY_TILE):
                 rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
@@ -271,7 +271,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
             scores = scores + _bias(softmax.bias, at - where, kv_heads, rows=QUERY_TILE).to(scores)
         hidden = (at > where + ahead) | (at >= len(k))
         if softmax.window is not None:
-            hidden |= at <= where - softmax.window
+            hidden |= at < softmax.first_seen(where)
         scores = scores.masked_fill(hidden, -torch.inf)
         above = torch.maximum(peak, scores.amax(-1, keepdim=True))
         anchor = above.masked_fill(above == -torch.inf, 0)

@@ -41,6 +41,8 @@ class Routing:
     """those with the largest sums of so many of their best experts."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
+    inputs: bool = False
+    """An expert's weight multiplies what it reads, not what it gives (Llama 4, 2025)."""
     jitter: float = 0.0
     """Of SparseMixer: (largest - s) / max(|s|, largest) is at most twice this where s is not much smaller."""
 

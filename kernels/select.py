@@ -76,13 +76,14 @@ def select_backend(
     *,
     sinks: bool = False,
     latents: bool = False,
+    chunks: bool = False,
     deterministic: bool = False,
     kv_dtype: dtype | None = None,
     activation_bits: str = "auto",
     trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`. sinks,
-    latents: of attention.
+    latents, chunks: of attention.
 
     kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. trials: what it
     must pass, if anything; where no fast backend passes the first trial, the next one decides.
@@ -103,7 +104,7 @@ def select_backend(
         if reason is None and kv_dtype in KV_CODES:
             reason = backend.cannot_hold(kv_dtype)
         if reason is None:
-            reason = backend.cannot_attend(sinks=sinks, latents=latents)
+            reason = backend.cannot_attend(sinks=sinks, latents=latents, chunks=chunks)
         if reason is None and trial is not None:
             reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)

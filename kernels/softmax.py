@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,19 @@ class Softmax:
     values: int | None = None
     """A key's first numbers that are its value, where the values' cache is that of keys; of
     backends that can (`Backend.cannot_attend`)."""
+    chunked: bool = False
+    """The window does not move with the query: it begins at the last multiple of its size (Llama 4, 2025); of backends
+    that can (`Backend.cannot_attend`)."""
+
+    def first_seen(self, position: Any) -> Any:
+        """The first key that a query at a position sees, which may be below 0; of a tensor of positions, likewise."""
+        assert self.window is not None
+        return position // self.window * self.window if self.chunked else position - self.window + 1
+
+    @property
+    def native_window(self) -> int:
+        """As kernels/cpu/attention_tile.h has it: 0: there is none; below 0: chunks of so many keys."""
+        return (self.window or 0) * (-1 if self.chunked else 1)
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster

@@ -32,6 +32,7 @@ from quire.server.durable import Durable
 from quire.server.generation.background import Background
 from quire.server.generation.fold import LogprobBudget
 from quire.server.generation.loop_turns import LoopTurns
+from quire.server.images.fetch import Fetcher
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.other_processes import OtherProcesses
@@ -65,6 +66,7 @@ class Runtime:
     request_log: RequestLog
     others: OtherProcesses
     workers: WorkerPool
+    fetcher: Fetcher
     grammars: GrammarChecker
     turns: LoopTurns
     kept: LogprobBudget
@@ -161,8 +163,9 @@ async def serving(
         )
         ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
         ending.callback((turns := LoopTurns()).close)
+        ending.callback((fetcher := Fetcher(config.allowed_media_domains)).close)
         admission = Admission(client, config, info.max_model_len, keyed=keyed)
-        runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters, hashes)
+        runtime = _runtime(config, info, model, admission, client, group, workers, fetcher, turns, adapters, hashes)
         ending.push_async_callback(runtime.receipts.close)
         if isinstance(client.link, HubLink):  # then another API process may have the weights changed
             client.link.on_version.append(partial(tell_version, runtime))
@@ -185,6 +188,7 @@ def _runtime(
     client: EngineClient,
     group: WeightsGroup,
     workers: WorkerPool,
+    fetcher: Fetcher,
     turns: LoopTurns,
     adapters: Adapters | None,
     hashes: ModelHashes,
@@ -210,6 +214,7 @@ def _runtime(
         request_log=log,
         others=OtherProcesses(client, metrics, log, model.tokenizer.decode),
         workers=workers,
+        fetcher=fetcher,
         grammars=GrammarChecker(workers),
         turns=turns,
         kept=LogprobBudget(),

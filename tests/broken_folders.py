@@ -161,9 +161,9 @@ def _ropes() -> list[Broken]:
         "type-number": ({"rope_type": 5}, "rope_type"),
         "type-unknown": ({"rope_type": "spiral"}, "rope_type"),
         "llama3-lacks": ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
-        "llama3-equal": (
+        "llama3-turned": (
             {
-                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 0.5},
                 "original_max_position_embeddings": 64,
             },
             "high_freq_factor",

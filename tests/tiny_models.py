@@ -53,6 +53,18 @@ GROUPED = {
     "routed_scaling_factor": 1.5,
 }
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
+LLAMA4 = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 128,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "attention_chunk_size": 24,
+    "no_rope_layer_interval": 3,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
 ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
@@ -271,6 +283,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 5,
         "moe_topk": 2,
         "rope_parameters": ALPHA,
+    },
+    "llama4": {"model_type": "llama4_text", **LLAMA4, "interleave_moe_layer_step": 2},
+    "llama4-plain": {
+        "model_type": "llama4_text",
+        **LLAMA4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [0, 2],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
     },
     "exaone_moe": {**GROUPED, **WINDOWED, "model_type": "exaone_moe", "num_experts": 12, "num_shared_experts": 2},
     "mellum": {
@@ -544,8 +566,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             torch.nn.init.normal_(
                 parameter, std=embedded if "embed" in name else 0.2 if bias else spread * inputs**-0.5
             )
-        elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
-            inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
+        elif parameter.ndim == 3:  # experts; gpt-oss' and Llama 4's are transposed
+            inputs = parameter.shape[1 if family.startswith(("gpt_oss", "llama4")) else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
             # norms that multiply by 1 + weight

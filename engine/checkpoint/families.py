@@ -54,6 +54,7 @@ FAMILIES = {
     "lfm2_moe": "sparse",
     "lfm3": "recurrent",
     "llama": "dense",
+    "llama4_text": "sparse",
     "mamba": "recurrent",
     "mamba2": "recurrent",
     "mellum": "sparse",
@@ -147,6 +148,7 @@ HEAD_GATED = ("lfm3",)
 """Those whose attention has one for each head, unless use_attention_gate says that it has none."""
 _SHARED = {
     "hunyuan_v1_moe": "mlp.shared_mlp",
+    "llama4_text": "feed_forward.shared_expert",
     "nemotron_h": "mixer.shared_experts",
     **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "shared_mlp"),
@@ -162,6 +164,7 @@ STACKED = (
         "granitemoe_swa",
         "granitemoehybrid",
         "granitemoeshared",
+        "llama4_text",
         "qwen3_5_moe_text",
     ),
     "qwen3_vl_moe_text",
@@ -191,6 +194,7 @@ WITH_IMAGES = {
     "idefics3": "llama",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
+    "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
@@ -262,6 +266,8 @@ def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
         return [layer < len(kinds) and kinds[layer] == "moe" for layer in range(layers)]
     if kinds := text.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
+    if (chosen := text.get("moe_layers")) is not None:
+        return [layer in chosen for layer in range(layers)]
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
     end = text.get("moe_layer_end_index")
@@ -304,22 +310,22 @@ def shared_experts(text: Mapping[str, Any]) -> tuple[str, int]:
     kind = str(text.get("model_type"))
     name, count = _SHARED.get(kind, "mlp.shared_experts"), int(text.get("n_shared_experts") or 0)
     each = text.get("moe_intermediate_size") or text.get("intermediate_size")
-    if kind == "hunyuan_v1_moe":
+    if kind in ("hunyuan_v1_moe", "llama4_text"):
         return name, int(text.get("intermediate_size") or 0)
     given = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
     return name, int(given or (count * each if isinstance(each, int) else 0))
 
 
 def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """By layer that has attention, in the families that have windows: tokens that a token sees; None: all."""
+    """By layer that has attention, in the families that have windows: tokens that a token sees at most; None: all."""
     kind = str(text.get("model_type"))
-    window = text.get("sliding_window", _SLIDING.get(kind))
+    window = text.get("attention_chunk_size" if kind == "llama4_text" else "sliding_window", _SLIDING.get(kind))
     if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))) or not window:
         window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
         attend = [each for each in kinds if _attends(each)]
-        return tuple(window if "sliding" in each else None for each in attend)
+        return tuple(window if "sliding" in each or "chunked" in each else None for each in attend)
     every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
     if isinstance(every, str):
         return tuple(window if every[layer % len(every)] == "L" else None for layer in range(layers))

@@ -157,6 +157,10 @@ class SharedFields(UnequalFields, total=False):
     mlp_only_layers: list[int] | None
     first_k_dense_replace: _LayerCount | None
     moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
+    moe_layers: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
+    interleave_moe_layer_step: _LayerCount | None
+    intermediate_size_mlp: _Width | None
+    attention_chunk_size: _Positions | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -183,6 +187,9 @@ class ServedFields(SharedFields, total=False):
     sliding_window: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)] | None
     no_rope_layers: list[int] | None
     no_rope_layer_interval: _Layers | None
+    attn_temperature_tuning: bool | int | None
+    floor_scale: _Positions | None
+    attn_scale: Annotated[float, Meta(ge=0, le=1e3)] | None
     query_pre_attn_scalar: _Above0 | None
     attn_logit_softcapping: _Above0 | None
     final_logit_softcapping: _Above0 | None
@@ -311,13 +318,11 @@ class PlannedFields(SharedFields, _Sizes, total=False):
     kv_channels: _Width | None
     sliding_window: Any
     expansion_ratio: _Above0 | None
-    intermediate_size_mlp: _Width | None
     layers_block_type: list[_Text] | None
     moe_intermediate_size: _Width | list[Any] | None
     shared_expert_intermediate_size: _Width0 | None
     n_shared_experts: _Width0 | None
     decoder_sparse_step: _LayerCount | None
-    interleave_moe_layer_step: _LayerCount | None
 
 
 class AdaptedFields(PlannedFields, total=False):

@@ -51,7 +51,9 @@ HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
 """The same of a head that guesses tokens: many are published in PyTorch's own format."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""What layer_types may name in the families that are served."""
+"""What layer_types may name in the families that are served;"""
+_CHUNKED = {"llama4_text": ("chunked_attention",)}
+"""and in some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,7 @@ def _check_shape(config: ModelConfig) -> None:
         if given and len(given) != config.num_layers:
             raise wrong(f"{name}: {len(given)} entries for {config.num_layers} layers")
     kind = config.model_type
-    known = {*_LAYER_TYPES, *STATES.get(kind, ()), *WITHOUT_STATES.get(kind, ())}
+    known = {*_LAYER_TYPES, *_CHUNKED.get(kind, ()), *STATES.get(kind, ()), *WITHOUT_STATES.get(kind, ())}
     if unknown := sorted(set(config.raw.get("layer_types") or ()) - known):
         raise wrong(f"layer_types: {unknown[0]!r} is not supported")
 

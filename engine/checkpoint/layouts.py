@@ -220,6 +220,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,
+    "llama4_text": Layout(
+        inside={f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}, neighbours=True
+    ),
     "jamba": Layout(
         outside=_BAMBA.outside, inside={**{name: own for name, own in _BAMBA.inside.items() if own != _SPACE}, **_SCAN}
     ),

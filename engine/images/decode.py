@@ -28,6 +28,8 @@ _BAND = 256
 """Rows."""
 _WIDE = ("I", "I;16", "I;16B", "I;16L")
 """Modes of PNG files with 16 bits for each grey."""
+_TELLING = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+"""Chunks of a PNG."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 """Of EXIF: the tag, and its values for an image that lies on its side."""
 
@@ -66,12 +68,34 @@ def opened(content: bytes, where: str) -> Image.Image:
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Width and height as `upright` will have them."""
     try:
-        turned = image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+        turned = _told(image).get(_ORIENTATION) in _ON_ITS_SIDE
     except MemoryError:
         raise
     except Exception:  # broken, as Pillow finds again when it decodes
         turned = False
     return (image.height, image.width) if turned else image.size
+
+
+def _told(image: Image.Image) -> Image.Exif:
+    """What a file says beside its pixels. Of a PNG, Pillow would read all pixels to find out, and hold them; they are
+    read where something stands behind them."""
+    from PIL import Image
+
+    if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
+        return image.getexif()
+    return image.getexif() if _tells_late(file.getvalue()) else Image.Image.getexif(image)
+
+
+def _tells_late(content: bytes) -> bool:
+    """Whether a PNG has a chunk behind its pixels that may say how it lies."""
+    at, pixels = len(b"\x89PNG\r\n\x1a\n"), False
+    while at + 8 <= len(content):
+        kind = content[at + 4 : at + 8]
+        if pixels and kind in _TELLING:
+            return True
+        pixels = pixels or kind == b"IDAT"
+        at += 12 + int.from_bytes(content[at : at + 4], "big")
+    return False
 
 
 def upright(image: Image.Image, where: str) -> Image.Image:

@@ -14,6 +14,7 @@ from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, rows_of
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times, uneven
+from quire.engine.layers.rope import Growth, growth_of
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.quantized import Given
@@ -33,14 +34,18 @@ class AttentionSpec(PartSpec):
     norm: NormSpec
     window: int | None = None
     """Keys a query sees, itself included; None: all."""
+    chunked: bool = False
+    """As Softmax.chunked."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
     sinks: bool = False
     """Every query head has a score beside those of its keys, which takes a part of the weights (Softmax.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["heads", "whole", "centred", "after"] | None = None
-    """Norm of queries and keys, as Rope.norm says it; None: there is none."""
+    qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
+    """Norm of queries and keys, as Rope.norm says it; unit: as after, without weights; None: there is none."""
+    growth: Growth | None = None
+    """How queries grow with their position; None: as `rope` says it."""
     alibi: float | None = None
     """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
     input_norm: bool = True
@@ -153,7 +158,7 @@ class Attention(PagedPart):
         head_norms = {f"{prefix}.q_norm": q_size if each else dim}
         head_norms |= {f"{prefix}.k_norm": kv_size if each else dim} if spec.source is None else {}
         rms = NormSpec(spec.norm.eps, spec.norm.offset)
-        self._head_norms = NormWeights({} if spec.qk_norm is None else head_norms, making.dtype, rms)
+        self._head_norms = NormWeights({} if spec.qk_norm in (None, "unit") else head_norms, making.dtype, rms)
         self._weights: dict[str, Tensor] = {}
         biased = range(spec.num_heads) if shard.divides_tokens else heads
         self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, biased)
@@ -199,9 +204,14 @@ class Attention(PagedPart):
     def rope(self) -> Rope:
         """How heads are rotated and stored, once its weights are there."""
         spec, (q_norm, k_norm) = self._spec, (self._head_norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
-        kind, scale = spec.qk_norm or "heads", None if spec.rope is None else self._making.query_scales(spec.rope)
-        v_norm = torch.ones(spec.head_dim, device=self._making.device) if spec.v_norm else None
-        beside = (self._kv_scales, kind, scale, v_norm, self._given)
+        growth = growth_of(spec.rope) if spec.growth is None and spec.rope is not None else spec.growth
+        scale, ones = None, torch.ones(spec.head_dim, device=self._making.device)
+        if growth is not None:
+            scale = self._making.query_scales(growth)
+        if spec.qk_norm == "unit":
+            q_norm = k_norm = ones
+        kind = "after" if spec.qk_norm == "unit" else spec.qk_norm or "heads"
+        beside = (self._kv_scales, kind, scale, ones if spec.v_norm else None, self._given)
         return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *beside)
 
     def _along(self, axes: Tensor) -> Rope:
@@ -214,5 +224,5 @@ class Attention(PagedPart):
     def _softmax(self) -> Softmax:
         spec = self._spec
         assert ("sinks" in self._weights) == spec.sinks, "weights are not loaded"
-        seen = (spec.scale, spec.window, spec.softcap, spec.ahead)
-        return Softmax(*seen, bias=self._bias, kv_scales=self._kv_scales, sinks=self._weights.get("sinks"))
+        seen = (spec.scale, spec.window, spec.softcap, spec.ahead, self._bias, self._kv_scales)
+        return Softmax(*seen, sinks=self._weights.get("sinks"), chunked=spec.chunked)

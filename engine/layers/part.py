@@ -15,7 +15,7 @@ from quire.engine.checkpoint.parts.states import State
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
+from quire.engine.layers.rope import Growth, alibi_bias, rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.activation import Activation
@@ -76,12 +76,12 @@ class Making:
             self.tables[key] = rope_table(rope, head_dim, self.max_model_len).to(self.device)
         return self.tables[key]
 
-    def query_scales(self, rope: dict[str, Any]) -> Tensor | None:
-        """What queries are multiplied by, by position; None: they are not."""
-        key = f"scales {rope}"
-        if key not in self.tables and (scales := query_scales(rope, self.max_model_len)) is not None:
-            self.tables[key] = scales.to(self.device)
-        return self.tables.get(key)
+    def query_scales(self, growth: Growth) -> Tensor:
+        """What queries are multiplied by, by position."""
+        key = f"scales {growth}"
+        if key not in self.tables:
+            self.tables[key] = growth.scales(self.max_model_len).to(self.device)
+        return self.tables[key]
 
     def alibi(self, factor: float, heads: int, own: range) -> Tensor:
         """Softmax.bias of the `own` among so many heads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,9 +90,25 @@ def axes_of(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -
     return tuple(found)
 
 
-def query_scales(rope: dict[str, Any], length: int) -> Tensor | None:
-    """Llama 4's, [length]: queries grow with the logarithm of their position, counted in whole old contexts; None where
-    `rope` does not ask for it."""
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in whole contexts."""
+
+    factor: float
+    """Of the logarithm."""
+    context: int
+    """Tokens."""
+    first: int = 0
+    """The number of the first position."""
+
+    def scales(self, length: int) -> Tensor:
+        """[length], by position."""
+        positions = torch.arange(self.first, self.first + length, dtype=torch.float32)
+        return 1 + self.factor * torch.log(1 + torch.floor(positions / self.context))
+
+
+def growth_of(rope: dict[str, Any]) -> Growth | None:
+    """How queries grow that are rotated so; None: they do not. Raises ModelError."""
     if not (beta := rope.get("llama_4_scaling_beta")):
         return None
     if (old := rope.get("original_max_position_embeddings")) is None:
@@ -99,7 +116,7 @@ def query_scales(rope: dict[str, Any], length: int) -> Tensor | None:
             "model: config.json: rope_parameters: lacks original_max_position_embeddings, which llama_4_scaling_beta "
             "needs"
         )
-    return 1 + beta * torch.log(1 + torch.floor(torch.arange(length, dtype=torch.float32) / old))
+    return Growth(beta, old)
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
@@ -136,12 +153,12 @@ def _longrope_size(rope: dict[str, Any]) -> float:
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
     low, high, old = (rope[key] for key in _LLAMA3)
-    if not low < high:
+    if low > high:
         raise ModelError(
-            f"model: config.json: rope_parameters: high_freq_factor must be above low_freq_factor, got {high}"
+            f"model: config.json: rope_parameters: high_freq_factor must not be below low_freq_factor, got {high}"
         )
-    wavelengths = 2 * math.pi / frequencies
-    keep = ((old / wavelengths - low) / (high - low)).clamp(0, 1)
+    turns = old * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1) if low < high else (turns >= low).float()  # Llama 4's are equal
     return torch.where(keep == 1, frequencies, (1 - keep) * frequencies / rope["factor"] + keep * frequencies)
 
 

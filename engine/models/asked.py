@@ -43,6 +43,11 @@ def has_sinks(spec: DecoderSpec) -> bool:
     return any(each.sinks for each in spec.parts(AttentionSpec))
 
 
+def has_chunks(spec: DecoderSpec) -> bool:
+    """Whether some attention is within chunks (Llama 4)."""
+    return any(each.chunked for each in spec.parts(AttentionSpec))
+
+
 def has_latents(spec: DecoderSpec) -> bool:
     return bool(spec.parts(LatentAttentionSpec))
 

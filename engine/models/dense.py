@@ -36,11 +36,11 @@ def _rope(said: OneRope | None, theta: float) -> Any:
     return {"rope_type": "default", "rope_theta": theta} | rope
 
 
-def _smollm3_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+def some_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """One of every few layers leaves positions out (NoPE: Yang et al., 2025)."""
-    every = config.raw.get("no_rope_layer_interval") or 4
-    default = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
-    return [config.rope if rotated else None for rotated in config.raw.get("no_rope_layers") or default]
+    every, layers = config.raw.get("no_rope_layer_interval") or 4, config.num_layers
+    said = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    return [config.rope if rotated else None for rotated in said]
 
 
 def _exaone_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
@@ -118,7 +118,7 @@ TABLE: Mapping[str, SpecOf] = {
         Family(like="qwen2", attention={"qk_norm": "heads", **biased("attention_bias")}),
     ),
     # SmolLM3 (Bakouch et al., 2025).
-    "smollm3": Family(like="llama", attention={"window": windows, "rope": _smollm3_ropes}),
+    "smollm3": Family(like="llama", attention={"window": windows, "rope": some_ropes}),
     # Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1.
     "gemma": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),

@@ -10,7 +10,8 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.dense import phi3_rope, two_ropes
+from quire.engine.layers.rope import Growth
+from quire.engine.models.dense import phi3_rope, some_ropes, two_ropes
 from quire.engine.models.experts import (
     GATED_EXPERTS,
     GROUPED,
@@ -19,6 +20,7 @@ from quire.engine.models.experts import (
     expert_size,
     mixture,
     shared,
+    where_sparse,
 )
 from quire.engine.models.family import Family, SpecOf, windows
 from quire.engine.models.values import Fields, biased, flag, given, unless
@@ -54,6 +56,25 @@ def _phimoe_rope(config: ModelConfig) -> dict[str, Any]:
     if short != long:
         raise ModelError(f"model: config.json: rope_scaling: short_mscale {short} and long_mscale {long} must be equal")
     return phi3_rope(replace(config, rope=rope if short is None else rope | {"attention_factor": short}))
+
+
+def _chunks(config: ModelConfig) -> tuple[int | None, ...]:
+    """By layer, where contexts are longer than a chunk."""
+    longest = config.context or config.max_position
+    return tuple(None if size is None or size >= longest else size for size in windows(config))
+
+
+def _unit_norms(config: ModelConfig) -> list[str | None]:
+    wanted = config.raw.get("use_qk_norm") is not False
+    return ["unit" if wanted and rope is not None else None for rope in some_ropes(config)]
+
+
+def _growths(config: ModelConfig) -> list[Growth | None]:
+    """Of queries whose positions are left out."""
+    raw = config.raw
+    scale, tuned = raw.get("attn_scale"), raw.get("attn_temperature_tuning") not in (False, 0)
+    growth = Growth(0.1 if scale is None else scale, raw.get("floor_scale") or 8192, first=1) if tuned else None
+    return [growth if rope is None else None for rope in some_ropes(config)]
 
 
 TABLE: Mapping[str, SpecOf] = {
@@ -122,6 +143,27 @@ TABLE: Mapping[str, SpecOf] = {
             correction=lambda config: "expert_bias" if config.raw.get("use_expert_bias") is not False else None,
             name="feed_forward",
             **_NUMBERED,
+        ),
+    ),
+    # Llama 4 (Meta, 2025): experts that are weighed where they read, beside one of every token; attention within chunks
+    # and norms without weights, but for layers that leave positions out.
+    "llama4_text": Family(
+        attention={
+            "rope": some_ropes,
+            "window": _chunks,
+            "chunked": lambda config: [size is not None for size in _chunks(config)],
+            "qk_norm": _unit_norms,
+            "growth": _growths,
+            **biased("attention_bias"),
+        },
+        mlp={"intermediate_size": given("intermediate_size_mlp", 16384)},
+        experts=where_sparse(
+            mixture(
+                {"weights": "sigmoid", "normalized": False, "inputs": True},
+                beside=shared(),
+                name="feed_forward",
+                router="router",
+            )
         ),
     ),
     # MiniMax-M2 (MiniMax, 2025): experts weighed by sigmoids; norms of whole queries and keys, which are

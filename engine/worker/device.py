@@ -22,7 +22,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.adapted.spec import AdaptedSpec
-from quire.engine.models.asked import has_latents, has_sinks, head_size, widest
+from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
@@ -320,6 +320,7 @@ def choose_backend(
             *wanted,
             sinks=has_sinks(spec),
             latents=has_latents(spec),
+            chunks=has_chunks(spec),
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,

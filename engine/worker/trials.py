@@ -6,7 +6,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.layers.latent_attention import LatentAttentionSpec
-from quire.engine.models.asked import each_attention, has_sinks, sample_rules
+from quire.engine.models.asked import each_attention, has_chunks, has_sinks, sample_rules
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.capture import CudaCapture
 from quire.kernels.backend import Backend
@@ -68,7 +68,7 @@ def _trial(
             )
         else:
             shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
-            kinds = {"windowed": windowed, "sinks": has_sinks(spec), "prompts": prompts}
+            kinds = {"windowed": windowed, "sinks": has_sinks(spec), "chunked": has_chunks(spec), "prompts": prompts}
             tried.append(Probe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=held))
     if not prompts:
         tried += [RuleProbe(device, dtype, *each, capture=capture) for each in sample_rules(spec, device)]

@@ -66,7 +66,7 @@ struct WorkItem {
 };
 
 long first_tile(const Batch& batch, const WorkItem& item) {
-  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
+  const long earliest = first_seen(batch.softmax.window, item.position);
   return earliest > 0 ? earliest / kTile : 0;
 }
 long end_tile(const WorkItem& item) { return (item.end - 1) / kTile + 1; }
@@ -150,7 +150,7 @@ void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies,
   blocks.width = batch.width();
   blocks.scaled = batch.format.held == kInt8;
   // Pages before the window may meanwhile belong to another sequence, so they must not be read.
-  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
+  const long earliest = first_seen(batch.softmax.window, item.position);
   T* all_values = copies + kTileBlocks * batch.copied_keys();
   blocks.pairs = reinterpret_cast<const uint32_t*>(all_values);
   const auto there = [&](int b) { return begin + b * kBlock < end && begin + (b + 1) * kBlock > earliest; };
@@ -198,12 +198,12 @@ void attend_item(const Batch& batch, const WorkItem& item, long tile, const Work
       const long at = ((item.first + query) * batch.heads + item.kv_head * group + head) * batch.dim;
       some.query[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(batch.query) + at);
       const long position = item.position + query;
-      some.at[r] = position - tile * kTile;
+      some.from[r] = first_seen(batch.softmax.window, position) - tile * kTile;
       some.until[r] = seen_until(batch, item.sequence, position) - tile * kTile;
       const Softmax& softmax = batch.softmax;
       if (softmax.bias)
-        some.bias[r] =
-            softmax.bias + (item.kv_head * group + head) * softmax.bias_stride + softmax.bias_center - some.at[r];
+        some.bias[r] = softmax.bias + (item.kv_head * group + head) * softmax.bias_stride + softmax.bias_center -
+                       (position - tile * kTile);
       if (++head == group) {
         head = 0;
         ++query;

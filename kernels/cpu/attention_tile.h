@@ -24,7 +24,7 @@ constexpr int kMostTogether = kTogether<bf16> > kRows ? kTogether<bf16> : kRows;
 
 struct Softmax {
   float scale;    // that scores are multiplied with
-  int window;     // how many keys a query sees at most; 0: all up to its own position
+  int window;     // how many keys a query sees at most; 0: all up to its own position; < 0: chunks of so many
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
   int ahead;      // how many keys behind its own position a query sees
   // Added to scores by the distance from query to key, if not null: for a head, bias[head * bias_stride + bias_center]
@@ -54,11 +54,11 @@ struct Partial {
   float peak, total;
 };
 
-// The rows' queries, and their positions and the first keys that they do not see any more, relative to the tile's first
+// The rows' queries, and the first keys that they see, and that they do not see any more, relative to the tile's first
 // key, in ascending order. If there is a bias, it is that of the tile's first key.
 struct Rows {
   const uint32_t* query[kMostTogether];
-  long at[kMostTogether], until[kMostTogether];
+  long from[kMostTogether], until[kMostTogether];
   const float* bias[kMostTogether];
 };
 
@@ -162,14 +162,14 @@ INLINE void for_columns(int begin, int end, const Work& work) {
 // Which keys of a tile `count` rows see.
 struct Seen {
   const Rows& rows;
-  int window, begin, end;  // the blocks that some row sees
+  int begin, end;  // the blocks that some row sees
 
-  Seen(const Rows& rows, int count, int window) : rows(rows), window(window) {
+  Seen(const Rows& rows, int count) : rows(rows) {
     end = (until(count - 1) + kBlock - 1) / kBlock;
     begin = from(0) / kBlock < end ? from(0) / kBlock : end;
   }
   static int inside(long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); }
-  int from(int r) const { return window > 0 ? inside(rows.at[r] - window + 1) : 0; }
+  int from(int r) const { return inside(rows.from[r]); }
   int until(int r) const { return inside(rows.until[r]); }
 };
 
@@ -186,7 +186,7 @@ template <class T, int R>
 void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial, float* out) {
   alignas(64) float scores[R][kTile];
   alignas(64) T weights[R][kTile];
-  const Seen seen(rows, R, softmax.window);
+  const Seen seen(rows, R);
   for_columns<kColumns<R>>(seen.begin, seen.end,
                            [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r) partial[r] = weights_of(seen, r, scores[r], weights[r], tile, softmax);
@@ -253,7 +253,7 @@ INLINE void attend_by_tiles(int count, const Rows& rows, const TileBlocks& tile,
                             Partial* partial, float* out) {
   alignas(64) float scores[kTileRows * kTile];
   alignas(64) bf16 weights[kTileRows * kTile];
-  const Seen seen(rows, count, softmax.window);
+  const Seen seen(rows, count);
   shape_tiles(count, 0);
   score_by_tiles(rows, count, tile, seen.begin, seen.end, scores);
   for (int r = 0; r < count; ++r) {

@@ -64,6 +64,7 @@ struct Routing {
   const float* correction;  // [experts]; may be null
   const float* factors;     // [experts], of their weights in the end; may be null
   int chosen, weights, normalized, groups, groups_kept, group_best;
+  int inputs;                           // whether weights multiply what experts read, not what they give
   float added, scale, softcap, jitter;  // softcap 0: there is none
 };
 

@@ -12,6 +12,11 @@
 constexpr int kBlock = 16;
 constexpr int64_t kElsewhere = -1;  // the slot of a token that another rank keeps: ranks/divided_attention.cpp
 
+// The first key that a query at this position sees, which may be below 0, by Softmax::window (attention_tile.h).
+INLINE long first_seen(int window, long position) {
+  return window > 0 ? position - window + 1 : window < 0 ? position / -window * -window : 0;
+}
+
 template <class T>
 constexpr int kPack = 4 / static_cast<int>(sizeof(T));
 

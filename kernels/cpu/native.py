@@ -75,7 +75,10 @@ class LinearBlocks(ctypes.Structure):
 class Routing(ctypes.Structure):
     _fields_ = [
         *[(name, _POINTER) for name in ("correction", "factors")],
-        *[(name, _INT) for name in ("chosen", "weights", "normalized", "groups", "groups_kept", "group_best")],
+        *[
+            (name, _INT)
+            for name in ("chosen", "weights", "normalized", "groups", "groups_kept", "group_best", "inputs")
+        ],
         *[(name, _FLOAT) for name in ("added", "scale", "softcap", "jitter")],
     ]
 

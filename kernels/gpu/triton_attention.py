@@ -81,6 +81,12 @@ def _scales(at, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window, WINDOWED: tl.constexpr):
+    """The first key that a query sees, which may be below 0. WINDOWED: 1: windows; 2: chunks."""
+    return position // window * window if WINDOWED == 2 else position - window + 1
+
+
+@triton.jit
 def _tile(
     peak, total, acc, q, position, begin, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -113,7 +119,7 @@ def _tile(
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
+            seen = seen & (key[None, :] >= _first_seen(position, window, WINDOWED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -187,7 +193,7 @@ def _query_tile(
     end = tl.where(queries_here > 0, full - 1 + queries_here, 0)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(full - window, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(_first_seen(full - 1, window, WINDOWED), 0) // BLOCK_N * BLOCK_N
     return seq, queried, before + token, row, filled, begin, full, end
 
 
@@ -304,7 +310,7 @@ def reduce_fixed(
     position = tl.load(positions + row // HEADS).to(tl.int32)
     first = 0
     if WINDOWED:
-        first = tl.maximum(position - window + 1, 0) // SPLIT
+        first = tl.maximum(_first_seen(position, window, WINDOWED), 0) // SPLIT
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for split in range(first, position // SPLIT + 1):
         at = row * splits + split

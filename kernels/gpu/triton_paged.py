@@ -179,7 +179,8 @@ def paged_attention(
     scales = softmax.kv_scales
     rules = (softmax.scale * scales.key, scales.value, softmax.softcap or 0.0, window or 0)
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
-    kinds = (window is not None, softmax.softcap is not None, split, held)
+    windowed = 0 if window is None else 1 + softmax.chunked
+    kinds = (windowed, softmax.softcap is not None, split, held)
     stages = tiles.num_stages if torch.version.hip is None else min(tiles.num_stages, _MOST_STAGES_OF_AMD)
     compiled = {"num_warps": tiles.num_warps, "num_stages": stages}
     has_sinks = softmax.sinks is not None
@@ -192,7 +193,7 @@ def paged_attention(
     parts = (weighted, peaks, totals)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
-        kept = (heads, dim, padded, window is not None, split, has_sinks)
+        kept = (heads, dim, padded, windowed, split, has_sinks)
         reduce_fixed[tokens * heads,](*given, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
     else:
         kept_even = (heads, dim, padded, MOST_SPLITS, has_sinks)

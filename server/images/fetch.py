@@ -11,12 +11,15 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import QuireError
 from quire.engine.images.decode import MOST_BYTES, refused
 
 SECONDS = 10.0
@@ -24,6 +27,12 @@ SECONDS = 10.0
 MOST_REDIRECTS = 3
 MOST_IN_ALL = 48 << 20
 """Bytes of all images of a request."""
+_AT_ONCE = 256
+"""Images that are fetched for all requests together; others wait, and their time runs."""
+_LOOKUPS = 4
+"""Threads that look up names, and nothing else: a name server that does not answer keeps them for a while."""
+_CONNECTING = 3.0
+"""Seconds for each address of a host but the last."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _EMBEDDING = tuple(ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
 """Networks of IPv6 whose addresses stand for others of IPv4."""
@@ -47,8 +56,8 @@ def is_public(address: str) -> bool:
 class GuardedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to addresses that may be reached, and to no others, whatever a name stands for."""
 
-    def __init__(self, may_reach: Callable[[str], bool] = is_public) -> None:
-        self._may_reach = may_reach
+    def __init__(self, may_reach: Callable[[str], bool], lookups: Executor) -> None:
+        self._may_reach, self._lookups = may_reach, lookups
         self._network = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -59,12 +68,18 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, host.strip("[]"), port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         if not addresses or not all(self._may_reach(each) for each in addresses):
             raise Forbidden
-        return await self._network.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+        *others, last = addresses
+        for address in others:
+            try:
+                return await self._network.connect_tcp(address, port, _CONNECTING, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                continue
+        return await self._network.connect_tcp(last, port, timeout, local_address, socket_options)
 
     async def connect_unix_socket(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
         raise Forbidden
@@ -73,38 +88,57 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         await asyncio.sleep(seconds)
 
 
+@dataclass(slots=True)
+class _Room:
+    """What is left of a request's bytes. A host sends what it likes, so each piece counts when it comes."""
+
+    hold: Callable[[int], None]
+    left: int
+
+    def take(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise refused("messages", f"the images at its addresses have more than {MOST_IN_ALL >> 20} MiB together")
+        self.hold(size)
+
+
 class Fetcher:
-    """Fetches for all requests."""
+    """Fetches for all requests of a model."""
 
     def __init__(self, domains: Sequence[str], may_reach: Callable[[str], bool] = is_public) -> None:
         """`domains`: hosts that may be asked; *.example.com: all below it; *: any."""
         self._domains = [each.lower().rstrip(".") for each in domains]
-        self._may_reach = may_reach
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
+        self._network = GuardedNetwork(may_reach, self._lookups)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._trusted = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
 
-    async def all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
-        """What is at these addresses, each with the field that names it. Raises InvalidRequest, naming the field."""
-        found: dict[str, bytes] = {}
+    def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    async def all(self, urls: Mapping[str, str], hold: Callable[[int], None]) -> dict[str, bytes]:
+        """What is at these addresses, each with the field that names it. hold: is told of so many bytes more. Raises
+        InvalidRequest, naming the field, and what `hold` raises."""
+        found, room = dict[str, bytes](), _Room(hold, MOST_IN_ALL)
         async with (
             httpcore.AsyncConnectionPool(
-                network_backend=GuardedNetwork(self._may_reach), max_connections=4, keepalive_expiry=0
+                ssl_context=self._trusted, network_backend=self._network, max_connections=4, keepalive_expiry=0
             ) as pool,
             asyncio.TaskGroup() as tasks,
         ):
-            asked = {url: tasks.create_task(_kept(self._one(pool, url, where))) for url, where in urls.items()}
+            asked = {url: tasks.create_task(_kept(self._one(pool, url, where, room))) for url, where in urls.items()}
         for url, task in asked.items():
             content = task.result()
-            if isinstance(content, InvalidRequest):
+            if isinstance(content, QuireError):
                 raise content
             found[url] = content
-        if sum(map(len, found.values())) > MOST_IN_ALL:
-            raise refused("messages", f"the images at its addresses have more than {MOST_IN_ALL >> 20} MiB together")
         return found
 
-    async def _one(self, pool: httpcore.AsyncConnectionPool, url: str, where: str) -> bytes:
+    async def _one(self, pool: httpcore.AsyncConnectionPool, url: str, where: str, room: _Room) -> bytes:
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(SECONDS), self._turns:
                 for _ in range(MOST_REDIRECTS + 1):
-                    content, url = await self._answer(pool, self._allowed(url, where), where)
+                    content, url = await self._answer(pool, self._allowed(url, where), where, room)
                     if content is not None:
                         return content
         except TimeoutError:
@@ -136,7 +170,9 @@ class Fetcher:
             raise refused(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
         return url
 
-    async def _answer(self, pool: httpcore.AsyncConnectionPool, url: str, where: str) -> tuple[bytes | None, str]:
+    async def _answer(
+        self, pool: httpcore.AsyncConnectionPool, url: str, where: str, room: _Room
+    ) -> tuple[bytes | None, str]:
         """The content, or None and the address that it leads on to."""
         kept, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
@@ -151,6 +187,7 @@ class Fetcher:
                 size += len(piece)
                 if size > MOST_BYTES:
                     raise refused(where, f"the image at its address has more than {MOST_BYTES >> 20} MiB")
+                room.take(len(piece))
         return b"".join(kept), url
 
 
@@ -165,10 +202,10 @@ def _ascii(url: str) -> str:
     return split._replace(netloc=host, path=path, query=query, fragment="").geturl()
 
 
-async def _kept(work: Any) -> bytes | InvalidRequest:
+async def _kept(work: Any) -> bytes | QuireError:
     """The result, or the error: the others are not cut off by it."""
     try:
         content: bytes = await work
-    except InvalidRequest as error:
+    except QuireError as error:
         return error
     return content

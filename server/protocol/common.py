@@ -36,11 +36,14 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "mcp_servers": ([],),
     "modalities": (["text"],),
+    "multi_modal_data": ({},),
+    "multi_modal_uuids": ({},),
     "prediction": (),
     "prompt_embeds": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "verbosity": ("medium",),
+    **dict.fromkeys(("audios", "video", "videos"), ([],)),
     "web_search_options": (),
     "webhook": (),
     "webhook_url": (),
@@ -56,6 +59,8 @@ INSTEAD: Mapping[str, str] = {
     "ebnf": "structured_outputs.grammar",
     "grammar": "structured_outputs.grammar",
     "json_schema": "structured_outputs.json, or response_format",
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids"), "images in the messages of /v1/chat/completions"),
+    **dict.fromkeys(("audio", "audios", "modalities", "video", "videos"), "text and images, which alone are read"),
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
 """What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""

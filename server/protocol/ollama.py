@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
@@ -23,6 +23,9 @@ class OllamaCall(Given):
     function: OllamaFunction
 
 
+_UNREAD = ("audio", "audios", "video", "videos")
+
+
 class OllamaMessage(Given):
     role: str
     content: str = ""
@@ -32,6 +35,13 @@ class OllamaMessage(Given):
     tool_calls: Annotated[list[OllamaCall], AtMost(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def images_alone(cls, message: Any) -> Any:
+        if isinstance(message, dict) and (name := next((each for each in _UNREAD if message.get(each)), None)):
+            raise InvalidRequest(f"messages: only text and images are read, got {name}", param="messages")
+        return message
 
 
 class Options(RequestBody):

@@ -23,7 +23,6 @@ from quire.server.again import Here, pinned, why_not_again
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import CallSpec, GenerationSpec
 from quire.server.images.asked import NeedsImages
-from quire.server.images.fetch import Fetcher
 from quire.server.observe.request_log import HEADER, is_sound
 from quire.server.protocol.common import IGNORED, ignored_header
 from quire.server.resolve.checks import NeedsWorker
@@ -199,10 +198,12 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
         working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant, slow=slow)
         made, size = await unless_left(request.receive, working)
     except NeedsImages as needed:
-        fetched = await unless_left(request.receive, Fetcher(runtime.config.allowed_media_domains).all(needed.urls))
-        hold(request.scope, sum(map(len, fetched.values())))
+        coming = runtime.fetcher.all(needed.urls, partial(hold, request.scope))
+        fetched = await unless_left(request.receive, coming)
         again = partial(measured, work=partial(with_fetched, work=work, fetched=fetched))
-        made, size = await unless_left(request.receive, runtime.workers.run(again, body.pieces, tenant, slow=slow))
+        beside = sum(map(len, fetched.values()))
+        working = runtime.workers.run(again, body.pieces, tenant, slow=slow, beside=beside)
+        made, size = await unless_left(request.receive, working)
     try:
         hold(request.scope, size)
     except Exception:

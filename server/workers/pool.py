@@ -89,16 +89,17 @@ class WorkerPool:
         tenant: Tenant,
         *,
         slow: bool = False,
+        beside: int = 0,
     ) -> Result:
-        """`work` of the joined pieces of a body, in a worker; `slow`: see Turn.
+        """`work` of the joined pieces of a body, in a worker; `slow`: see Turn; `beside`: bytes that `work` itself has.
 
         Raises what `work` raises, Overloaded when too much waits or the worker stands still, InvalidRequest when it
         takes more time or memory than a worker may. Cancelling it kills the worker.
         """
-        size = sum(map(len, pieces))
+        size = sum(map(len, pieces)) + beside
         limits = Limits(seconds=2.0 + size / 250_000, memory=MEMORY + 2 * size)
         too_much = InvalidRequest("The request takes too much time or memory to be prepared. Please make it smaller")
-        return await self.within(limits, work, pieces, tenant, too_much, slow=slow)
+        return await self.within(limits, work, pieces, tenant, too_much, slow=slow, beside=beside)
 
     async def within(
         self,
@@ -109,13 +110,14 @@ class WorkerPool:
         too_much: InvalidRequest,
         *,
         slow: bool,
+        beside: int = 0,
     ) -> Result:
         """As `run`. Raises `too_much` where the limits end it."""
         if self._given_up is not None:
             raise self._given_up
         if len(self._queue) >= MAX_WAITING:
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
-        turn = WorkerTurn(tenant, sum(map(len, pieces)), asyncio.get_running_loop().create_future(), slow)
+        turn = WorkerTurn(tenant, sum(map(len, pieces)) + beside, asyncio.get_running_loop().create_future(), slow)
         self._queue.add(turn)
         try:
             await turn.granted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.test_batches import kill_all
+from tests.e2e.test_batches import ENDED, kill_all, state
 from tests.server.cli.processes import needs_proc
 from tests.server.images.test_requests import CHAT, asking, data_url, file_of
 from tests.tiny_vision import picture, save_tiny_vision
@@ -109,8 +110,9 @@ def test_so_it_is_with_every_mechanism(name: str, tmp_path: Path) -> None:
         ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
         ("--max-num-batched-tokens", "40"),
         ("--pipeline-parallel-size", "2"),
+        ("--tensor-parallel-size", "2", "--threads", "2"),
     ],
-    ids=["processes", "drafts", "chunks", "stages"],
+    ids=["processes", "drafts", "chunks", "stages", "ranks"],
 )
 def test_answers_are_the_same(
     path: Path, wanted: dict[int, list[int]], tmp_path: Path, options: tuple[str, ...]
@@ -145,6 +147,103 @@ def test_a_server_that_is_killed_goes_on_with_its_pictures(
         told = [json.loads(each) for each in events if each != "[DONE]"]
         ids = [token for each in told for choice in each["choices"] for token in choice.get("token_ids") or ()]
         assert ids == wanted[1]
+    finally:
+        server.stop()
+
+
+def batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
+    """A batch of these; its id."""
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    file = httpx.post(f"{url}/v1/files", files={"file": ("in.jsonl", content), "purpose": (None, "batch")}).json()
+    return str(httpx.post(f"{url}/v1/batches", json={"input_file_id": file["id"], "endpoint": endpoint}).json()["id"])
+
+
+def answers_of(url: str, id: str) -> dict[int, Any]:
+    """By line its answer, when all have ended; nothing failed but what has no answer."""
+    while (now := state(url, id))["status"] not in ENDED:
+        time.sleep(0.1)
+    assert now["status"] == "completed", now
+    names = [now[each] for each in ("output_file_id", "error_file_id") if now[each]]
+    lines = [line for name in names for line in httpx.get(f"{url}/v1/files/{name}/content").text.splitlines()]
+    return {int(each["custom_id"]): each["response"]["body"] for each in map(json.loads, lines)}
+
+
+def told(answer: Any) -> Any:
+    """What does not depend on when it was asked for."""
+    if "error" in answer:
+        return answer["error"]["message"]
+    if answer["object"] == "response":
+        return answer["output"][0]["content"][0]["text"]
+    return [
+        each.get("embedding") or (each["token_ids"], each["logprobs"])
+        for each in answer.get("data") or answer["choices"]
+    ]
+
+
+@needs_proc
+@pytest.mark.parametrize("endpoint", [CHAT, "/v1/responses", "/v1/embeddings"])
+def test_a_batch_of_pictures_goes_on_behind_a_kill(endpoint: str, path: Path, tmp_path: Path) -> None:
+    """To the same bits as asked for one by one; a line whose picture is broken has its error."""
+    flags, model = [*OPTIONS, "--data-dir", str(tmp_path / "data"), "--max-num-seqs", "8"], path
+    if endpoint == "/v1/embeddings":
+        model, flags = save_family(tmp_path / "model", "qwen3_vl"), [*flags, "--runner", "pooling"]
+    bodies: list[dict[str, Any]] = []
+    for seed in range(24):
+        messages = asking("data:image/png;base64,AAAA") if seed == 7 else messages_of(seed)
+        greedy = {"temperature": 0, "ignore_eos": True}
+        if endpoint == CHAT:
+            bodies.append(
+                {"messages": messages, **greedy, "max_tokens": 60, "logprobs": True, "return_token_ids": True}
+            )
+        elif endpoint == "/v1/embeddings":
+            bodies.append({"messages": messages})
+        else:
+            shown = [
+                {"type": "input_image", "image_url": part["image_url"]["url"]}
+                for part in messages[0]["content"]
+                if part["type"] == "image_url"
+            ]
+            given = [{"role": "user", "content": [*shown, {"type": "input_text", "text": "What?"}]}]
+            bodies.append({"input": given, **greedy, "max_output_tokens": 60})
+    server = Server(tmp_path / "first.log", str(model), *flags)
+    try:
+        wanted = [told(httpx.post(server.url + endpoint, json=body, timeout=60).json()) for body in bodies]
+        id = batch(server.url, endpoint, bodies)
+        while not 0 < state(server.url, id)["request_counts"]["completed"] < 24:
+            time.sleep(0.01)
+    finally:
+        kill_all(server)
+    server = Server(tmp_path / "second.log", str(model), *flags)
+    try:
+        found = answers_of(server.url, id)
+        assert [told(found[number]) for number in range(24)] == wanted
+        assert isinstance(wanted[7], str)
+    finally:
+        server.stop()
+
+
+def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
+    """What their requests hold in memory has room for images, whichever model was loaded first."""
+    other = save_family(tmp_path / "model", "qwen3_vl")
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f'memory = 8\n[demo]\nmodel = "quire-demo"\n[tiny]\nmodel = "{path}"\nnum_kv_blocks = 256\n'
+        f'[other]\nmodel = "{other}"\nnum_kv_blocks = 256\n'
+    )
+    server = Server(tmp_path / "log", "--models", str(file))
+    try:
+        client = client_of(server)
+        assert ids_of(ask(client, 1, max_tokens=40)) == wanted[1][:40]
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        asked: dict[str, Any] = {"messages": messages_of(1), "max_tokens": 9, "extra_body": extra}
+        assert len(ids_of(client.chat.completions.create(model="other", **asked))) == 9
+        with pytest.raises(openai.BadRequestError, match="this model reads no images"):
+            client.chat.completions.create(model="demo", **asked)
+        assert ids_of(ask(client, 5, max_tokens=40)) == wanted[5][:40]
     finally:
         server.stop()
 

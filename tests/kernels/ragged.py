@@ -115,12 +115,13 @@ def attend(
     scales: KVScales = UNSCALED,
     sinks: Tensor | None = None,
     values: int | None = None,
+    chunked: bool = False,
 ) -> list[Tensor]:
     """Each part's attention output, all computed in one step. values: see Softmax; then no part's v is read."""
     k_cache, v_cache, metadata = page(backend, parts, seed=seed, kv_dtype=kv_dtype, scales=scales)
     q = torch.cat([part.q for part in parts])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks, values)
+    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks, values, chunked)
     out = backend.paged_attention(q, k_cache, v_cache if values is None else k_cache, metadata, softmax)
     return list(out.split([len(part.q) for part in parts]))
 

@@ -108,7 +108,8 @@ void attend() {
   auto bias = numbers<float>(heads * (2 * most * 16 + 15)), sinks = numbers<float>(heads);
   const bool sunk = draw(0, 1), normed = draw(0, 1), biased = draw(0, 1), turned = draw(0, 1), windowed = draw(0, 1),
              capped = draw(0, 1);
-  const int window = windowed ? draw(1, 300) : 0, ahead = draw(0, 1) ? draw(0, 300) : 0, threads = draw(1, 3);
+  const int window = windowed ? draw(1, 300) * (draw(0, 1) ? 1 : -1) : 0, ahead = draw(0, 1) ? draw(0, 300) : 0,
+            threads = draw(1, 3);
   const auto v_norm = numbers<float>(dim);
   const int given = draw(1, 2);  // whether values are projected
   int failed = Kernels<T>::rope_store(qkv.get(), normed ? q_norm.get() : nullptr, normed ? k_norm.get() : nullptr,

@@ -27,12 +27,13 @@ def case(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    chunked: bool = False,
 ) -> tuple[list[Part], list[Tensor]]:
     """A batch and what the reference says in float64: once for all instruction sets."""
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     wide = [part.to(torch.float64) for part in parts]
-    return parts, attend(Reference(), wide, window=window, softcap=softcap, scale=scale)
+    return parts, attend(Reference(), wide, window=window, softcap=softcap, scale=scale, chunked=chunked)
 
 
 def check(
@@ -47,9 +48,10 @@ def check(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    chunked: bool = False,
 ) -> None:
-    parts, expected = case(mix, heads, kv_heads, dim, dtype, window, softcap, scale)
-    got = attend(cpu, parts, window=window, softcap=softcap, scale=scale)
+    parts, expected = case(mix, heads, kv_heads, dim, dtype, window, softcap, scale, chunked)
+    got = attend(cpu, parts, window=window, softcap=softcap, scale=scale, chunked=chunked)
     for row, (mine, judge) in enumerate(zip(got, expected, strict=True)):
         assert error(mine, judge) < (tolerance or TOLERANCE[dtype]), f"sequence {row}"
 
@@ -71,6 +73,12 @@ def test_grouped_heads(cpu: Cpu, heads: int, kv_heads: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 260, 4096])
 def test_window_and_softcap(cpu: Cpu, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     check(cpu, (*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 16, 37, 260])
+def test_chunks(cpu: Cpu, size: int, dtype: torch.dtype) -> None:
+    check(cpu, (*MIX, (1030, 3), (530, 300)), 6, 2, 16, dtype, window=size, chunked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

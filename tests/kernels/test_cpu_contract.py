@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> No
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (8, 8), (14, 2)]),
     window=st.none() | st.integers(1, 400),
     softcap=st.sampled_from([None, 10.0]),
+    chunked=st.booleans(),
 )
 def test_any_mix(
     lengths: list[int],
@@ -80,6 +82,7 @@ def test_any_mix(
     heads: tuple[int, int],
     window: int | None,
     softcap: float | None,
+    chunked: bool,
 ) -> None:
     """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
     cpu = Cpu()
@@ -87,14 +90,15 @@ def test_any_mix(
         pytest.skip(cpu.missing)
     generator = torch.Generator().manual_seed(seed)
     parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
-    whole = [attend(cpu, [part], window=window, softcap=softcap)[0] for part in parts]
+    rules: dict[str, Any] = {"window": window, "softcap": softcap, "chunked": chunked}
+    whole = [attend(cpu, [part], **rules)[0] for part in parts]
     done = [0] * len(parts)
     for sizes in [*chunks, [600] * 4]:
         ends = [min(length, begin + size) for length, begin, size in zip(lengths, done, sizes, strict=False)]
         step = [(i, begin, end) for i, (begin, end) in enumerate(zip(done, ends, strict=True)) if begin < end]
         if not step:
             continue
-        outs = attend(cpu, [parts[i].rows(b, e) for i, b, e in step], seed=seed + 1, window=window, softcap=softcap)
+        outs = attend(cpu, [parts[i].rows(b, e) for i, b, e in step], seed=seed + 1, **rules)
         for (i, begin, end), out in zip(step, outs, strict=True):
             assert torch.equal(out, whole[i][begin:end]), (i, begin, end)
         done = ends

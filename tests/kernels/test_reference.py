@@ -42,6 +42,18 @@ def judge(
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
+@pytest.mark.parametrize("size", [1, 40, 128, 200])
+def test_attention_within_chunks(size: int, generator: torch.Generator) -> None:
+    """Each query sees the keys of its own chunk, up to itself."""
+    parts = [random_part(c, q, 6, 2, 16, torch.float64, generator) for c, q in MIX]
+    for part, out in zip(parts, attend(reference, parts, window=size, chunked=True), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (part.q, part.k, part.v))
+        at, key = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None], torch.arange(k.shape[1])
+        seen = (key <= at) & (key // size == at // size)
+        k, v = k.repeat_interleave(3, 0), v.repeat_interleave(3, 0)
+        assert error(out, F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)) < 1e-13
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 80), (8, 1, 64)])

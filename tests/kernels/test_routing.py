@@ -21,6 +21,7 @@ RULES = {
     "of-all": Routing(3, normalized=False, scale=2.5),
     "sigmoid": Routing(4, "sigmoid", added=1e-20, scale=1.5),
     "sigmoid-itself": Routing(2, "sigmoid", normalized=False),
+    "inputs": Routing(2, "sigmoid", normalized=False, inputs=True),
     "best-groups": Routing(3, normalized=False, groups=4, groups_kept=2, scale=16.0),
     "sums-of-two": Routing(5, "sigmoid", groups=3, groups_kept=2, group_best=2, added=1e-20),
     "softcapped": Routing(3, "sigmoid", softcap=0.7),
@@ -98,8 +99,9 @@ def test_compiled_mixtures_do_the_same_for_each_row(
     for at, row in enumerate(x.double()):
         scores = (w["router"] @ row).tolist()
         for expert, part in judge(scores, rule, None if correction is None else correction.tolist()).items():
-            gate, up = (w["gate_up"][expert] @ row).chunk(2)
-            total[at] += part * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
+            read, weight = (row * part, 1.0) if rule.inputs else (row, part)
+            gate, up = (w["gate_up"][expert] @ read).chunk(2)
+            total[at] += weight * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
     tolerance = 3e-6 if dtype == torch.float32 else 1.5e-2
     assert error(got, total) < tolerance
     if dtype == torch.float32:  # the reference rounds bf16 scores on some machines, so that it may choose otherwise

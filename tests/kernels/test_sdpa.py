@@ -31,9 +31,10 @@ def test_it_computes_what_the_reference_does(
     heads: int, kv_heads: int, dim: int, mix: list[tuple[int, int]], window: int | None, generator: torch.Generator
 ) -> None:
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in mix]
-    wanted = attend(Reference(), parts, window=window)
-    for found, judged in zip(attend(Sdpa(), parts, window=window), wanted, strict=True):
-        assert error(found, judged) < 1e-12
+    for chunked in (False, True):
+        wanted = attend(Reference(), parts, window=window, chunked=chunked)
+        for found, judged in zip(attend(Sdpa(), parts, window=window, chunked=chunked), wanted, strict=True):
+            assert error(found, judged) < 1e-12
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
@@ -51,8 +52,15 @@ def test_what_looks_ahead(
         assert error(found, judged) < 1e-12
 
 
+def test_libraries_without_chunks_say_so() -> None:
+    asked = {"sinks": False, "latents": False, "chunks": True}
+    assert Sdpa().cannot_attend(**asked) is None
+    assert "within chunks" in str(flash.Flash.cannot_attend(flash.Flash.__new__(flash.Flash), **asked))
+
+
 def test_the_trial_passes() -> None:
     assert Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, windowed=True)(Sdpa()) is None
+    assert Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, windowed=True, chunked=True)(Sdpa()) is None
 
 
 def test_a_model_gives_the_references_tokens(tmp_path: Path) -> None:

@@ -197,6 +197,16 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 128_000,
         "num_key_value_heads": 4,
     },
+    "llama4_text": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+    },
     "mellum": {"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024},
     "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
     "ministral3": {
@@ -273,6 +283,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         _complete_lfm2(found)
     if kind == "lfm3":
         _complete_lfm3(found)
+    if kind == "llama4_text":
+        _complete_llama4(found)
     if kind in DELTA_NETS:
         _complete_layer_types(found)
     if kind in unequal.KINDS:
@@ -312,6 +324,19 @@ def _complete_lfm3(found: dict[str, Any]) -> None:
     if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         kinds = ("sliding_attention", "conv", "full_attention", "conv")
         found["layer_types"] = [kinds[layer % 4] if layer else "conv" for layer in range(layers)]
+
+
+def _complete_llama4(found: dict[str, Any]) -> None:
+    """Where config.json does not say what layers are, those attend within chunks whose positions are rotated."""
+    layers, every, given = (
+        found.get(name) for name in ("num_hidden_layers", "no_rope_layer_interval", "no_rope_layers")
+    )
+    every = every or 4
+    if found.get("layer_types") or not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        return
+    if isinstance(every, int) and every >= 1:
+        rotated = given if isinstance(given, list) and given else [(layer + 1) % every != 0 for layer in range(layers)]
+        found["layer_types"] = ["chunked_attention" if each else "full_attention" for each in rotated]
 
 
 def _complete_lfm2(found: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def attention_numbers(text: Mapping[str, Any], hidden: int, *, latents: bool) ->
     parameters += heads if kind in ("gpt_oss", "granite_swa", "granitemoe_swa") else 0  # their sinks
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         parameters += 2 * size
-    elif kind in _WHOLE_NORMS or (kind != "glm4_moe" and text.get("use_qk_norm")):
+    elif kind in _WHOLE_NORMS or (kind not in ("glm4_moe", "llama4_text") and text.get("use_qk_norm")):
         parameters += (heads + shared) * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
@@ -138,7 +138,7 @@ def mlp_numbers(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int,
         return dense, 0, 0, 0, 0
     width = text.get("moe_intermediate_size")
     width = width if isinstance(width, int) else inner
-    shared_width = width if kind in ("llama4", "llama4_text") else shared_experts(text)[1]
+    shared_width = shared_experts(text)[1]
     matrices = 2 if kind == "nemotron_h" else 3
     shared = matrices * hidden * shared_width + (hidden if kind in _GATED_SHARED and shared_width else 0)
     shared += (matrices - 1) * shared_width + hidden if biased and shared_width else 0

@@ -123,9 +123,9 @@ def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = 
     if model_config.model_type in ENCODERS or model_config.given is not None:
         return stream
     kind = model_config.model_type
-    turned = model_config.hidden_size if kind == "qwen3_vl_moe_text" else None
-    halves = turned is not None or kind in ("gemma4_text", "qwen3_5_moe_text")
-    apart = experts_apart(stream, halves=halves, turned=turned) if kind in STACKED else stream
+    turned, columns = model_config.hidden_size if kind == "qwen3_vl_moe_text" else None, kind == "llama4_text"
+    halves = turned is not None or columns or kind in ("gemma4_text", "qwen3_5_moe_text")
+    apart = experts_apart(stream, halves=halves, turned=turned, columns=columns) if kind in STACKED else stream
     return Arrangement(model_config, gguf=gguf).arranged(apart)
 
 

@@ -18,10 +18,12 @@ _GRANITE = re.compile(
 _AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
-def experts_apart(stream: TensorStream, *, halves: bool = False, turned: int | None = None) -> TensorStream:
+def experts_apart(
+    stream: TensorStream, *, halves: bool = False, turned: int | None = None, columns: bool = False
+) -> TensorStream:
     """The tensors of the stream, those of stacked experts as views of them. halves: gate and up are the halves of the
     outputs, as in Granite's, whatever their names. turned: for hidden states of this size they may have a column for
-    each output instead of a row, as Qwen3-VL was published."""
+    each output instead of a row, as Qwen3-VL was published. columns: they always have, as Llama 4's."""
     for name, tensor in stream:
         if (granite := _GRANITE.match(name)) is not None and tensor.ndim == 3:
             yield from _of_granite(granite[1], tensor, down=bool(granite[2] or granite[3]))
@@ -30,8 +32,8 @@ def experts_apart(stream: TensorStream, *, halves: bool = False, turned: int | N
         if halves and match is not None and tensor.ndim == 3:
             down = match[2] == "down"
             first, second = tensor.shape[1:]
-            columns = turned == (second if down else first) and first != second
-            rows = tensor.transpose(1, 2) if columns else tensor
+            by_columns = columns or (turned == (second if down else first) and first != second)
+            rows = tensor.transpose(1, 2) if by_columns else tensor
             yield from _of_granite(match[1].removesuffix(".experts"), rows, down=down)
             continue
         if match is None or tensor.ndim != _AXES[match[3]]:

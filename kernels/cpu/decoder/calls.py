@@ -163,7 +163,7 @@ class Calls(ABC):
         out = self.new(q, heads, softmax.values or dim)
         where = (*held, step.starts, step.contexts, step.table, step.stride, *_strides(held))
         sizes = (pages, step.sequences, heads * times, held[0].shape[1], dim)
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, *more)
+        rules = (softmax.scale, softmax.native_window, softmax.softcap or 0.0, *more)
         native.check_sinks(softmax.sinks, heads)
         beside = (softmax.bias, *native.bias_columns(softmax.bias), softmax.sinks, softmax.values or 0)
         wrong = f"block table names a page outside the {pages} pages of the cache"

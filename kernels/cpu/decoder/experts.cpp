@@ -102,9 +102,21 @@ void run_expert(const Experts& experts, int place, const T* x, const long* order
   fit(work.gate_up, count * 2 * inner);
   fit(work.gated, count * inner);
   fit(work.y, count * hidden);
+  const bool inputs = experts.routing.inputs;
   parallel_rows(threads, count, count * hidden, [&](long begin, long end) {
-    for (long r = begin; r < end; ++r)
-      __builtin_memcpy(&work.x[r * hidden], x + order[r] / experts.routing.chosen * hidden, hidden * sizeof(T));
+    for (long r = begin; r < end; ++r) {
+      const T* from = x + order[r] / experts.routing.chosen * hidden;
+      T* to = &work.x[r * hidden];
+      if (!inputs) {
+        __builtin_memcpy(to, from, hidden * sizeof(T));
+        continue;
+      }
+      const Vec share = vset(work.shares[order[r]]);
+      for (int i = 0; i < hidden; i += 16) {
+        const int n = hidden - i;
+        vstore_first(to + i, vmul(vload_first(from + i, n), share), n);
+      }
+    }
   });
   K::linear(&gate_up, work.x.data(), work.gate_up.data(), count, threads, nullptr);
   if (experts.activation >= 0) {
@@ -120,7 +132,7 @@ void run_expert(const Experts& experts, int place, const T* x, const long* order
   parallel_rows(threads, count, count * hidden, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
       float* sum = &work.sums[order[r] / experts.routing.chosen * hidden];
-      const Vec share = vset(work.shares[order[r]]);
+      const Vec share = vset(inputs ? 1.0f : work.shares[order[r]]);
       for (int i = 0; i < hidden; i += 16) {
         const int n = hidden - i;
         vstore_first(sum + i, vfma(vload_first(&work.y[r * hidden + i], n), share, vload_first(sum + i, n)), n);

@@ -32,7 +32,7 @@ def _native(rule: Routing, correction: Tensor | None, factors: Tensor | None) ->
         raise TypeError("a router's correction and factors must be float32 and contiguous")
     pointers = (None if each is None else each.data_ptr() for each in given)
     counts = (rule.per_token, WEIGHTS.index(rule.weights), rule.normalized)
-    groups = (rule.groups, rule.groups_kept, rule.group_best)
+    groups = (rule.groups, rule.groups_kept, rule.group_best, rule.inputs)
     numbers = (rule.added, rule.scale, rule.softcap or 0.0, rule.jitter)
     return native.Routing(*pointers, *counts, *groups, *numbers)
 

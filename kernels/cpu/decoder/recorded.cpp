@@ -61,7 +61,7 @@ void list_pages(Fetch* pages, const void*, const void* keys, const void* values,
   const long size = element_bytes<T>(format), bytes = size * kv_heads * head_elements<T>(format, dim);
   pages->start(bytes);
   for (int s = 0; s < sequences; ++s) {
-    const long context = contexts[s], first = window > 0 ? context - window : 0;
+    const long context = contexts[s], first = first_seen(window, context - 1);
     for (long b = first > 0 ? first / kBlock : 0; b * kBlock < context; ++b) {
       const long page = table[s * table_stride + b];
       pages->add(static_cast<const char*>(keys) + page * key_stride * size);

@@ -103,8 +103,11 @@ class GroupedMixture:
         chosen, shares, count = choose(experts, routed)
         chosen, here = chosen.contiguous(), len(self._gate_up.parts)
         order, starts = sort_rows(chosen, here, experts.first)
-        each = experts.routing.per_token
-        gate_up = self._gate_up.multiply(x, order, starts, each, count, of_tokens=True)
+        each, read = experts.routing.per_token, x
+        if experts.routing.inputs:  # as many rows of each token as it has experts
+            read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
+        rows_of_token = 1 if experts.routing.inputs else each
+        gate_up = self._gate_up.multiply(read, order, starts, rows_of_token, count, of_tokens=True)
         given = self._down.multiply(
             between(self._backend, experts, gate_up).contiguous(), order, starts, each, count, of_tokens=False
         )

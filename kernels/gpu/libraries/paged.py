@@ -54,9 +54,11 @@ class FlashPages(PagedAttention):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
 
-    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+    def cannot_attend(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
         if sinks:
             return "has no sinks of attention"
+        if chunks:
+            return "has no attention within chunks; --attention-backend triton has it"
         return "has no attention over latents" if latents else None
 
     def _for(self, x: Tensor) -> Backend:

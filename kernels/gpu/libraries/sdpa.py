@@ -38,7 +38,7 @@ class Sdpa(Reference):
     def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
         return "keeps keys and values in the model's type" if kv_dtype in KV_CODES else None
 
-    def cannot_attend(self, *, sinks: bool, latents: bool) -> str | None:
+    def cannot_attend(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
         if sinks:
             return "has no sinks of attention"
         return "has no attention over latents" if latents else None
@@ -74,7 +74,7 @@ def _decoded(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: T
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
     if softmax.window is not None:
-        seen &= at >= lens[:, None] - softmax.window
+        seen &= at >= softmax.first_seen(lens[:, None] - 1)
     unseen = ~seen[:, None, :, None]  # what was never written may be NaN, whose part no weight of 0 is 0
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     return _attend(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
@@ -86,7 +86,7 @@ def _prompt(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     own = keys[len(k) - len(q) :, None]
     seen = keys <= own
     if softmax.window is not None:
-        seen &= keys > own - softmax.window
+        seen &= keys >= softmax.first_seen(own)
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     return _attend(q, k, v, seen, softmax)[0].transpose(0, 1)
 

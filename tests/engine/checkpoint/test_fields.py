@@ -59,6 +59,7 @@ READERS = (
     "gemma3-with-images",
     "gpt_oss",
     "qwen3-moe",
+    "llama4",
     "phi3-longrope",
     "ministral3",
     "granite_swa",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.decode import opened, upright, upright_size
@@ -79,6 +79,25 @@ def test_every_orientation_of_a_camera(turn: int) -> None:
     assert found.shape[1::-1] == size == ((96, 48) if turn < 5 else (48, 96))
     corners = [found[y, x, 0] > 200 for y, x in ((2, 2), (2, -3), (-3, -3), (-3, 2))]
     assert corners.index(True) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 0, 6: 1, 7: 2, 8: 3}[turn]
+
+
+def test_a_png_is_not_decoded_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many in a message, one at a time has its pixels in memory. Some programs write what turns it behind them."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = Image.fromarray(np.zeros((40, 90, 3), dtype=np.uint8))
+    early, plain = saved(pixels, exif=exif), saved(pixels)
+    begin = early.index(b"eXIf") - 4
+    chunk = early[begin : begin + 12 + int.from_bytes(early[begin : begin + 4], "big")]
+    late = plain[:-12] + chunk + plain[-12:]
+    for content, size in ((early, (40, 90)), (plain, (90, 40)), (late, (40, 90))):
+        assert upright_size(opened(content, "here")) == size
+        assert upright(opened(content, "here"), "here").size == size
+    read = list[object]()
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", read.append)
+    for content in (early, plain):
+        upright_size(opened(content, "here"))
+    assert not read
 
 
 def png(width: int, height: int) -> bytes:

@@ -220,13 +220,14 @@ def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, r
 
 
 def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
-    """Llama 4's: what is in one chunk sees all before it."""
+    """Llama 4's by its class: what is in one chunk sees all before it."""
     save_tiny_class(tmp_path, "llama4_text")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_chunk_size": 64}))
     with pytest.raises(ModelError, match="neither causal nor a window"):
-        engine_of(tmp_path)
-    assert run(engine_of(tmp_path, max_model_len=64), requests(max_tokens=3))["1"].ids
+        engine_of(tmp_path, model_impl="transformers")
+    by_class = engine_of(tmp_path, model_impl="transformers", max_model_len=64)
+    assert run(by_class, requests(max_tokens=3))["1"].ids
 
 
 @pytest.mark.parametrize(

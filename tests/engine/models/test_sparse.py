@@ -33,6 +33,8 @@ FAMILIES += [
     "gemma4-small",
     "gemma4-moe",
     "lfm2_moe",
+    "llama4",
+    "llama4-plain",
     "minimax_m2",
     "dots1",
     "exaone_moe",
@@ -95,7 +97,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["qwen2-moe", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe", "llama4"])
 def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> None:
     path, prompt = save_tiny_model(tmp_path / "model", family), prompts()[3]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -80,6 +80,14 @@ def test_windows_and_softcap(
     check(Paged(256, device, fixed=fixed), mix[::2], torch.float32, window=window, softcap=softcap)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("size", [16, 100])
+def test_chunks(device: torch.device, size: int, fixed: bool) -> None:
+    for mix in (DECODE, MIXED):
+        check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=size, chunked=True)
+    check(Paged(16, device, fixed=fixed), [(1100, 1), (3, 1)], torch.float32, window=600, chunked=True)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
 def test_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
     check(Paged(16, device), DECODE[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)

@@ -79,6 +79,7 @@ ROUTINGS = [
     Routing(CHOSEN, "sigmoid", added=1e-9, scale=2.5),
     Routing(2, groups=7, groups_kept=3),
     Routing(2, "mixer", jitter=0.1),
+    Routing(2, "sigmoid", normalized=False, inputs=True),
     Routing(CHOSEN, softcap=2.0, normalized=False),
 ]
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.images import fetch
 from quire.server.images.fetch import Fetcher, is_public
 
@@ -53,7 +53,7 @@ def server() -> Iterator[str]:
 
 async def fetched(url: str, *domains: str, anywhere: bool = False) -> bytes:
     fetcher = Fetcher(domains or ["*"], (lambda address: True) if anywhere else is_public)
-    return (await fetcher.all({url: WHERE}))[url]
+    return (await fetcher.all({url: WHERE}, lambda size: None))[url]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ async def test_letters_of_all_kinds(server: str, path: str) -> None:
 async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:
     public = Fetcher(["*"], lambda address: address == "127.0.0.1")
     with pytest.raises(InvalidRequest, match="not of the public network"):
-        await public.all({f"{server}/inside": WHERE})
+        await public.all({f"{server}/inside": WHERE}, lambda size: None)
     limited = Fetcher(["localhost"], lambda address: True)
     with pytest.raises(InvalidRequest, match=r"not fetched from 169\.254\.169\.254"):
-        await limited.all({f"{server}/inside": WHERE})
+        await limited.all({f"{server}/inside": WHERE}, lambda size: None)
 
 
 async def test_a_name_with_one_private_address_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,4 +160,34 @@ async def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_domains_below_one() -> None:
     fetcher = Fetcher(["*.localhost"], lambda address: False)
     with pytest.raises(InvalidRequest, match=r"not of the public network|cannot be fetched"):
-        await fetcher.all({"http://a.b.localhost:1/": WHERE})
+        await fetcher.all({"http://a.b.localhost:1/": WHERE}, lambda size: None)
+
+
+async def test_what_comes_counts_as_it_comes(server: str) -> None:
+    """Before a host has sent all of it, and of all images of a request together."""
+    told, fetcher = list[int](), Fetcher(["*"], lambda address: True)
+
+    def hold(size: int) -> None:
+        told.append(size)
+        if sum(told) > 1 << 20:
+            raise Overloaded("full")
+
+    with pytest.raises(Overloaded):
+        await fetcher.all({f"{server}/endless": WHERE}, hold)
+    assert sum(told) < 2 << 20
+    many, held = {f"{server}/endless#{index}": WHERE for index in range(4)}, list[int]()
+    with pytest.raises(InvalidRequest, match="MiB"):
+        await fetcher.all(many, held.append)
+    assert sum(held) <= fetch.MOST_IN_ALL
+
+
+async def test_a_host_is_asked_at_each_of_its_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hosts have an address of IPv6 that leads nowhere from here."""
+    port = int(server.rpartition(":")[2])
+
+    def resolve(*args: object, **options: object) -> list[tuple[object, ...]]:
+        kinds = socket.AF_INET, socket.SOCK_STREAM, 6, ""
+        return [(*kinds, ("127.0.0.2", 1)), (*kinds, ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert await fetched(f"{server}/image", anywhere=True) == b"pixels"

@@ -6,9 +6,9 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,7 +18,6 @@ from quire.engine.images.reader import image_reader
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.chat import resolve_chat
-from quire.server.routes import bodies
 from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -126,21 +125,20 @@ async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
 class Fetched:
     """What a Fetcher is, with one image at every address."""
 
-    asked: ClassVar[list[str]] = []
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-    def __init__(self, domains: Sequence[str]) -> None:
-        assert domains == ["*.example.com"]
-
-    async def all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+    async def all(self, urls: Mapping[str, str], hold: Callable[[int], None]) -> dict[str, bytes]:
         self.asked.extend(urls)
         return dict.fromkeys(urls, PNG)
 
 
 async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "Fetcher", Fetched)
+    fetcher = Fetched()
+    monkeypatch.setattr(api.runtime, "fetcher", fetcher)
     url = "https://pictures.example.com/cat.png"
     by_address = await api.post(CHAT, {"messages": asking(url, url), **SAMPLING, "logprobs": True})
-    assert Fetched.asked == [url]
+    assert fetcher.asked == [url]
     given = await api.post(CHAT, {"messages": asking(*[data_url(PNG)] * 2), **SAMPLING, "logprobs": True})
     assert by_address["choices"] == given["choices"]
 

@@ -13,7 +13,7 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
-from quire.engine.models.asked import has_latents, has_sinks, head_size, widest
+from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import check_attention
 from quire.engine.worker.draft_runner import DraftRunner
@@ -75,6 +75,7 @@ def load_draft_model(
             like.device,
             *wanted,
             sinks=has_sinks(spec),
+            chunks=has_chunks(spec),
             latents=has_latents(spec),
             kv_dtype=like.kv_dtype,
             activation_bits=config.activation_bits,
