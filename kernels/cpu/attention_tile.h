@@ -194,8 +194,15 @@ void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softma
       0, tile.width / 16, [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, seen.begin, seen.end, d, out); });
 }
 
+// Calls work with 0 to C - 1, as compile-time constants.
+template <int C, class Work>
+INLINE void each_of(const Work& work) {
+  if constexpr (C > 1) each_of<C - 1>(work);
+  work(std::integral_constant<int, C - 1>());
+}
+
 // Scores of up to 16 rows with blocks [begin, end), by matrix tiles: 32 dimensions at a time from the first one on,
-// what is left of them filled up with zeros. scores [16][kTile].
+// what is left of them filled up with zeros. Four blocks share what is loaded of the queries. scores [16][kTile].
 INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, int begin, int end, float* scores) {
   const int words = tile.dim / 2, steps = (words + kTileWords - 1) / kTileWords, whole = words / kTileWords;
   const int row_words = steps * kTileWords;
@@ -205,47 +212,46 @@ INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, 
     std::memcpy(&query[r * row_words], rows.query[r], 4L * words);
     std::fill_n(query.begin() + r * row_words + words, row_words - words, 0u);
   }
-  for (int b = begin; b < end; ++b) {
-    tile_zero<0>();
+  for_columns<4>(begin, end, [&](int block, auto blocks) {
+    constexpr int C = blocks();
+    each_of<C>([](auto c) { tile_zero<c()>(); });
     for (int s = 0; s < steps; ++s) {
       alignas(64) uint32_t rest[kTileWords * kBlock];
-      const uint32_t* keys = tile.keys[b] + s * kTileWords * kBlock;
-      if (s == whole) {  // what follows a page's keys can be anything
-        std::memset(rest, 0, sizeof rest);
-        std::memcpy(rest, keys, 4L * kBlock * (words - whole * kTileWords));
-        keys = rest;
-      }
       tile_load<4>(&query[s * kTileWords], 4L * row_words);
-      tile_load<5>(keys, 4 * kBlock);
-      tile_dot<0, 4, 5>();
-      for (int line = 0; line < kTileWords; ++line) __builtin_prefetch(tile.next_keys[b] + (s * 16 + line) * 16, 0, 2);
+      each_of<C>([&](auto c) {
+        const uint32_t* keys = tile.keys[block + c] + s * kTileWords * kBlock;
+        if (s == whole) {  // what follows a page's keys can be anything
+          std::memset(rest, 0, sizeof rest);
+          std::memcpy(rest, keys, 4L * kBlock * (words - whole * kTileWords));
+          keys = rest;
+        }
+        tile_load<5 + c % 3>(keys, 4 * kBlock);
+        tile_dot<c(), 4, 5 + c % 3>();
+        for (int line = 0; line < kTileWords; ++line)
+          __builtin_prefetch(tile.next_keys[block + c] + (s * 16 + line) * 16, 0, 2);
+      });
     }
-    tile_store<0>(scores + b * kBlock, 4 * kTile);
-  }
+    each_of<C>([&](auto c) { tile_store<c()>(scores + (block + c) * kBlock, 4 * kTile); });
+  });
 }
 
 // The weighted sums of values, by matrix tiles: 32 keys at a time from the tile's first one on. Of two blocks whose
 // values follow each other, one may be outside of [begin, end): its weights are zero, and so are its values.
 INLINE void weigh_by_tiles(const bf16* weights, const TileBlocks& tile, int begin, int end, float* out) {
   const long stride = 4L * tile.width;
-  const auto columns = [&](int column, auto count) {
-    constexpr int C = count();
-    tile_zero<0>();
-    if constexpr (C > 1) tile_zero<1>();
+  for_columns<4>(0, tile.width / 16, [&](int column, auto columns) {
+    constexpr int C = columns();
+    each_of<C>([](auto c) { tile_zero<c()>(); });
     for (int b = begin / 2 * 2; b < end; b += 2) {
       const uint32_t* values = tile.pairs + static_cast<long>(b) * kBlock / 2 * tile.width + column * 16;
       tile_load<4>(weights + b * kBlock, 2 * kTile);
-      tile_load<5>(values, stride);
-      tile_dot<0, 4, 5>();
-      if constexpr (C > 1) {
-        tile_load<6>(values + 16, stride);
-        tile_dot<1, 4, 6>();
-      }
+      each_of<C>([&](auto c) {
+        tile_load<5 + c % 3>(values + c * 16, stride);
+        tile_dot<c(), 4, 5 + c % 3>();
+      });
     }
-    tile_store<0>(out + column * 16, stride);
-    if constexpr (C > 1) tile_store<1>(out + (column + 1) * 16, stride);
-  };
-  for_columns<2>(0, tile.width / 16, columns);
+    each_of<C>([&](auto c) { tile_store<c()>(out + (column + c) * 16, stride); });
+  });
 }
 
 // attend_tile for 1 to 16 rows of bfloat16, by matrix tiles.

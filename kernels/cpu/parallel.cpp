@@ -4,8 +4,6 @@
 // threads that happen to run take the work items, and the caller waits only for items that another thread has begun.
 #include "kernels.h"
 
-#include "tiles/tiles.h"
-
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -82,6 +80,7 @@ class Pool {
   }
 
   void help(int me) {
+    const TilesOfCall all;  // tiles are kept from one call to the next, until this thread sleeps
     long seen = 0;
     for (;;) {
       seen = await(seen);

@@ -5,11 +5,14 @@
 #include <cstddef>
 #include <vector>
 
+#include "tiles/tiles.h"
+
 void run_parallel(int threads, long items, void (*work)(const void*, long), const void* context);
 
 // Calls work(i) for each i below `items`, on up to `threads` threads; a free thread takes the next item.
 template <class Work>
 void parallel_for(int threads, long items, const Work& work) {
+  const TilesOfCall call;
   if (threads <= 1 || items <= 1) {
     for (long i = 0; i < items; ++i) work(i);
     return;

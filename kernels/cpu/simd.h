@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define INLINE static inline __attribute__((always_inline, unused))
+#include "inline.h"
 
 struct bf16 {
   uint16_t bits;

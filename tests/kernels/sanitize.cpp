@@ -545,7 +545,10 @@ void collect() {
   expect_finite(shared[1], size, "the first rank's");
 }
 
+extern "C" int usable_isas();  // isa.cpp
+
 int main(int count, char** arguments) {
+  usable_isas();  // which asks the system for tiles, where the processor has them
   if (count > 1) results = std::fopen(arguments[1], "wb");
   for (int i = 0; i < 20; ++i) {
     draws();

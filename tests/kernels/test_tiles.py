@@ -1,10 +1,9 @@
-"""Linears by matrix tiles (kernels/cpu/tiles), whose instructions are computed one number after the other here, so that
-every machine can test all but the instructions themselves; where they are, they are tried too."""
+"""Linears by matrix tiles (kernels/cpu/tiles): computed one number after the other, and by the library's instructions,
+which are trapped where the processor has none (trap.cpp)."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,27 +11,19 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu import build, native
+from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.quantized import Float8Weight
-from tests.kernels import test_cpu_float8, test_cpu_quantized
-from tests.kernels.conftest import BASE, with_tiles
+from tests.kernels import test_cpu_float8, test_cpu_quantized, trapped
 from tests.kernels.ragged import error
 
-AMX = "avx512_amx"
-WAYS = ["emulated", AMX] if AMX in native.runnable() else ["emulated"]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        BASE not in native.runnable() or build.compiler() is None, reason="no compiler, or no AVX-512 with bf16"
-    ),
-]
+pytestmark = [pytest.mark.slow, trapped.needs_tiles]
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[trapped.emulated_tiles, trapped.tiles], ids=["emulated", "instructions"])
 def tiles(request: pytest.FixtureRequest) -> Cpu:
-    return Cpu(native.Native(AMX) if request.param == AMX else with_tiles())
+    return Cpu(request.param())
 
 
 def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -125,7 +116,7 @@ def test_few_bits_have_the_bits_of_vectors(
     ids = torch.arange(outs)
     for activation_bits, dtype in (("auto", torch.bfloat16), ("auto", torch.float32), ("8", torch.bfloat16)):
         vectors, ours = (
-            Cpu(library, activation_bits=activation_bits) for library in (native.Native(BASE), tiles.library)
+            Cpu(library, activation_bits=activation_bits) for library in (native.Native(trapped.BASE), tiles.library)
         )
         wanted, made = (each.pack_quantized([weight], bias, dtype=dtype, wide=True) for each in (vectors, ours))
         for rows in (1, 2, 15, 16, 17, 33, 70):
@@ -147,11 +138,3 @@ def test_floats_of_8_bits(tiles: Cpu, inner: int, block: int, generator: torch.G
     for rows in (2, 16, 17, 32, 33, 48, 49, 70):
         assert torch.equal(linear(x[:rows], NO_ADAPTERS), alone[:rows]), rows
         assert torch.equal(linear(x[70 - rows :], NO_ADAPTERS), alone[70 - rows :]), rows
-
-
-def test_a_wheel_carries_the_instructions(tmp_path: Path) -> None:
-    """Compiled, where the compiler knows them; whether they run here is not asked."""
-    command = build.compiler()
-    assert command is not None
-    assert build.build(command, [AMX], tmp_path) == {}
-    assert (tmp_path / f"{AMX}.so").exists()

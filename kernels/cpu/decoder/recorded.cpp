@@ -106,6 +106,7 @@ struct Step {
 template <class T>
 int run(const Call* calls, int count, const int64_t* values, long tokens, int sequences, long token_bytes,
         Kernel attention) {
+  const TilesOfCall all;
   static thread_local std::vector<char> memory;  // grows to what the largest step needs and is kept
   if (static_cast<long>(memory.size()) < tokens * token_bytes) memory.resize(tokens * token_bytes);
   Fetch pages;

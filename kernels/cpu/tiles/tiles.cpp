@@ -1,5 +1,6 @@
 #include "tiles.h"
 
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -13,6 +14,7 @@ struct Shapes {  // as the instruction reads them
 static_assert(sizeof(Shapes) == 64);
 
 thread_local int first_rows = 0, second_rows = 0, x_bytes = 0;  // 0: the thread's tiles have no shapes
+thread_local int calls = 0;                                     // that this thread is in, one inside the other
 
 // Notes the shapes that a thread's tiles get. False: they have them already.
 bool are_new(int first, int second, int bytes) {
@@ -34,6 +36,11 @@ Shapes shapes_of(int first, int second, int bytes) {
 }
 
 }  // namespace
+
+void begin_call() { ++calls; }
+void end_call() {
+  if (--calls == 0) release_tiles();
+}
 
 #ifdef TILE_INSTRUCTIONS
 void shape_tiles(int first, int second, int bytes) {
@@ -58,17 +65,21 @@ float wide(uint32_t half) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+float flushed(float x) { return std::fabs(x) < FLT_MIN ? std::copysign(0.0f, x) : x; }
 
 }  // namespace
 
 void shape_tiles(int first, int second, int bytes) {
   if (!are_new(first, second, bytes)) return;
-  shaped = shapes_of(first, second, bytes);
-  std::memset(tiles, 0, sizeof tiles);
+  const Shapes shapes = shapes_of(first, second, bytes);
+  emulate_shapes(&shapes);
 }
 void release_tiles() { are_new(0, 0, 0); }
 
+void emulate_shapes(const void* shapes) {
+  std::memcpy(&shaped, shapes, sizeof shaped);
+  std::memset(tiles, 0, sizeof tiles);
+}
 void emulate_zero(int tile) { std::memset(tiles[tile], 0, sizeof tiles[tile]); }
 void emulate_load(int tile, const void* from, long stride) {
   emulate_zero(tile);
@@ -80,27 +91,30 @@ void emulate_store(int tile, void* to, long stride) {
     std::memcpy(static_cast<char*>(to) + r * stride, tiles[tile][r], shaped.bytes[tile]);
 }
 void emulate_dot(int sums, int x, int weight) {
-  for (int r = 0; r < shaped.rows[sums]; ++r)
-    for (int column = 0; column < 16; ++column) {
-      float even = 0.0f, odd = 0.0f, sum;
-      for (int pair = 0; pair < 16; ++pair) {
-        const uint32_t a = tiles[x][r][pair], b = tiles[weight][pair][column];
-        even = flushed(std::fma(wide(a & 0xffff), wide(b & 0xffff), even));
-        odd = flushed(std::fma(wide(a >> 16), wide(b >> 16), odd));
+  const auto &rows = tiles[x], &pairs = tiles[weight];
+  for (int r = 0; r < shaped.rows[sums]; ++r) {
+    float even[16] = {}, odd[16] = {}, sum[16];
+    for (int pair = 0; pair < 16; ++pair) {
+      const float first = wide(rows[r][pair] & 0xffff), second = wide(rows[r][pair] >> 16);
+      for (int column = 0; column < 16; ++column) {
+        even[column] = flushed(std::fma(first, wide(pairs[pair][column] & 0xffff), even[column]));
+        odd[column] = flushed(std::fma(second, wide(pairs[pair][column] >> 16), odd[column]));
       }
-      std::memcpy(&sum, &tiles[sums][r][column], 4);
-      sum = flushed(flushed(sum) + flushed(even + odd));
-      std::memcpy(&tiles[sums][r][column], &sum, 4);
     }
+    std::memcpy(sum, tiles[sums][r], sizeof sum);
+    for (int column = 0; column < 16; ++column)
+      sum[column] = flushed(flushed(sum[column]) + flushed(even[column] + odd[column]));
+    std::memcpy(tiles[sums][r], sum, sizeof sum);
+  }
 }
 void emulate_dot_bytes(int sums, int x, int weight) {
+  const auto &rows = tiles[x], &words = tiles[weight];
   for (int r = 0; r < shaped.rows[sums]; ++r)
-    for (int column = 0; column < 16; ++column)
-      for (int word = 0; word < shaped.rows[weight]; ++word)
-        for (int shift = 0; shift < 32; shift += 8) {
-          const auto a = static_cast<int8_t>(tiles[x][r][word] >> shift);
-          const auto b = static_cast<int8_t>(tiles[weight][word][column] >> shift);
-          tiles[sums][r][column] += static_cast<uint32_t>(a * b);
-        }
+    for (int word = 0; word < shaped.rows[weight]; ++word)
+      for (int shift = 0; shift < 32; shift += 8) {
+        const auto a = static_cast<int8_t>(rows[r][word] >> shift);
+        for (int column = 0; column < 16; ++column)
+          tiles[sums][r][column] += static_cast<uint32_t>(a * static_cast<int8_t>(words[word][column] >> shift));
+      }
 }
 #endif

@@ -10,7 +10,9 @@
 // the same without the instructions, for tests, where EMULATE_TILES is defined.
 #pragma once
 
-#include "../simd.h"
+#include <cstdint>
+
+#include "../inline.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(EMULATE_TILES)
 constexpr bool kTiles = true;
@@ -29,6 +31,22 @@ constexpr int kTileRows = 16, kTileWords = 16;
 void shape_tiles(int first, int second, int bytes = 64);
 // Once a thread has nothing to do: while it has shapes, each switch to another program saves 8 KB more.
 void release_tiles();
+
+// Of a kernel's call: when the outermost one of a thread ends, it gives the tiles back. What else the thread runs, such
+// as a library with tiles of its own, may give them other shapes, or none.
+void begin_call();
+void end_call();
+class TilesOfCall {
+ public:
+  TilesOfCall() {
+    if constexpr (kTiles) begin_call();
+  }
+  ~TilesOfCall() {
+    if constexpr (kTiles) end_call();
+  }
+  TilesOfCall(const TilesOfCall&) = delete;
+  TilesOfCall& operator=(const TilesOfCall&) = delete;
+};
 
 #ifdef TILE_INSTRUCTIONS
 // The memory that is read and written is not named, but all of it is, by "memory".
@@ -54,6 +72,7 @@ INLINE void tile_dot_bytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weight));
 }
 #else
+void emulate_shapes(const void* shapes);  // 64 bytes, as LDTILECFG reads them
 void emulate_zero(int tile);
 void emulate_load(int tile, const void* from, long stride);
 void emulate_store(int tile, void* to, long stride);

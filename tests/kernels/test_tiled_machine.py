@@ -1,0 +1,131 @@
+"""Quire as a whole on a machine with matrix tiles (AMX), by traps where the processor has none (trapped.py): which set is
+chosen and what is said of it, answers that move to another set, and promise 2 by the engine's own tests of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.kernels.cpu import native
+from tests.e2e.server import Server
+from tests.e2e.test_batches import SMALL
+from tests.kernels import trapped
+from tests.kernels.trapped import Machine
+
+pytestmark = [pytest.mark.slow, trapped.needs_tiles]
+WITHOUT = {"QUIRE_CPU_ISA": trapped.BASE}
+REFUSED = "(this processor has AMX tiles, but the system refuses them: a container's rules may)"
+ASKED = {"model": "quire-demo", "prompt": "Once upon a time", "max_tokens": 60, "seed": 3, "temperature": 1}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return trapped.machine(tmp_path_factory.mktemp("machine"))
+
+
+def serving(machine: Machine, **environment: str) -> str:
+    """What serves there, as the start's line says it."""
+    code = "import quire.kernels.cpu as c; from quire.kernels.cpu.backend import Cpu; print(c.__file__, Cpu().description())"
+    done = machine.run("-c", code, **environment)
+    assert done.returncode == 0, done.stderr
+    place, _, said = done.stdout.strip().partition(" ")
+    assert Path(place).is_relative_to(machine.folder)
+    return said
+
+
+def test_the_best_set_serves_that_the_system_lets(machine: Machine) -> None:
+    assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
+    assert serving(machine, **WITHOUT) == f"compiled kernels, {native.ISAS[trapped.BASE]}"
+    if not trapped.has_tiles():
+        assert serving(machine, TILES="refused") == f"compiled kernels, {native.ISAS[trapped.BASE]} {REFUSED}"
+
+
+def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine) -> None:
+    """The first one would end the process."""
+    if trapped.has_tiles():
+        pytest.skip("the system has given its permission")
+    code = "from tests.engine.test_contract import mixed_requests, tokens; from quire.engine.config import EngineConfig; \
+from quire.engine.loop import Engine; print(len(tokens(Engine(EngineConfig(dtype='bfloat16')), mixed_requests())))"
+    done = machine.run("-c", code, TILES="refused")
+    assert done.stdout.strip() == "24", done.stderr
+    asked = "from quire.kernels.cpu import native; native.load(); from quire.kernels.cpu.native import Native; \
+from quire.kernels.cpu.backend import Cpu; import torch; from quire.kernels.backend import NO_ADAPTERS; \
+Cpu(Native('avx512_amx')).pack_linear(torch.ones(64, 64).bfloat16(), None)(torch.ones(1, 64).bfloat16(), NO_ADAPTERS)"
+    done = machine.run("-c", asked, TILES="refused")
+    assert done.returncode == -signal.SIGILL
+    assert "has not asked for tiles, or was refused them" in done.stderr
+
+
+@contextmanager
+def server(machine: Machine, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
+    started = Server(log, "--dtype", "bfloat16", *SMALL, *flags, env=machine.environment | environment)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def text(events: str) -> str:
+    return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', events))
+
+
+def test_an_answer_that_moves_to_another_set_says_so(machine: Machine, tmp_path: Path) -> None:
+    """A stream that began by tiles and goes on without them names both, in their order; one that stays names none."""
+    data = ("--data-dir", str(tmp_path / "data"))
+    with server(machine, tmp_path / "tiles.log", *data) as first:
+        whole = httpx.post(f"{first.url}/v1/completions", json=ASKED).json()
+        with httpx.stream("POST", f"{first.url}/v1/completions", json=ASKED | {"stream": True}) as answer:
+            name = answer.headers["X-Stream-Id"]
+            began = ""
+            for piece in answer.iter_text():
+                began += piece
+                if began.count("\n\n") > 12:
+                    break
+        last = re.findall(r"^id: (.*)$", began[: began.rindex("\n\n")], re.MULTILINE)[-1]
+        assert native.ISAS[trapped.AMX] in first.log.read_text()
+    for environment, log in (({}, "again"), (WITHOUT, "without")):
+        with server(machine, tmp_path / f"{log}.log", *data, **environment) as other:
+            headers = {"Last-Event-ID": last}
+            rest = httpx.get(f"{other.url}/v1/streams/{name}", headers=headers, timeout=60)
+            assert rest.status_code == 200
+            mine = httpx.post(f"{other.url}/v1/completions", json=ASKED).json()
+            moved = rest.headers.get("X-Computed-By")
+            if not environment:
+                assert moved is None
+                assert mine["system_fingerprint"] == whole["system_fingerprint"]
+                assert mine["choices"][0]["text"] == whole["choices"][0]["text"]
+            else:
+                assert moved == f"{whole['system_fingerprint']}, {mine['system_fingerprint']}"
+                assert whole["system_fingerprint"] != mine["system_fingerprint"]
+
+
+SUITES = {
+    "contract": ["tests/engine/test_contract.py", "-k", "bfloat16 and not reference"],
+    "few bits": ["tests/engine/test_quantization.py", "-k", "alone_together and bfloat16"],
+    "8-bit KV": ["tests/engine/test_kv_cache.py", "-k", "alone_together and bfloat16"],
+    "experts": ["tests/engine/models/test_experts.py", "-k", "alone_together and bfloat16"],
+    "recorded layers": ["tests/engine/models/test_fused_layers.py", "-k", "bfloat16"],
+    "adapters": ["tests/engine/lora/test_together.py", "-k", "few_bits"],
+    "ranks": ["tests/engine/test_ranks.py", "-k", "grammars and bfloat16 or integer_products"],
+    "divided tokens": ["tests/engine/test_divided_tokens.py", "-k", "bfloat16 and ranks and 2"],
+    "guesses and replay": ["tests/engine/test_lossless.py"],
+    "images": ["tests/engine/images/test_towers.py", "tests/engine/images/test_families.py", "-k", "bits_depend"],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("suite", SUITES)
+def test_promise_2(suite: str, machine: Machine) -> None:
+    assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
+    chosen = [*SUITES[suite], "-p", "no:cacheprovider", "-m", "not gpu"]
+    done = machine.run("-m", "pytest", *chosen, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

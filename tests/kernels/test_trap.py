@@ -1,0 +1,145 @@
+"""The instructions of matrix tiles (AMX), written by hand from Intel's manual: on a processor that has none they are
+done by trap.cpp, which this file judges; on one that has, the same tests judge the processor."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import trapped
+
+pytestmark = [trapped.needs_tiles, pytest.mark.usefixtures("trap")]
+
+CONFIGURE = "c4e2784907"  # ldtilecfg (%rdi)
+TELL = "c4c2794900"  # sttilecfg (%r8)
+ZERO = "c4e27b49c0"  # tilezero %tmm0
+LOAD = "c4e27b4b240e" "c4e2794b2c0a"  # tileloadd (%rsi,%rcx), %tmm4; tileloaddt1 (%rdx,%rcx), %tmm5
+DOT, DOT_BYTES = "c4e2525cc4", "c4e2535ec4"  # tdpbf16ps, tdpbssd %tmm5, %tmm4, %tmm0
+STORE = "c4c27a4b0408"  # tilestored %tmm0, (%r8,%rcx)
+RELEASE, RETURN = "c4e27849c0", "c3"
+
+
+@pytest.fixture(scope="module")
+def trap() -> ctypes.CDLL | None:
+    return trapped.trap()
+
+
+def function(*code: str) -> Callable[..., None]:
+    """void f(shapes, x, weight, stride, sums)"""
+    memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(bytes.fromhex("".join([*code, RETURN])))
+    pointer = ctypes.c_void_p
+    made = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, ctypes.c_long, pointer)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    called = made(address)
+
+    def call(shapes: bytes, x: Tensor | None = None, weight: Tensor | None = None, sums: Tensor | None = None) -> None:
+        given = [None if each is None else each.data_ptr() for each in (x, weight)]
+        called(shapes, *given, 64, None if sums is None else sums.data_ptr())
+        assert memory  # as long as it is called
+
+    return call
+
+
+def shapes(rows: Sequence[int], columns: Sequence[int], *, palette: int = 1, reserved: int = 0) -> bytes:
+    """Of tiles 0, 4 and 5: rows, and bytes of a row."""
+    all_rows, all_bytes = [0] * 16, [0] * 16
+    for tile, r, c in zip((0, 4, 5), rows, columns, strict=True):
+        all_rows[tile], all_bytes[tile] = r, c
+    return struct.pack("<BB13xB16H16B", palette, 0, reserved, *all_bytes, *all_rows)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_products_of_bfloat16(rows: int, generator: torch.Generator) -> None:
+    """Of small integers, whose sums are exact."""
+    x = torch.randint(-9, 10, (rows, 32), generator=generator).bfloat16()
+    weight = torch.randint(-9, 10, (32, 16), generator=generator).bfloat16()
+    pairs = weight.view(16, 2, 16).transpose(1, 2).contiguous()  # even and odd inputs side by side
+    sums = torch.full((16, 16), 7.0)
+    multiply = function(CONFIGURE, ZERO, LOAD, DOT, DOT, STORE, RELEASE)
+    multiply(shapes((rows, rows, 16), (64, 64, 64)), x, pairs, sums)
+    assert torch.equal(sums[:rows], 2 * (x.float() @ weight.float()))
+    assert (sums[rows:] == 7.0).all(), "rows behind the tile's are not written"
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(16, 64), (3, 16), (9, 48)])
+def test_products_of_bytes(rows: int, inner: int, generator: torch.Generator) -> None:
+    x = torch.randint(-128, 128, (rows, inner), generator=generator, dtype=torch.int8)
+    weight = torch.randint(-128, 128, (inner, 16), generator=generator, dtype=torch.int8)
+    lines = torch.zeros((rows, 64), dtype=torch.int8)
+    lines[:, :inner] = x
+    words = weight.view(inner // 4, 4, 16).transpose(1, 2).contiguous()
+    sums = torch.zeros((rows, 16), dtype=torch.int32)
+    multiply = function(CONFIGURE, ZERO, LOAD, DOT_BYTES, STORE, RELEASE)
+    multiply(shapes((rows, rows, inner // 4), (64, inner, 64)), lines, words, sums)
+    assert torch.equal(sums, (x.long() @ weight.long()).int())
+
+
+def test_shapes_are_told(generator: torch.Generator) -> None:
+    given, told = shapes((3, 3, 16), (64, 64, 64)), torch.full((64,), 9, dtype=torch.uint8)
+    function(CONFIGURE, TELL, RELEASE)(given, sums=told)
+    assert bytes(told.tolist()) == given
+    function(TELL)(given, sums=told)
+    assert not told.any(), "none are left"
+
+
+FORBIDDEN = {
+    "shapes": ([ZERO], shapes((1, 1, 16), (64, 64, 64)), "this thread's tiles have no shapes"),
+    "a shape": ([CONFIGURE, ZERO], shapes((0, 1, 16), (0, 64, 64)), "this tile has no shape"),
+    "other rows": ([CONFIGURE, DOT], shapes((2, 3, 16), (64, 64, 64)), "other numbers of rows"),
+    "other inputs": ([CONFIGURE, DOT], shapes((2, 2, 15), (64, 64, 64)), "as many words"),
+    "other outputs": ([CONFIGURE, DOT], shapes((2, 2, 16), (32, 64, 64)), "other numbers of columns"),
+    "one tile twice": ([CONFIGURE, "c4e27a5cc0"], shapes((2, 2, 16), (64, 64, 64)), "two operands are one tile"),
+    "released": ([CONFIGURE, RELEASE, ZERO], shapes((1, 1, 16), (64, 64, 64)), "this thread's tiles have no shapes"),
+}
+MALFORMED = {
+    "palette": shapes((1, 1, 16), (64, 64, 64), palette=2),
+    "reserved": shapes((1, 1, 16), (64, 64, 64), reserved=1),
+    "rows": shapes((17, 1, 16), (64, 64, 64)),
+    "columns": shapes((1, 1, 16), (68, 64, 64)),
+    "half": shapes((1, 1, 0), (64, 64, 64)),
+}
+
+
+def end_of(*calls: Callable[[], object]) -> int:
+    """The exit code of a process that does this."""
+    if (child := os.fork()) == 0:
+        for call in calls:
+            call()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_what_the_manual_forbids_ends_the_process(
+    what: str, trap: ctypes.CDLL | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, given, why = FORBIDDEN[what]
+    assert end_of(lambda: function(*code)(given)) == -signal.SIGILL
+    assert trap is None or why in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_shapes_that_there_are_not_end_it(what: str) -> None:
+    assert end_of(lambda: function(CONFIGURE)(MALFORMED[what])) == -signal.SIGSEGV
+
+
+def test_a_thread_has_shapes_of_its_own() -> None:
+    given = shapes((1, 1, 16), (64, 64, 64))
+
+    def another() -> None:
+        thread = threading.Thread(target=lambda: function(ZERO)(given))
+        thread.start()
+        thread.join()
+
+    assert end_of(lambda: function(CONFIGURE, ZERO)(given)) == 0
+    assert end_of(lambda: function(CONFIGURE)(given), another) == -signal.SIGILL

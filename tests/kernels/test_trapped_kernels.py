@@ -1,0 +1,80 @@
+"""The library with matrix tiles (AMX) as it is built: each of its instructions is done by trap.cpp where the processor has
+none. What it computes is what the plain emulation of the same sources computes, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.cpu.backend import Cpu
+from tests.kernels import trapped
+from tests.kernels.test_cpu_build import results
+from tests.kernels.test_trap import CONFIGURE, RELEASE, function, shapes
+
+pytestmark = [pytest.mark.slow, trapped.needs_tiles]
+SOURCE = Path(__file__).with_name("sanitize.cpp")
+
+
+def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
+    """Random shapes, on one to three threads."""
+    found = {}
+    for name, library in (("emulated", trapped.emulation()), ("instructions", trapped.instructions())):
+        driver, wrote = tmp_path / name, tmp_path / f"{name}.bin"
+        command = ["g++", "-std=c++17", "-O1", "-pthread", SOURCE, library, "-o", driver, f"-Wl,-rpath,{library.parent}"]
+        subprocess.run(command, check=True)
+        preload = {"LD_PRELOAD": str(trapped.trap_library()), "TILES": "permitted"}
+        trapped_too = {} if name == "emulated" or trapped.has_tiles() else preload
+        done = subprocess.run([driver, wrote], env=os.environ | trapped_too, capture_output=True, text=True)
+        assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+        found[name] = results(wrote)
+    assert len(found["emulated"]) == len(found["instructions"]) > 400
+    for wanted, got in zip(found["emulated"], found["instructions"], strict=True):
+        assert torch.equal(wanted.view(torch.int32), got.view(torch.int32))
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_thread_that_calls_has_no_tiles_afterwards(threads: int, generator: torch.Generator) -> None:
+    """Another library's code, which gives them other shapes and none, may run between two calls."""
+    torch.set_num_threads(threads)
+    tiles, trap = Cpu(trapped.tiles()), trapped.trap()
+    linear = tiles.pack_linear(torch.randn((1024, 512), generator=generator).bfloat16(), None)
+    x = torch.randn((16, 512), generator=generator).bfloat16()
+    wanted = linear(x, NO_ADAPTERS)
+    assert trap is None or not trap.has_shapes()
+    for code in ([CONFIGURE], [CONFIGURE, RELEASE]):
+        function(*code)(shapes((3, 3, 2), (64, 8, 64)))
+        assert torch.equal(linear(x, NO_ADAPTERS), wanted)
+
+
+def done(trap: ctypes.CDLL, work: Callable[[], object]) -> dict[str, int]:
+    """How many of each instruction it does."""
+    names = ("ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps", "tdpbssd")
+    before = [trap.done_of(name.encode()) for name in names]
+    work()
+    return {name: trap.done_of(name.encode()) - was for name, was in zip(names, before, strict=True)}
+
+
+def test_what_was_trapped_is_what_multiplies(generator: torch.Generator) -> None:
+    """Of 16 rows and 64 outputs, a block of 32 inputs is 4 products and 5 loads; its sums are stored once."""
+    trap = trapped.trap()
+    if trap is None:
+        pytest.skip("the processor has tiles")
+    linear = Cpu(trapped.tiles()).pack_linear(torch.randn((64, 320), generator=generator).bfloat16(), None)
+    x = torch.randn((16, 320), generator=generator).bfloat16()
+    assert done(trap, lambda: linear(x, NO_ADAPTERS)) == {
+        "ldtilecfg": 1,
+        "tilerelease": 1,
+        "tilezero": 4,
+        "tileloadd": 50,
+        "tilestored": 4,
+        "tdpbf16ps": 40,
+        "tdpbssd": 0,
+    }

@@ -1,0 +1,169 @@
+"""A processor with matrix tiles (AMX) where there is none: trap.cpp does what their instructions would. Where there is
+one, the same code runs as it is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu import build, native
+
+ROOT = Path(__file__).resolve().parents[2]
+AMX, BASE = "avx512_amx", "avx512_bf16"
+"""The set with tiles, and what they stand beside."""
+FAKE_CPUID = """
+#include_next <cpuid.h>
+static int with_tiles(unsigned leaf, unsigned part, unsigned* a, unsigned* b, unsigned* c, unsigned* d) {
+  const int known = __get_cpuid_count(leaf, part, a, b, c, d);
+  if (leaf == 7 && part == 0) *d |= 1u << 22 | 1u << 24 | 1u << 25;
+  return known;
+}
+#define __get_cpuid_count with_tiles
+"""
+"""<cpuid.h> of a processor that has tiles too."""
+COPIED = ("quire", "engine", "server", "kernels", "configs", "tests")
+
+
+def has_tiles() -> bool:
+    return AMX in native.runnable()
+
+
+def can_trap() -> bool:
+    """Whether all but the tiles is there."""
+    there = sys.platform == "linux" and BASE in native.runnable() and build.compiler() is not None
+    return there and not has_tiles()
+
+
+needs_tiles = pytest.mark.skipif(
+    not has_tiles() and not can_trap(), reason="no compiler, no AVX-512 with bf16, or not Linux"
+)
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For what is compiled, as long as this process lives."""
+    return tempfile.TemporaryDirectory(prefix="quire-tiles-")
+
+
+def _compile(made: str, *arguments: str | Path) -> Path:
+    command, target = build.compiler(), Path(_folder().name, made)
+    assert command is not None
+    subprocess.run([*command, *build.COMPILE, *build.LINK, *arguments, "-o", target], check=True)
+    return target
+
+
+@cache
+def trap_library() -> Path:
+    sources = (ROOT / "tests/kernels/trap.cpp", ROOT / "kernels/cpu/tiles/tiles.cpp")
+    return _compile("trap.so", *build.AVX2, "-DEMULATE_TILES", *sources, "-ldl")
+
+
+@cache
+def trap() -> ctypes.CDLL | None:
+    """Has this process's own code use tiles from here on. None where the processor has them."""
+    if has_tiles():
+        return None
+    library = ctypes.CDLL(str(trap_library()))
+    library.done_of.restype = ctypes.c_long
+    library.permit_tiles()
+    return library
+
+
+def _load(library: Path) -> native.Native:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "HERE", library.parent)
+        return native.Native(library.stem)
+
+
+def _build(isa: str, folder: str, *flags: str) -> Path:
+    command, target = build.compiler(), Path(_folder().name, folder)
+    assert command is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build.FLAGS, isa, [*build.FLAGS[isa], *flags])
+        assert build.build(command, [isa], target) == {}
+    return target / f"{isa}.so"
+
+
+@cache
+def emulation() -> Path:
+    """A library that computes as one with tiles does, without their instructions."""
+    return _build(BASE, "emulation", "-DEMULATE_TILES")
+
+
+@cache
+def instructions() -> Path:
+    """The library with tiles' instructions: the one that `make all-kernels` has built, else compiled now."""
+    try:
+        native.Native(AMX)
+    except (OSError, AttributeError):
+        return _build(AMX, "instructions")
+    return native.HERE / f"{AMX}.so"
+
+
+@cache
+def emulated_tiles() -> native.Native:
+    return _load(emulation())
+
+
+@cache
+def tiles() -> native.Native:
+    """The library itself, by traps where the processor has no tiles."""
+    trap()
+    return _load(instructions())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A copy of the project on a machine whose processor seems to have tiles: what asks the processor and the system is
+    told so, and all else is as it is, from the choice of the library on."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, *arguments: str, timeout: float = 600, **more: str) -> subprocess.CompletedProcess[str]:
+        """Python with these arguments."""
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=self.environment | more,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+def machine(folder: Path) -> Machine:
+    """Makes it in `folder`."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "clients"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    settings = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    if has_tiles():
+        return Machine(folder, settings)
+    kernels = folder / "kernels/cpu"
+    shutil.copy2(instructions(), kernels / f"{AMX}.so")
+    fake = folder / "fake"
+    fake.mkdir()
+    (fake / "cpuid.h").write_text(FAKE_CPUID)
+    (kernels / "plain.so").rename(kernels / "plain_kernels.so")  # all but what asks the processor
+    sums = zlib.crc32(b"".join(path.read_bytes() for path in build.sources()))
+    asking = _compile(
+        "asking.so",
+        f"-I{fake}",
+        f"-DSUM_OF_SOURCES={sums}u",
+        ROOT / "kernels/cpu/isa.cpp",
+        "-Wl,--no-as-needed",
+        kernels / "plain_kernels.so",
+    )
+    shutil.copy2(asking, kernels / "plain.so")
+    return Machine(folder, settings | {"LD_PRELOAD": str(trap_library())})
