@@ -289,7 +289,7 @@ class Streams:
             self.release(request.scope.get(CLAIMS, ()))
         if self._tail is not None:
             running.number = self._tail.begin(owner, spec.id)
-            generation.journal = partial(self._tail.add, running.number)
+            generation.number, generation.journal = running.number, self._tail.add
         return running.close
 
     async def _put(self, owner: str, call: Call, ends: float) -> bool:
