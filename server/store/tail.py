@@ -20,7 +20,7 @@ from quire.server.store.progress import End
 
 PREFIX = "tail-"
 """Of the file of a process, in --data-dir."""
-HALF = 1 << 20
+HALF = 1 << 21
 """Bytes of each half: one is written, while the journal gets what is in the other."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What Linux says of the boot."""

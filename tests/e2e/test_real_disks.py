@@ -44,7 +44,7 @@ def run(*command: str | Path) -> None:
 
 
 def full(folder: Path) -> Disk:
-    run("mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", folder)
+    run("mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", folder)
     filler = folder / "filler"
 
     def fill() -> None:
