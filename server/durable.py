@@ -36,6 +36,8 @@ _AT_ONCE = 8
 """Responses that are begun again at the same time."""
 _LOOK_SECONDS = 0.5
 """Time between two looks at what other processes left, or were asked for."""
+_LOOK_ALONE_SECONDS = 2.0
+"""The same where there are no others: whether the disk takes what is written."""
 
 
 @dataclass(slots=True)
@@ -106,20 +108,20 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
             except Exception:  # it costs no other one
                 log.exception("the response %s cannot be made again now; the next start tries it again", id)
 
+    taken_up = False
     async with asyncio.TaskGroup() as group:
         while True:
             try:
-                if (await parts.look()).leads:
+                if (await parts.look()).leads and not (taken_up and parts.peers.alone):
                     for each in await asyncio.to_thread(parts.data.processes.left):
                         if each not in begun:
                             begun.add(each)
                             group.create_task(answer(*each))
                     await parts.batches.look()
-                if parts.peers.alone:
-                    return
+                    taken_up = True
             except (sqlite3.OperationalError, OSError, QuireError) as error:
                 log.error("data_dir cannot be read: %s", error)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_ALONE_SECONDS if taken_up and parts.peers.alone else _LOOK_SECONDS)
 
 
 async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:

@@ -143,7 +143,7 @@ def failure(error: Exception) -> Failure:
         return Failure(status, error.message, kind, error.param, error.code)
     if isinstance(error, sqlite3.OperationalError):
         logger.error("data_dir: %s", error)
-        return Failure(503, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
+        return Failure(503, f"Nothing can be kept now: {error}", SERVER, "data_dir", Overloaded.code)
     logger.error("a stream failed", exc_info=error)
     return Failure(500, UNEXPECTED, SERVER, None, "internal_error")
 

@@ -52,6 +52,8 @@ _CLAIM_LOOK_SECONDS = 0.05
 """Between two looks whether another attempt has begun to answer a call, and can be taken over."""
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
+_NOTES_BESIDE_TAIL = 5
+"""Of a call whose tokens are in a tail only each so manieth: what a note of it lacks, a power cut alone can take."""
 _SWEEP_SECONDS = 60.0
 _PUT_TRIES, _PUT_SECONDS = 20, 0.5
 """To put a call into the journal, where nobody answers."""
@@ -80,6 +82,8 @@ class Running:
     close: Callable[[], None] = lambda: None
     noted: int = 0
     """Tokens in the journal."""
+    passed: int = 0
+    """Notes of other calls since the last one of this."""
     number: int = 0
     """In its tail."""
     stored: bool = False
@@ -289,7 +293,7 @@ class Streams:
             self.release(request.scope.get(CLAIMS, ()))
         if self._tail is not None:
             running.number = self._tail.begin(owner, spec.id)
-            generation.journal = partial(self._tail.add, running.number)
+            generation.number, generation.journal = running.number, self._tail.add
         return running.close
 
     async def _put(self, owner: str, call: Call, ends: float) -> bool:
@@ -335,8 +339,11 @@ class Streams:
             (running.number, *key) for key, running in self._running.items()
         )
         for (owner, id), running in list(self._running.items()):
-            count = running.progress.count
             ended = running.ended.is_set()
+            running.passed += 1
+            if not (ended or turned or self._tail is None or running.passed >= _NOTES_BESIDE_TAIL):
+                continue
+            count, running.passed = running.progress.count, 0
             if (
                 count - running.noted > running.noted // 8 or ended or (turned and count > running.noted)
             ):  # else a long answer is written over and over

@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.server.batches.lines import failed_line
+from quire.server.peers import Unanswered
 from quire.server.store.batches import Batch, Batches, Status, at
 from quire.server.store.files import Contents, StoredFile, new_file
 
@@ -41,13 +42,28 @@ class _Answered(msgspec.Struct):
 def finish(batches: Batches, contents: Contents, owner: str, batch: Batch) -> None:
     """Write the files of a batch whose lines will get no more results, and end it in the same transaction. In a thread,
     please. Raises OSError and sqlite3.Error, and may then be called again."""
+    new: list[StoredFile] = []
+    try:
+        known = batches.end(owner, _ended(batches, contents, batch, new), new)
+    except Unanswered:  # it may be done: then the files are known, else the next start deletes them
+        raise
+    except BaseException:
+        contents.delete(new)
+        raise
+    if not known:
+        contents.delete(new)
+
+
+def _ended(batches: Batches, contents: Contents, batch: Batch, new: list[StoredFile]) -> Batch:
+    """The batch as it is from now on; its files are written, and added to `new`."""
     left = sum(1 for _ in _undone(batches, batch.id))
     status: Status = "cancelled" if batch.status == "cancelling" else "expired" if left else "completed"
     used = _Usage()
     answers = _write(contents, batch, "output", _counting(_results(batches, batch.id, failed=False), used))
+    new += [] if answers is None else [answers]
     errors = _write(contents, batch, "errors", _errors(batches, batch.id, status))
-    new = [file for file in (answers, errors) if file is not None]
-    ended = replace(
+    new += [] if errors is None else [errors]
+    return replace(
         at(batch, status),
         output_file_id=answers and answers.id,
         error_file_id=errors and errors.id,
@@ -55,7 +71,6 @@ def finish(batches: Batches, contents: Contents, owner: str, batch: Batch) -> No
         input_tokens=used.prompt_tokens + used.input_tokens,
         output_tokens=used.completion_tokens + used.output_tokens,
     )
-    batches.end(owner, ended, new)
 
 
 def _write(contents: Contents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:

@@ -29,6 +29,7 @@ from quire.server.protocol.questions.systemone import alias_of_own
 from quire.server.resolve.translated.ollama import untagged
 from quire.server.routes.models import cards, listed
 from quire.server.routes.ollama.endpoints import held, named, tagged
+from quire.server.routes.status import told_health
 from quire.server.runtime import Models, Runtime, server_of
 from quire.server.sse import CLIENT_CLOSED_REQUEST, unless_left
 
@@ -133,7 +134,7 @@ class FleetModels:
 @router.api_route("/ping", methods=["GET", "HEAD"], response_model=None)
 async def health(request: Request) -> Response:
     """200 while models can be loaded and woken."""
-    return Response(status_code=200 if _models_of(request).fleet.alive else 503)
+    return told_health(request, well=_models_of(request).fleet.alive)
 
 
 @router.get("/v1/models")

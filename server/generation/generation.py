@@ -82,8 +82,8 @@ def times(timeline: Timeline) -> dict[str, float | None]:
 
 
 class Journal(Protocol):
-    def __call__(self, choice: int, place: int, ids: Sequence[int], end: End | None, /) -> None:
-        """`place`: of the first of these tokens in the choice."""
+    def __call__(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None, /) -> None:
+        """`number`: the generation's. `place`: of the first of these tokens in the choice."""
 
 
 class Sink(Protocol):
@@ -107,6 +107,8 @@ class Generation(ABC):
         """Of a resumable spec: the tokens that its choices have so far."""
         self.journal: Journal | None = None
         """Of a resumable spec: where tokens are put before they are sent."""
+        self.number = 0
+        """The call's in the journal."""
         self.fresh = True
         """Whether the last step is new, and does not tell again what an answer had before."""
         self.computed = True

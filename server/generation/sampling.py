@@ -37,6 +37,10 @@ class Sampling(Generation):
         again = f".{spec.attempt}" if spec.attempt else ""
         self._by_id = {f"{spec.id}-{choice.index}{again}": choice for choice in self._choices}
         self.progress = self._known()
+        for choice, ids in zip(self._choices, self.progress.ids, strict=True):
+            choice.known = ids
+        self._cached_untold = True
+        """Whether it is still to be noted of some choice how many tokens of its prompt were cached."""
         self.fresh = False
         seeds = [params.choice_seed(choice.index % params.n) for choice in self._choices]
         requests = [
@@ -143,37 +147,25 @@ class Sampling(Generation):
                 if delta is not None:
                     yield delta
 
-    def _singles(self, output: RequestOutput) -> list[RequestOutput]:
+    def _singles(self, output: RequestOutput) -> Sequence[RequestOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        index, cached = self._by_id[output.id].index, self.progress.cached
-        known, end = self.progress.ids[index], None
+        choice, ids, end = self._by_id[output.id], output.new_ids, None
         if output.finish_reason == "stop" or output.finish_reason == "length":
-            self.progress.ends[index] = end = End(output.finish_reason, output.stop_reason, bool(output.new_ids))
+            self.progress.ends[choice.index] = end = End(output.finish_reason, output.stop_reason, bool(ids))
         if self.journal is not None:
-            self.journal(index, len(known), output.new_ids, end)
-        known += output.new_ids
-        if cached[index] < 0:
-            cached[index] = output.cached_tokens
-        elif output.cached_tokens != cached[index]:
-            output = msgspec.structs.replace(output, cached_tokens=cached[index])
-        if len(output.new_ids) < 2:
-            return [output]
-        logprobs = output.logprobs
-        singles = [
-            RequestOutput(output.id, [id], None if logprobs is None else [logprobs[at]])
-            for at, id in enumerate(output.new_ids[:-1])
-        ]
-        first = msgspec.structs.replace(
-            singles[0],
-            prompt_logprobs=output.prompt_logprobs,
-            cached_tokens=output.cached_tokens,
-            prefix=output.prefix,
-        )
-        last = msgspec.structs.replace(
-            output, new_ids=output.new_ids[-1:], logprobs=logprobs and logprobs[-1:], prompt_logprobs=None
-        )
-        return [first, *singles[1:], last]
+            self.journal(self.number, choice.index, len(choice.known), ids, end)
+        choice.known += ids
+        if self._cached_untold or output.cached_tokens != choice.cached_tokens:
+            output = self._with_cached(choice, output)
+        return (output,) if len(ids) < 2 else _apart(output)
+
+    def _with_cached(self, choice: Choice, output: RequestOutput) -> RequestOutput:
+        told = self.progress.cached
+        if told[choice.index] < 0:
+            told[choice.index] = output.cached_tokens
+            self._cached_untold = any(each < 0 for each in told)
+        return msgspec.structs.replace(output, cached_tokens=told[choice.index])
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
         """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
@@ -229,6 +221,25 @@ class Sampling(Generation):
         self._stream.close()
         self._stream.shortcut = None  # no circle: the spec goes with its last reference, not at a collection
         self._cut_off(self._deadlines.passed or "abort")
+
+
+def _apart(output: RequestOutput) -> list[RequestOutput]:
+    """An output of several tokens as one for each."""
+    logprobs = output.logprobs
+    singles = [
+        RequestOutput(output.id, [id], None if logprobs is None else [logprobs[at]])
+        for at, id in enumerate(output.new_ids[:-1])
+    ]
+    first = msgspec.structs.replace(
+        singles[0],
+        prompt_logprobs=output.prompt_logprobs,
+        cached_tokens=output.cached_tokens,
+        prefix=output.prefix,
+    )
+    last = msgspec.structs.replace(
+        output, new_ids=output.new_ids[-1:], logprobs=logprobs and logprobs[-1:], prompt_logprobs=None
+    )
+    return [first, *singles[1:], last]
 
 
 def _failure(output: RequestOutput, spec: GenerationSpec) -> QuireError:

@@ -155,6 +155,9 @@ def kept_metrics(look: Callable[[], Look], results: Collection[str], model_name:
     sizes = {(model_name, kind): size for kind, size in seen.sizes.items()}
     text = "Bytes of what is kept in --data-dir."
     yield family(GaugeMetricFamily, "quire:kept_bytes", text, (*model, "kind"), sizes)
+    text = "1 while --data-dir takes no writes, as on a full disk: what was accepted waits."
+    refused = {(model_name,): float(bool(seen.refusal))}
+    yield family(GaugeMetricFamily, "quire:data_dir_refuses", text, model, refused)
 
 
 def length_buckets(longest: int) -> list[int]:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
+from quire.server.encoding import encode_json
 from quire.server.observe.metrics import Metrics
 from quire.server.runtime import Runtime, server_of
 
@@ -21,9 +22,9 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
     """200 if the engine works, or sleeps because it was told to; 503 if it is silent, being replaced or gone, or if the
-    server is shutting down."""
+    server is shutting down. The body is empty, but while --data-dir takes no writes: then it says why."""
     only = _only(request)
-    return Response(status_code=200 if only.client.healthy and not only.admission.draining else 503)
+    return told_health(request, well=only.client.healthy and not only.admission.draining)
 
 
 @router.get("/ready", response_model=None)
@@ -61,6 +62,15 @@ async def metrics(request: Request) -> Response:
     async with runtimes[0].turns if runtimes else nullcontext():
         text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def told_health(request: Request, *, well: bool) -> Response:
+    """200 or 503. A server that cannot write what it keeps answers all else: it is well, and says why."""
+    durable, status = server_of(request).durable, 200 if well else 503
+    if durable is None or not durable.seen.refusal:
+        return Response(status_code=status)
+    told = {"data_dir": f"Nothing can be kept now: {durable.seen.refusal}"}
+    return Response(encode_json(told), status, media_type="application/json")
 
 
 def _only(request: Request) -> Runtime:

@@ -134,8 +134,9 @@ class Batches:
                 connection.execute("delete from lines where batch = ?", (id,))
             return _counted(connection, batch)
 
-    def end(self, owner: str, ended: Batch, files: Sequence[StoredFile]) -> None:
-        """Put a batch that has ended, and make its files known; not a second time, where two processes end it."""
+    def end(self, owner: str, ended: Batch, files: Sequence[StoredFile]) -> bool:
+        """Put a batch that has ended, and make its files known. False, and nothing is done, where it had ended before,
+        as where two processes end it."""
         already = False
 
         def change(now: Batch) -> Batch:
@@ -147,7 +148,7 @@ class Batches:
             if not already:
                 self._files.insert(connection, owner, files)
 
-        self._change(owner, ended.id, change, add, self._files.sizes)
+        return self._change(owner, ended.id, change, add, self._files.sizes) is not None and not already
 
     def find(self, owner: str, id: str) -> Batch | None:
         with self._database.reading() as connection:
@@ -211,7 +212,7 @@ def _cancelling(batch: Batch) -> Batch:
     """Raises InvalidRequest for one that has ended or is about to."""
     if batch.status in (*ENDED, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
-    return at(batch, "cancelling")
+    return batch if batch.status == "cancelling" else at(batch, "cancelling")
 
 
 def _finalizing(batch: Batch) -> Batch:

@@ -29,6 +29,8 @@ class Look:
     """Bytes of what is kept, by its kind."""
     counts: Mapping[str, int]
     """What all have counted, those that have ended too."""
+    refusal: str
+    """Why nothing can be written now; "" where it can."""
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -46,8 +48,8 @@ OPEN = "open"
 class Processes:
     """Those that share the data, as long as this one lives. Threads may use it at the same time."""
 
-    def __init__(self, store: Store, files: Files, calls: Calls) -> None:
-        self._store, self._files, self._calls = store, files, calls
+    def __init__(self, database: Database, store: Store, files: Files, calls: Calls) -> None:
+        self._database, self._store, self._files, self._calls = database, store, files, calls
         self._mutex = threading.Lock()
         self._there: dict[str, None] = {}
         """Those that have not ended; the first one leads."""
@@ -66,7 +68,7 @@ class Processes:
                 summed.update(each)
             leads = next(iter(self._there)) == process
         sizes = {"responses": self._store.size, "files": self._files.size, "journal": self._calls.size}
-        return Look(leads, sizes, summed)
+        return Look(leads, sizes, summed, self._database.look())
 
     def join(self, process: str, standing: Standing) -> None:
         """One that had another process's data before."""
@@ -111,5 +113,5 @@ def open_data(folder: Path, max_bytes: int, living: Container[str] = ()) -> Data
     except sqlite3.DatabaseError as error:  # a part of it is damaged
         database.close()
         raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
-    together = Processes(store, files, calls)
+    together = Processes(database, store, files, calls)
     return Data(store, files, files.contents, Batches(database, files), calls, together, database.close)

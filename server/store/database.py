@@ -8,12 +8,12 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
-from quire.server.store.schema import prepare
+from quire.server.store.schema import VERSION, prepare
 
 FILE = "responses.sqlite3"
 PATIENCE = 10.0
@@ -31,6 +31,8 @@ class Database:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError for a folder that cannot be used, or that another server uses."""
         self.folder = folder
+        self.refusal = ""
+        """Why the last write was refused; "" where it was not."""
         self._mutex = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,7 +63,7 @@ class Database:
     def writing(self, sizes: Counter[str] | None = None) -> Iterator[sqlite3.Connection]:
         """One transaction, of which nothing is left where the block raises, or where it cannot be committed. `sizes`:
         what the block counts of it."""
-        with self._mutex:
+        with self._mutex, self._refused_or_not():
             if _file(self.folder / FILE) != self._file:  # SQLite would go on with what nobody finds any more
                 raise sqlite3.OperationalError(f"{self.folder / FILE} was removed or replaced; start again")
             before = None if sizes is None else sizes.copy()
@@ -76,6 +78,22 @@ class Database:
                     sizes.clear()
                     sizes.update(before)
                 raise
+
+    def look(self) -> str:
+        """Why nothing can be written now; "" where it can. After a refusal it is tried."""
+        if self.refusal:
+            with suppress(sqlite3.OperationalError), self.writing() as connection:
+                connection.execute(f"pragma user_version = {VERSION}")  # as before, but it is written
+        return self.refusal
+
+    @contextmanager
+    def _refused_or_not(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            self.refusal = str(error)
+            raise
+        self.refusal = ""
 
 
 def page_of(

@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -59,6 +59,11 @@ class Contents:
         except BaseException:
             self.path(id).unlink(missing_ok=True)
             raise
+
+    def delete(self, files: Iterable[StoredFile]) -> None:
+        """The content of files that are not made known after all."""
+        for each in files:
+            self.path(each.id).unlink(missing_ok=True)
 
     def create(self, id: str) -> None:
         """An empty one, which only this user may read."""

@@ -20,7 +20,7 @@ from quire.server.store.progress import End
 
 PREFIX = "tail-"
 """Of the file of a process, in --data-dir."""
-HALF = 1 << 20
+HALF = 1 << 21
 """Bytes of each half: one is written, while the journal gets what is in the other."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What Linux says of the boot."""
@@ -32,6 +32,10 @@ the former place or the new one."""
 _HEAD = _BOOT_BYTES + 2 * 8
 _RECORD = struct.Struct("<II")
 """Before each record: its length, and its check."""
+_TOKEN = struct.Struct("<6I")
+"""The record of a single token, as most are: 0 for its length, its check, and the numbers of a Got."""
+_TOKEN_CHECK = 0x9E3779B9
+"""The check of a token is this one, where all its numbers are 0."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag="b", array_like=True):
@@ -84,10 +88,12 @@ class Tail:
         self._memory[:_BOOT_BYTES] = boot
         self._places = memoryview(self._memory)[_BOOT_BYTES:_HEAD].cast("Q")
         """Of the halves."""
-        self._half, self._used, self._turn = 0, 0, 1
-        self._turning = self._closed = False
+        self._half, self._turn = 0, 1
+        self._at, self._end = _HEAD, _HEAD + HALF
+        """Where in the file the next record begins, and this half ends."""
+        self._turning = False
         self._numbers = 0
-        self._tell()
+        self._tell(self._at)
 
     def begin(self, owner: str, id: str) -> int:
         """The number of a call."""
@@ -97,15 +103,23 @@ class Tail:
 
     def add(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None) -> None:
         """Tokens of a call, before they are sent. Where there is no room they are left out."""
-        self._write(Got(number, choice, place, ids, end))
+        if end is not None or len(ids) != 1:
+            return self._write(Got(number, choice, place, ids, end))
+        (id,), at = ids, self._at
+        if (behind := at + _TOKEN.size) <= self._end:
+            check = number ^ choice ^ place ^ id ^ _TOKEN_CHECK
+            _TOKEN.pack_into(self._memory, at, 0, check, number, choice, place, id)
+            self._tell(behind)
 
     def turn(self, begun: Iterable[tuple[int, str, str]]) -> bool:
         """Whether all that was written before is to be noted, and `settle` to be called then: the other half is written
         meanwhile. `begun`: numbers, owners and ids of the calls that go on."""
-        if not self._turning and self._used > HALF // 2:
+        if self._end and not self._turning and self._end - self._at < HALF // 2:
             self._turning = True
-            self._half, self._used, self._turn = 1 - self._half, 0, self._turn + 1
-            self._tell()
+            self._half, self._turn = 1 - self._half, self._turn + 1
+            begin = _HEAD + self._half * HALF
+            self._end = begin + HALF
+            self._tell(begin)
             for number, owner, id in begun:
                 self._write(Begun(number, owner, id))
         return self._turning
@@ -117,26 +131,24 @@ class Tail:
 
     def close(self) -> None:
         """All is noted; what comes now is left out."""
-        self._closed = True
+        self._end = 0
         self._places.release()
         self._memory.close()
         self._path.unlink(missing_ok=True)
 
     def _write(self, record: Begun | Got) -> None:
         content = _encode(record)
-        begin = self._used + _RECORD.size
+        begin = self._at + _RECORD.size
         end = begin + len(content)
-        if end > HALF or self._closed:
-            return
-        at = _HEAD + self._half * HALF
-        _RECORD.pack_into(self._memory, at + self._used, len(content), _check(content))
-        self._memory[at + begin : at + end] = content
-        self._used = end
-        self._tell()
+        if end <= self._end:
+            _RECORD.pack_into(self._memory, self._at, len(content), _check(content))
+            self._memory[begin:end] = content
+            self._tell(end)
 
-    def _tell(self) -> None:
-        """What is written counts from now on."""
-        self._places[self._half] = self._turn << _USED_BITS | self._used
+    def _tell(self, end: int) -> None:
+        """What is written up to there counts from now on."""
+        self._at = end
+        self._places[self._half] = (self._turn << _USED_BITS) + end - self._end + HALF
 
 
 def _check(record: bytes) -> int:
@@ -161,6 +173,16 @@ def left(path: Path) -> Iterator[Tokens]:
         end = at + min(places[half] % (1 << _USED_BITS), HALF)
         while at + _RECORD.size <= end:
             length, check = _RECORD.unpack_from(content, at)
+            if not length:
+                if at + _TOKEN.size > end:
+                    return
+                _, _, number, choice, place, id = _TOKEN.unpack_from(content, at)
+                if check != number ^ choice ^ place ^ id ^ _TOKEN_CHECK:
+                    return
+                at += _TOKEN.size
+                if (known := calls.get(number)) is not None:
+                    yield Tokens(known.owner, known.id, choice, place, (id,), None)
+                continue
             begin = at + _RECORD.size
             at = begin + length
             record = content[begin:at]

@@ -39,6 +39,37 @@ def is_answer(text: bytes, seed: int, newest: int) -> bool:
     return True
 
 
+class Computing:
+    """What all engines compute at the moment. A call that two compute for long is answered by two processes, of which
+    one should have ended when the other took it over."""
+
+    PATIENCE = 1.0
+    """Seconds in which an end reaches its engine."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        """The calls of which this was so."""
+        self._engines: dict[str, dict[tuple[SimulatedProcess, str], None]] = {}
+        """By the id of a call's choice: the engines that compute it, and by which id."""
+        self._twice: dict[str, float] = {}
+        """By the same: since when two do."""
+
+    def begin(self, engine: SimulatedProcess, id: str) -> None:
+        of_choice = self._engines.setdefault(id.partition(".")[0], {})
+        of_choice[engine, id] = None
+        if len(of_choice) == 2:
+            self._twice.setdefault(id.partition(".")[0], asyncio.get_running_loop().time())
+
+    def end(self, engine: SimulatedProcess, id: str) -> None:
+        choice = id.partition(".")[0]
+        of_choice = self._engines[choice]
+        del of_choice[engine, id]
+        if len(of_choice) == 1 and asyncio.get_running_loop().time() - self._twice.pop(choice) > self.PATIENCE:
+            self.wrong.append(choice)
+        if not of_choice:
+            del self._engines[choice]
+
+
 class SimulatedProcess(EngineProcess):
     """Messages come late but in order; those that are on their way when it ends are lost."""
 
@@ -49,9 +80,14 @@ class SimulatedProcess(EngineProcess):
         alive: Alive,
         seeds: dict[str, int],
         version: int,
+        computing: Computing,
+        pace: float,
     ) -> None:
-        """`seeds`: those of all requests, of earlier processes too, by id without the number of the attempt."""
+        """`seeds`: those of all requests, of earlier processes too, by id without the number of the attempt. `pace`: a
+        step takes so many times as long."""
         self._rng = rng
+        self._computing = computing
+        self._pace = pace
         self._alive = alive
         self._seeds = seeds
         self._version = version
@@ -94,7 +130,7 @@ class SimulatedProcess(EngineProcess):
         while True:
             if not self.running:
                 self._take(await self._to_engine.get())
-            await asyncio.sleep(self._rng.choice((0.001, 0.005, 0.02)))
+            await asyncio.sleep(self._pace * self._rng.choice((0.001, 0.005, 0.02)))
             while not self._to_engine.empty():
                 self._take(self._to_engine.get_nowait())
             if outputs := [self._step(each) for each in list(self.running)]:
@@ -115,10 +151,16 @@ class SimulatedProcess(EngineProcess):
                     seed = self._seeds.setdefault(request.id.partition(".")[0], request.seed)
                     assert seed == request.seed, "it is made again with another seed"
                     self.running[request.id] = request, list(request.emitted_ids)
+                    self._computing.begin(self, request.id)
                 self._begun_by([request.id for request in requests])
             case Abort(ids):
                 for id in ids:
-                    self.running.pop(id, None)
+                    if id in self.running:
+                        self._end(id)
+
+    def _end(self, id: str) -> None:
+        del self.running[id]
+        self._computing.end(self, id)
 
     def _step(self, id: str) -> RequestOutput:
         """One token, or more at once, as drafts give."""
@@ -131,11 +173,13 @@ class SimulatedProcess(EngineProcess):
         reason = None
         if len(had) >= most:
             reason = "length"
-            del self.running[id]
+            self._end(id)
         return RequestOutput(id, ids, finish_reason=reason, cached_tokens=len(had) % 5)
 
     def exit(self, cause: ExitCause = KILLED) -> None:
         self._alive.pop(self, None)
+        for id in list(self.running):
+            self._end(id)
         if self._task is not None:
             self._task.cancel()
         if not self._exit.done():

@@ -111,7 +111,7 @@ class Replica(AppProcess):
 class Replicas(OfSeveral):
     """All of them, and the owner."""
 
-    FAULTS: ClassVar = ("api", "api", "owner", "owner", "late", *(each for each in FAULTS if each != "statement"))
+    FAULTS: ClassVar = ("api", "api", "owner", "owner", "late", "readers", *(each for each in FAULTS if each != "statement"))
 
     def __init__(
         self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
@@ -171,8 +171,11 @@ class Replicas(OfSeveral):
         return [each.runtime.client for each in self.answering]
 
     async def end_owner(self) -> None:
+        """Until another one answers."""
         before, self._owner = self._owner, Context().run(Owner, self, self.disk)
         await before.die()
+        while not (self.dead or self._owner.dead) and self._owner.members is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         self._stopping = True

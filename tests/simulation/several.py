@@ -161,17 +161,28 @@ class OfSeveral(WithDisk, ABC):
         return [] if self.dead else [each for each in self.several if each.answers]
 
     def end_one(self) -> None:
-        self.network.rng.choice(self.several).die()
+        self._one().die()
 
     def delay_one(self) -> None:
         until = asyncio.get_running_loop().time() + self.network.rng.choice((1.0, 5.0, 15.0))
-        self.network.late_until[self.network.rng.choice(self.several).identity.encode()] = until
+        self.network.late_until[self._one().identity.encode()] = until
+
+    def lose_readers(self) -> None:
+        """Whoever reads loses the connection, which the process at its other end notices late or never."""
+        for each in self.answering:
+            for connection in list(each.connections):
+                connection.leave()
+
+    def _one(self) -> Any:
+        """One of the processes; most often one that answers a stream."""
+        busy = [each for each in self.answering if each.connections]
+        return self.network.rng.choice(busy if busy and self.network.rng.random() < 0.8 else self.several)
 
 
 class SharedServer(OfSeveral):
     """The process that has engine and data, with its API processes, which end with it."""
 
-    FAULTS: ClassVar = ("api", "api", "api", "late", *FAULTS)
+    FAULTS: ClassVar = ("api", "api", "api", "late", "readers", "readers", *FAULTS)
 
     def __init__(
         self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network

@@ -20,6 +20,7 @@ from quire.server import again
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
+from quire.server.peers import Peers
 from quire.server.store.calls import Calls
 from quire.server.store.data import Processes
 from quire.server.store.database import Database
@@ -138,6 +139,15 @@ def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Processes, "gone", lambda self, process: None)
 
 
+def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
+    """Whoever answers a call goes on with it beside the one who was asked for it again."""
+
+    async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
+        return None
+
+    patch.setattr(Peers, "ask", ask)
+
+
 def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
     """As of those who are gone."""
 
@@ -151,14 +161,22 @@ def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("quire.server.streams._PUT_TRIES", 0)
 
 
+def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Calls, "hold", lambda self, process, calls: None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
+        (asks_that_end_what_asks, SharedServer),
         (ends_not_taken_up, SharedServer),
+        (nobody_takes_over, SharedServer),
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
+        (nobody_takes_over, Replicas),
+        (nobody_joins_with_what_it_has, Replicas),
         (empty_answers_of_whom_is_taken_over, Replicas),
         (streams_that_begin_without_the_journal, Replicas),
     ],

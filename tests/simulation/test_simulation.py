@@ -8,6 +8,7 @@ that is found is planted in test_planted.py: it would be found again, whatever s
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,14 +18,17 @@ from typing import Any
 import pytest
 
 from quire.server.store.data import open_data
+from tests.server.api import NAME
 from tests.simulation import clients, disk
 from tests.simulation.clock import PROCESS, virtual_time
-from tests.simulation.engine import Alive, SimulatedProcess
+from tests.simulation.engine import Alive, Computing, SimulatedProcess
 from tests.simulation.replicas import Replicas
-from tests.simulation.server import Connection, Program, ServerProcess
+from tests.simulation.server import AppProcess, Connection, Program, ServerProcess
 from tests.simulation.several import OfSeveral, SharedServer, in_place
 from tests.simulation.wire import Network
 
+PACES = (1, 1, 1, 20)
+"""Of engines: by the last one a stream lasts for so long that much befalls it."""
 LONGEST = 600.0
 """Seconds, of the simulation's, in which everything has ended."""
 KINDS = (clients.Streaming, clients.Streaming, clients.Streaming, clients.Whole, clients.InBackground, clients.Batching)
@@ -45,6 +49,7 @@ class World:
         self._folder = folder
         self._number = 0
         self._engines: Alive = {}
+        self._computing, self._pace = Computing(), self.rng.choice(PACES)
         self.seeds: dict[str, int] = {}
         self._server: Server | None = None
         self._up = asyncio.Event()
@@ -80,14 +85,24 @@ class World:
             group.create_task(self._befall())
         late = max(self.network.late_until.values(), default=0.0) - asyncio.get_running_loop().time()
         await asyncio.sleep(10 + max(0.0, late))
-        self._check_rest()
         assert self._server is not None
+        for each in self._server.answering:
+            await self._use(each)
+        await asyncio.sleep(3)
+        self._check_rest()
         process = self._server.answering[0]
         assert process.server.durable is not None
         looked = process.context.copy().run(asyncio.create_task, process.server.durable.look())
         self._counted = (await looked).sizes
         await self._server.stop()
         self._check_kept()
+
+    async def _use(self, process: AppProcess) -> None:
+        """Whatever has befallen it, it answers, and notes what it has answered."""
+        body = {"model": NAME, "prompt": "once", "max_tokens": 3, "stream": True}
+        connection = Connection(process, self.rng, "POST", "/v1/completions", json.dumps(body).encode())
+        status, _, answer = await connection.whole()
+        assert (status, answer[-14:]) == (200, b"data: [DONE]\n\n"), (status, answer)
 
     async def _start(self) -> None:
         self._server = self._kind(self._programs, self._path, self.rng, self._engines, self.network)
@@ -101,7 +116,9 @@ class World:
 
     def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
         engines = getattr(PROCESS.get(), "engines", self._engines)
-        return SimulatedProcess(on_begun, self.rng, engines, self.seeds, self.version)
+        return SimulatedProcess(
+            *(on_begun, self.rng, engines, self.seeds, self.version), self._computing, self._pace
+        )
 
     async def _befall(self) -> None:
         """All that goes wrong."""
@@ -141,9 +158,13 @@ class World:
             self._server.end_one()
         elif what == "late":
             self._server.delay_one()
+        elif what == "readers":
+            self._server.lose_readers()
         else:
             assert isinstance(self._server, Replicas)
             await self._server.end_owner()
+            if self.rng.random() < 0.7:  # of answers of which the next one knows what it is told
+                self._server.lose_readers()
 
     async def _some_time(self) -> None:
         """A moment by the clock, or some turns of the loop from now."""
@@ -214,6 +235,8 @@ class World:
             assert not client.queued_tokens
             assert not client.open_by_tenant
         assert not any(engine.running for engine in self._server.engines)
+        if not self.network.late_until:  # who hears nothing for long is not waited for
+            assert not self._computing.wrong, f"two processes answered the same: {self._computing.wrong}"
         for process in self._server.answering:
             assert process.server.batches is not None
             assert not process.server.batches.num_open

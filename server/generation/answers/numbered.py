@@ -48,12 +48,13 @@ class NumberedWriter(AnswerWriter):
         self._known = known
         self._id = spec.id.encode()
         self._sent = [0] * (spec.num_choices + 2)
+        """Events by kind; of the kind at hand `_count` says it, for a list costs each token more memory to touch."""
         self._seen = [*seen, *self._sent[len(seen) :]]
-        self._told = list(self._seen)
-        """The counts of the last id; for a choice that has not caught up with its reader, what the reader has seen."""
-        self._kind = -2
-        self._before = self._after = b""
-        """The parts of the id before and behind the count of this kind; as a rule only that count changes."""
+        self._kind = self._count = self._skipped = 0
+        """The kind at hand, its events so far, and those of them that the reader has seen."""
+        self._form = b""
+        """An event with its id: a form of the count of the kind at hand, and the event."""
+        self._turn_to(0)
 
     @property
     def ping(self) -> bytes:
@@ -68,7 +69,7 @@ class NumberedWriter(AnswerWriter):
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         if self._known is not None and not self._known():
             self._known = None
-            if any(seen > sent for seen, sent in zip(self._seen[1:-1], self._sent[1:-1], strict=True)):
+            if self._lacks(slice(1, -1)):
                 raise Conflict("What its reader has of this answer is not all kept, and would not come again")
         self._writer.weights_version = self.weights_version
         if len(deltas) == 1:
@@ -76,10 +77,15 @@ class NumberedWriter(AnswerWriter):
         return b"".join([self._numbered(1 + delta.index, self._writer.step([delta])) for delta in deltas])
 
     def last(self, usage: Usage) -> bytes:
-        if any(seen > sent for seen, sent in zip(self._seen[:-1], self._sent[:-1], strict=True)):
+        if self._lacks(slice(0, -1)):
             raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
         self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
-        return self._numbered(-1, self._writer.last(usage))
+        return self._numbered(len(self._sent) - 1, self._writer.last(usage))
+
+    def _lacks(self, kinds: slice) -> bool:
+        """Whether the reader has seen events of these kinds that were not sent."""
+        self._sent[self._kind] = self._count
+        return any(seen > sent for seen, sent in zip(self._seen[kinds], self._sent[kinds], strict=True))
 
     def failed(self, error: Exception) -> bytes:
         """This event has no id: after it the stream can be requested once more."""
@@ -89,21 +95,21 @@ class NumberedWriter(AnswerWriter):
         return self._writer.whole(answers, usage)
 
     def _numbered(self, kind: int, events: bytes) -> bytes:
-        if events.find(END) == len(events) - len(END):
-            return self._event(kind, events)
-        return b"".join([self._event(kind, event + END) for event in events.split(END) if event])
-
-    def _event(self, kind: int, event: bytes) -> bytes:
-        sent = self._sent[kind] = self._sent[kind] + 1
-        if sent <= self._seen[kind]:
-            return b""
         if kind != self._kind:
             self._turn_to(kind)
-        self._told[kind] = sent
-        return b"%b%d%b%b" % (self._before, sent, self._after, event)
+        if events.find(END) != len(events) - len(END):
+            return b"".join([self._event(event + END) for event in events.split(END) if event])
+        self._count = count = self._count + 1
+        return self._form % (count, events) if count > self._skipped else b""
+
+    def _event(self, event: bytes) -> bytes:
+        self._count += 1
+        return self._form % (self._count, event) if self._count > self._skipped else b""
 
     def _turn_to(self, kind: int) -> None:
-        self._kind, at = kind, kind % len(self._told)
-        numbers = [b"%d" % each for each in self._told]
-        self._before = b"id: %b:%b" % (self._id, b"".join([each + b"." for each in numbers[:at]]))
-        self._after = b"".join([b"." + each for each in numbers[at + 1 :]]) + b"\n"
+        """Of a choice that has not caught up with its reader, ids say what the reader has seen."""
+        self._sent[self._kind] = self._count
+        self._kind, self._count, self._skipped = kind, self._sent[kind], self._seen[kind]
+        told = [b"%d" % each for each in map(max, self._sent, self._seen)]
+        told[kind] = b"%d"
+        self._form = b"id: %b:%b\n%%b" % (self._id, b".".join(told))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
+from quire.server.peers import Unanswered
 from quire.server.protocol.kept import MAX_KEPT, MIN_KEPT
 from quire.server.routes.bodies import owner_of
 from quire.server.routes.stored.pages import Order, found, no_after, page_of
@@ -74,11 +76,16 @@ async def upload_file(request: Request) -> Response:
             name = (content.filename or "file")[:_MAX_NAME]
             file = new_file(name, purpose, content.size, keep_seconds=keep)
             await asyncio.to_thread(runner.contents.write, file.id, content.file)
-        await asyncio.to_thread(runner.files.add, owner, file)
+        try:
+            await asyncio.to_thread(runner.files.add, owner, file)
+        except sqlite3.OperationalError as error:
+            if not isinstance(error, Unanswered):  # who does not answer may have done it
+                await asyncio.to_thread(runner.contents.delete, [file])
+            raise
     except TimeoutError:
         raise HTTPException(408, f"The file did not come within {_LONGEST:g} s") from None
     except OSError as error:
-        raise Overloaded(f"The file cannot be kept now: {error.strerror}") from None
+        raise Overloaded(f"The file cannot be kept now: {error.strerror}", param="data_dir") from None
     finally:
         runner.uploads.take(owner, -1)
     return _answer(file)

@@ -105,7 +105,7 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
         if token == 30:
             assert kept.turn([(number, "me", "one")])
     content = path.read_bytes()
-    assert len(list(left(path))) > 40
+    assert len(list(left(path))) > 35
     for _ in range(200):
         torn = bytearray(content)
         at = rng.randrange(36, len(torn))  # behind the boot's name
