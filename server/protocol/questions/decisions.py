@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictStr
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import AtMost
+from quire.server.protocol.bounds import AtMost, TextOr
 from quire.server.protocol.common import Given
-from quire.server.protocol.items import Input, Text
+from quire.server.protocol.items import Content, Input
 from quire.server.protocol.translated import EXTENSIONS, TranslatedBody
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
@@ -25,7 +25,7 @@ class Predicate(Given):
 
     type: Literal["predicate"]
     name: str | None = None
-    instructions: Text
+    instructions: TextOr[Content]
 
 
 class Option(Given):
@@ -36,7 +36,7 @@ class Option(Given):
 class Choice(Given):
     type: Literal["choice"]
     name: str | None = None
-    instructions: Text
+    instructions: TextOr[Content]
     choices: Annotated[list[Option], AtMost(MAX_OPTIONS), Field(min_length=2)]
 
 
@@ -48,7 +48,7 @@ class Level(Given):
 class Score(Given):
     type: Literal["score"]
     name: str | None = None
-    instructions: Text
+    instructions: TextOr[Content]
     levels: Annotated[list[Level], AtMost(MAX_OPTIONS), Field(min_length=2)]
 
 
