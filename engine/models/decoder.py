@@ -107,8 +107,9 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        self.offload, self._packing = (None, scheme) if offload is None else offload
+        self.offload: Offload | None = None if offload is None else offload[0]
         """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
+        self._packing = scheme if offload is None else offload[1]
         experts = (self.offload.backend, self._packing) if isinstance(self.offload, ExpertsOnDisk) else None
         self._making = Making(*made, adapters, shard, experts)
         self._weights = self.offload if isinstance(self.offload, StreamedLayers) else Layers()
