@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,19 +31,9 @@ class Run:
 def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> Run:
     """Run a command in a session of its own, with what it prints in `log`; at its deadline, or when it has ended, all
     processes of the session are killed."""
-    began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    began, code = time.monotonic(), None
+    with _session(command, log, environment) as process, suppress(subprocess.TimeoutExpired):
+        code = process.wait(seconds)
     took = time.monotonic() - began
     if code == 0:
         return Run("", "", "", took)
@@ -52,15 +42,21 @@ def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path,
     return Run("", "", _reason(code, log), took)
 
 
-@contextmanager
-def beside(command: Sequence[str], log: Path) -> Iterator[None]:
+def beside(command: Sequence[str], log: Path) -> AbstractContextManager[object]:
     """A command that runs meanwhile, below all others, with what it prints in `log`."""
+    return _session(["nice", "-n", "19", *command], log)
+
+
+@contextmanager
+def _session(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            ["nice", "-n", "19", *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            yield
+            yield process
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ from quire.engine.checkpoint.families import ENCODERS, PAIRED
 from quire.engine.checkpoint.fields import MAX_LABELS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, own_modules
+from quire.engine.checkpoint.parts.inner_fields import Text, Width
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
@@ -30,17 +31,15 @@ _OTHER_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", 
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 MAX_PROMPTS, MAX_PROMPT = 256, 4096
 Fields = TypeVar("Fields")
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
-_Name = Annotated[str, Meta(max_length=256)]
 
 
 class _Module(TypedDict):
-    path: _Name
-    type: _Name
+    path: Text
+    type: Text
 
 
 class _PoolingFields(TypedDict, total=False):
-    pooling_mode: _Name | None
+    pooling_mode: Text | None
     pooling_mode_cls_token: bool | None
     pooling_mode_mean_tokens: bool | None
     pooling_mode_lasttoken: bool | None
@@ -51,20 +50,20 @@ class _PoolingFields(TypedDict, total=False):
 
 
 class _DenseFields(TypedDict):
-    in_features: _Width
-    out_features: _Width
+    in_features: Width
+    out_features: Width
     bias: bool
-    activation_function: _Name
+    activation_function: Text
 
 
 class _SentenceFields(TypedDict, total=False):
-    max_seq_length: _Width | None
+    max_seq_length: Width | None
     do_lower_case: bool | None
 
 
 class _PromptFields(TypedDict, total=False):
-    prompts: Annotated[dict[_Name, Annotated[str, Meta(max_length=MAX_PROMPT)]], Meta(max_length=MAX_PROMPTS)] | None
-    default_prompt_name: _Name | None
+    prompts: Annotated[dict[Text, Annotated[str, Meta(max_length=MAX_PROMPT)]], Meta(max_length=MAX_PROMPTS)] | None
+    default_prompt_name: Text | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,14 +101,14 @@ class Decoder:
         last ones with the last norm and the head."""
         self.spec, self._backend, self.progress, self.max_model_len = spec, backend, progress, max_model_len
         self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
-        self.adapters, self.shard = adapters, shard
         self.layers = layers = range(spec.num_layers) if layers is None else layers
         self.groups = one_group(len(layers)) if groups is None else groups
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
-        self.has_head = head and self.is_last
+        self.has_head, self.adapters, self.shard = head and self.is_last, adapters, shard
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        self.offload, self._packing = (None, scheme) if offload is None else offload
+        self.offload: Offload | None = None if offload is None else offload[0]
         """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
+        self._packing = scheme if offload is None else offload[1]
         experts = (self.offload.backend, self._packing) if isinstance(self.offload, ExpertsOnDisk) else None
         self._making = Making(*made, adapters, shard, experts)
         self._weights = self.offload if isinstance(self.offload, StreamedLayers) else Layers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from quire.engine.errors import EngineError
@@ -10,7 +9,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.offline.model import Encoded
 from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
 from quire.engine.offline.params import BeamSearchParams
-from quire.engine.text.beams import Beam, Scores, continued
+from quire.engine.text.beams import Beam, Search
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, FinishReason, Request, RequestOutput, SamplingParams
 
@@ -25,21 +24,13 @@ async def beam_search(
     context: int,
 ) -> BeamSearchOutput:
     """The most likely continuations of a prompt. `context`: the most tokens of both. Raises EngineError."""
-    prompt_ids = prompt.ids
-    width = params.beam_width
+    width, longest = params.beam_width, min(context - len(prompt.ids), params.max_tokens)
     ends = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
-    scores = Scores(params.length_penalty, min(context - len(prompt_ids), params.max_tokens))
-    running, completed = [Beam()], list[Beam]()
-    for step in range(scores.longest):
-        outputs = await _step(client, f"{id}-{step}", prompt, adapter, running, 2 * width)
-        running, ended = continued(running, outputs, width, width, ends)
-        completed = sorted(completed + ended, key=scores.of, reverse=True)[:width]
-        worst = scores.of(completed[-1]) if len(completed) == width else -math.inf
-        if all(scores.bound(beam) <= worst for beam in running):
-            running = []
+    search = Search(width, width, ends, params.length_penalty, longest)
+    for step in range(longest):
+        if not search.advance(await _step(client, f"{id}-{step}", prompt, adapter, search.running, 2 * width)):
             break
-    best = sorted(completed + running, key=scores.of, reverse=True)[:width]
-    return BeamSearchOutput([_sequence(tokenizer, prompt, beam) for beam in best])
+    return BeamSearchOutput([_sequence(tokenizer, prompt, beam) for beam in search.best])
 
 
 async def _step(

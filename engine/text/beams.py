@@ -8,8 +8,9 @@ width best of the others go on. A hypothesis scores its summed log probability o
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from quire.engine.types import RequestOutput, TokenLogprob
@@ -30,15 +31,36 @@ class Beam:
         return Beam((*self.ids, logprob.token_id), (*self.logprobs, logprob), total, ended)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+@dataclass(slots=True)
+class Search:
+    width: int
+    shown: int
+    """Alternatives that a beam keeps."""
+    ends: Collection[int]
+    """Tokens that end a sequence."""
     length_penalty: float
     longest: int
+    running: list[Beam] = field(default_factory=lambda: [Beam()])
+    completed: list[Beam] = field(default_factory=list)
 
-    def of(self, beam: Beam) -> float:
+    def advance(self, outputs: Sequence[RequestOutput]) -> bool:
+        """Whether the search goes on behind these, one more token of each beam that was running."""
+        self.running, ended = continued(self.running, outputs, self.width, self.shown, self.ends)
+        self.completed = sorted(self.completed + ended, key=self._score, reverse=True)[: self.width]
+        worst = self._score(self.completed[-1]) if len(self.completed) == self.width else -math.inf
+        if all(self._bound(beam) <= worst for beam in self.running):
+            self.running = []
+        return bool(self.running)
+
+    @property
+    def best(self) -> list[Beam]:
+        """The `width` best hypotheses so far, best first."""
+        return sorted(self.completed + self.running, key=self._score, reverse=True)[: self.width]
+
+    def _score(self, beam: Beam) -> float:
         return beam.total / max(1, len(beam.ids)) ** self.length_penalty
 
-    def bound(self, beam: Beam) -> float:
+    def _bound(self, beam: Beam) -> float:
         """A score that no continuation of the beam can exceed: each token adds a log probability, at most 0."""
         return max(beam.total / length**self.length_penalty for length in (len(beam.ids) + 1, self.longest))
 

@@ -123,8 +123,7 @@ def _start(
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress, stage=config.pipeline_parallel_size - 1)
         held = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
-        saved = 0 if model.offload is None else model.offload.saved
-        weight_bytes = tower.weight_bytes + elsewhere + max(held - saved, 0)
+        weight_bytes = tower.weight_bytes + elsewhere + max(held - (model.offload.saved if model.offload else 0), 0)
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     available = partial(available_bytes, model, model_config, backend, config, tower.step_bytes)

@@ -7,13 +7,12 @@ one token per beam.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Sequence
 
 from quire.engine.errors import EngineError, Timeout
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
-from quire.engine.text.beams import Beam, Scores, continued
+from quire.engine.text.beams import Beam, Search
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta
@@ -90,23 +89,17 @@ class BeamSearch(Generation):
         prompt = self._spec.prompts[index]
         longest = self._context_length - len(prompt.ids)
         longest = longest if params.max_tokens is None else min(longest, params.max_tokens)
-        scores = Scores(self._spec.length_penalty, longest)
-        running, completed = [Beam()], list[Beam]()
+        search = Search(width, params.logprobs or 0, self._ends, self._spec.length_penalty, longest)
         for step in range(longest):
-            outputs = await self._step(index, step, prompt, running)
+            outputs = await self._step(index, step, prompt, search.running)
             if self._call.cancelled:
                 self._cancelled.add(index)
             if self._cut_short or index in self._cancelled:
                 break
             async with self._turns:
-                running, ended = continued(running, outputs, width, params.logprobs or 0, self._ends)
-                completed = sorted(completed + ended, key=scores.of, reverse=True)[:width]
-            worst = scores.of(completed[-1]) if len(completed) == width else -math.inf
-            if all(scores.bound(beam) <= worst for beam in running):
-                running = []
-                break
-        found = sorted(completed + running, key=scores.of, reverse=True)
-        return [*found, *[Beam()] * width][:width]
+                if not search.advance(outputs):
+                    break
+        return [*search.best, *[Beam()] * width][:width]
 
     async def _step(self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]) -> list[RequestOutput]:
         """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""

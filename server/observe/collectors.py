@@ -40,7 +40,7 @@ COUNTERS = (
     ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
     ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
     ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
-    ("quire:experts_disk_bytes", "Bytes that the engine has read from disks, where experts are on one.", "disk_bytes"),
+    ("quire:weights_disk_bytes", "Bytes that the engine has read from disks, where weights are on one.", "disk_bytes"),
     ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
 )
 STATES = (

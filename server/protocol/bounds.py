@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     GetCoreSchemaHandler,
     StrictInt,
     StringConstraints,
+    Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
 )
@@ -73,6 +75,13 @@ class AtMost:
         return given
 
 
+def _text_or_list(given: Any) -> str:
+    return "str" if isinstance(given, str) else "[]"
+
+
+_List = TypeVar("_List")
+TextOr = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list)]
+"""A text or a list: what is wrong in a list is told of the list alone."""
 Word = Annotated[str, StringConstraints(max_length=MAX_WORD)]
 Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
 TextsOrIds = str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[str | Ids], AtMost(MAX_ENTRIES)]

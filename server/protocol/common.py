@@ -162,6 +162,19 @@ class ModelBody(RequestBody):
     model: str | None = None
 
 
+class CallBody(ModelBody):
+    """What a request of any task may say of itself."""
+
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the answer must be complete; 408 otherwise."""
+    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the first token must have come; 503 otherwise."""
+    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
+    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
+    cache_salt: str = Field("", max_length=MAX_SALT)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -183,7 +196,7 @@ class KvTransferParams(RequestBody):
         return self
 
 
-class GenerationBody(ModelBody):
+class GenerationBody(CallBody):
     """The fields that completions and chat have in common."""
 
     max_tokens: int | None = None
@@ -230,16 +243,8 @@ class GenerationBody(ModelBody):
     """Answer with the n best hypotheses of a search n beams wide; whole answers only."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
     """A hypothesis scores its log probability divided by its length to this power."""
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the answer must be complete; 408 otherwise."""
-    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the first token must have come; 503 otherwise."""
-    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
-    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
     receipt: bool = False
     """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
-    cache_salt: str = Field("", max_length=MAX_SALT)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
     session_id: str = Field("", max_length=MAX_SESSION)
     """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_TTL)

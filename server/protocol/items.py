@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, AtMost
+from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, AtMost, TextOr
 from quire.server.protocol.common import Given
 
 CUSTOM_INPUT = "input"
@@ -71,20 +71,10 @@ MessagePart = TextContent | JsonContent | Refusal | ImageContent
 MessageContent = Annotated[list[Annotated[MessagePart, Field(discriminator="type")]], AtMost(MAX_PARTS)]
 
 
-def _text_or_parts(given: Any) -> str:
-    return "str" if isinstance(given, str) else "[]"
-
-
-Text = Annotated[Annotated[str, Tag("str")] | Annotated[Content, Tag("[]")], Discriminator(_text_or_parts)]
-TextOrImages = Annotated[
-    Annotated[str, Tag("str")] | Annotated[MessageContent, Tag("[]")], Discriminator(_text_or_parts)
-]
-
-
 class Message(Given):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrImages
+    content: TextOr[MessageContent]
 
 
 class FunctionCall(Given):
@@ -106,7 +96,7 @@ class CustomToolCall(Given):
 class CallOutput(Given):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: TextOrImages
+    output: TextOr[MessageContent]
 
 
 class Reasoning(Given):
@@ -153,7 +143,5 @@ ItemOrReference = Annotated[
     Annotated[Item, Tag("[item]")] | Annotated[ItemReference, Tag("[reference]")], Discriminator(_reference_or_item)
 ]
 ItemsOrReferences = Annotated[list[ItemOrReference], AtMost(MAX_MESSAGES)]
-InputWithReferences = Annotated[
-    Annotated[str, Tag("str")] | Annotated[ItemsOrReferences, Tag("[]")], Discriminator(_text_or_parts)
-]
-Input = Annotated[Annotated[str, Tag("str")] | Annotated[Items, Tag("[]")], Discriminator(_text_or_parts)]
+InputWithReferences = TextOr[ItemsOrReferences]
+Input = TextOr[Items]

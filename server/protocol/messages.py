@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from quire.engine.types import MAX_STOP_STRINGS
-from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost
+from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost, TextOr
 from quire.server.protocol.common import Given
 from quire.server.protocol.tools import Name
 from quire.server.protocol.translated import TranslatedBody
@@ -74,22 +74,13 @@ class ToolUseBlock(Marked):
     input: dict[str, Any]
 
 
-def _text_or_blocks(given: Any) -> str:
-    return "str" if isinstance(given, str) else "[]"
-
-
-TextBlocks = Annotated[list[TextBlock], AtMost(MAX_PARTS)]
-Text = Annotated[Annotated[str, Tag("str")] | Annotated[TextBlocks, Tag("[]")], Discriminator(_text_or_blocks)]
-
-
 Shown = Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], AtMost(MAX_PARTS)]
-TextOrImages = Annotated[Annotated[str, Tag("str")] | Annotated[Shown, Tag("[]")], Discriminator(_text_or_blocks)]
 
 
 class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrImages = ""
+    content: TextOr[Shown] = ""
     is_error: bool = False
 
 
@@ -98,12 +89,11 @@ Block = Annotated[
     Field(discriminator="type"),
 ]
 Blocks = Annotated[list[Block], AtMost(MAX_PARTS)]
-Content = Annotated[Annotated[str, Tag("str")] | Annotated[Blocks, Tag("[]")], Discriminator(_text_or_blocks)]
 
 
 class InputMessage(Given):
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: TextOr[Blocks]
 
 
 class InputTool(Marked):
@@ -150,7 +140,7 @@ class CountTokensRequest(TranslatedBody):
     """What makes a prompt, and what else Anthropic's endpoint takes."""
 
     messages: Annotated[list[InputMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
-    system: Text = ""
+    system: TextOr[Annotated[list[TextBlock], AtMost(MAX_PARTS)]] = ""
     tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None

@@ -10,9 +10,9 @@ from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import PoolingTask
-from quire.server.protocol.bounds import MAX_PROMPTS, MAX_SALT, AtMost, TextsOrIds, one_complaint
+from quire.server.protocol.bounds import MAX_PROMPTS, AtMost, TextsOrIds, one_complaint
 from quire.server.protocol.chat import Messages
-from quire.server.protocol.common import SOUND_ID, ModelBody, RequestBody
+from quire.server.protocol.common import CallBody, RequestBody
 
 MAX_NAME = 256
 MAX_INSTRUCTION = 4096
@@ -32,7 +32,7 @@ def _why(given: Any) -> str:
 Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
 
 
-class PoolingBody(ModelBody):
+class PoolingBody(CallBody):
     """The fields that all of them have in common."""
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -43,11 +43,6 @@ class PoolingBody(ModelBody):
     """Whether embeddings are scaled to length 1, or scores become probabilities; default: as the model is meant."""
     normalize: bool | None = None
     """Another name of use_activation, for embeddings."""
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
-    cache_salt: str = Field("", max_length=MAX_SALT)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
     user: str | None = None
     """An end user's name, which changes nothing."""
 

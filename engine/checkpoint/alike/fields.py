@@ -7,8 +7,9 @@ from typing import Any
 
 from quire.engine.checkpoint.alike import latents, selective_scans, state_spaces
 from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES
-from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
+from quire.engine.checkpoint.fields import MAX_LAYERS
 from quire.engine.checkpoint.parts import unequal
+from quire.engine.checkpoint.parts.inner_fields import MAX_WIDTH
 
 _GPT2_FIELDS = {
     "n_embd": "hidden_size",

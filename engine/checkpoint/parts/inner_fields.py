@@ -1,5 +1,5 @@
 """Fields of config.json that few families have, and objects within it: types and bounds, as engine/checkpoint/fields.py
-has those of all others."""
+has those of all others. And the bounds that several files' fields have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Annotated, TypedDict
 
 from msgspec import Meta
 
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
-_Width0 = Annotated[int, Meta(ge=0, le=2**24)]
-_Above0 = Annotated[float, Meta(gt=0, le=1e12)]
+MAX_WIDTH = 2**24
+Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
+"""Of hidden states, of heads, of MLPs; and numbers of heads and experts."""
+Width0 = Annotated[int, Meta(ge=0, le=2**24)]
+Above0 = Annotated[float, Meta(gt=0, le=1e12)]
+Text = Annotated[str, Meta(max_length=256)]
 _Layer = Annotated[int, Meta(ge=0, le=4096)]
 
 
@@ -20,7 +23,7 @@ class AttnConfig(TypedDict, total=False):
     clip_qkv: float | None
     qk_ln: bool | None
     prefix_lm: bool | None
-    softmax_scale: _Above0 | None
+    softmax_scale: Above0 | None
 
 
 class EagleConfig(TypedDict, total=False):
@@ -33,19 +36,19 @@ class EagleConfig(TypedDict, total=False):
 class OfOneLayer(TypedDict, total=False):
     """What a layer has otherwise than most."""
 
-    head_dim: _Width | None
-    num_key_value_heads: _Width | None
+    head_dim: Width | None
+    num_key_value_heads: Width | None
 
 
 class UnequalFields(TypedDict, total=False):
     """Gemma 4's, whose layers differ."""
 
-    global_head_dim: _Width | None
-    num_global_key_value_heads: _Width | None
+    global_head_dim: Width | None
+    num_global_key_value_heads: Width | None
     per_layer_config: Annotated[dict[str, OfOneLayer], Meta(max_length=4096)] | None
     attention_k_eq_v: bool | None
-    num_kv_shared_layers: _Width0 | None
+    num_kv_shared_layers: Width0 | None
     use_double_wide_mlp: bool | None
-    hidden_size_per_layer_input: _Width0 | None
+    hidden_size_per_layer_input: Width0 | None
     vocab_size_per_layer_input: Annotated[int, Meta(ge=1, le=2**26)] | None
     enable_moe_block: bool | None

@@ -7,21 +7,21 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
-_Text = Annotated[str, Meta(max_length=256)]
-_Names = Annotated[list[_Text], Meta(max_length=2**14)]
+from quire.engine.checkpoint.parts.inner_fields import Text, Width
+
+_Names = Annotated[list[Text], Meta(max_length=2**14)]
 
 
 class WeightsArgs(TypedDict, total=False):
     """How compressed-tensors stores the weights of a group of linears."""
 
     num_bits: Annotated[int, Meta(ge=1, le=64)] | None
-    type: _Text | None
-    strategy: _Text | None
+    type: Text | None
+    strategy: Text | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     symmetric: bool | None
-    actorder: bool | _Text | None
-    block_structure: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | _Text | None
+    actorder: bool | Text | None
+    block_structure: Annotated[list[Width], Meta(min_length=2, max_length=2)] | Text | None
 
 
 class QuantizationGroup(TypedDict, total=False):
@@ -29,14 +29,14 @@ class QuantizationGroup(TypedDict, total=False):
 
     targets: _Names | None
     weights: WeightsArgs | None
-    format: _Text | None
+    format: Text | None
 
 
 class Quantization(TypedDict, total=False):
     """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
 
-    quant_method: _Text | None
-    fmt: _Text | None
+    quant_method: Text | None
+    fmt: Text | None
     activations: str | None
     """In GGUF's, ours: what a CPU computes in (engine/checkpoint/families.py)."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
@@ -44,9 +44,9 @@ class Quantization(TypedDict, total=False):
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     q_group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     desc_act: bool | None
-    checkpoint_format: _Text | None
+    checkpoint_format: Text | None
     dynamic: dict[str, Any] | None
-    version: _Text | None
+    version: Text | None
     zero_point: bool | None
     load_in_4bit: bool | None
     load_in_8bit: bool | None
@@ -54,7 +54,7 @@ class Quantization(TypedDict, total=False):
     modules_to_not_convert: _Names | None
     ignored_layers: _Names | None
     ignore: _Names | None
-    format: _Text | None
-    config_groups: dict[_Text, QuantizationGroup] | None
-    weight_block_size: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | None
+    format: Text | None
+    config_groups: dict[Text, QuantizationGroup] | None
+    weight_block_size: Annotated[list[Width], Meta(min_length=2, max_length=2)] | None
     kv_cache_scheme: dict[str, Any] | None

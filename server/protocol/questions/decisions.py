@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictStr
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import AtMost
+from quire.server.protocol.bounds import AtMost, TextOr
 from quire.server.protocol.common import Given
-from quire.server.protocol.items import Input, Text
+from quire.server.protocol.items import Content, Input
 from quire.server.protocol.translated import EXTENSIONS, TranslatedBody
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
@@ -20,12 +20,15 @@ EFFECTIVE = (
 """The extensions that mean something where nothing is sampled."""
 
 
-class Predicate(Given):
+class Question(Given):
+    name: str | None = None
+    instructions: TextOr[Content]
+
+
+class Predicate(Question):
     """How likely is a statement?"""
 
     type: Literal["predicate"]
-    name: str | None = None
-    instructions: Text
 
 
 class Option(Given):
@@ -33,10 +36,8 @@ class Option(Given):
     description: str = ""
 
 
-class Choice(Given):
+class Choice(Question):
     type: Literal["choice"]
-    name: str | None = None
-    instructions: Text
     choices: Annotated[list[Option], AtMost(MAX_OPTIONS), Field(min_length=2)]
 
 
@@ -45,10 +46,8 @@ class Level(Given):
     description: str = ""
 
 
-class Score(Given):
+class Score(Question):
     type: Literal["score"]
-    name: str | None = None
-    instructions: Text
     levels: Annotated[list[Level], AtMost(MAX_OPTIONS), Field(min_length=2)]
 
 

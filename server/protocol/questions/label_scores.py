@@ -6,13 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt
 
-from quire.server.protocol.bounds import MAX_ENTRIES, MAX_LISTED, MAX_PROMPTS, AtMost
-from quire.server.protocol.common import SOUND_ID, ModelBody
-
-Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
+from quire.server.protocol.bounds import MAX_LISTED, MAX_PROMPTS, AtMost, Ids
+from quire.server.protocol.common import CallBody
 
 
-class LabelScoreRequest(ModelBody):
+class LabelScoreRequest(CallBody):
     """Each item, behind the query, is a prompt; all are texts, or all are token ids."""
 
     query: str | Ids
@@ -22,14 +20,8 @@ class LabelScoreRequest(ModelBody):
     """Scores are shares of the labels' probabilities, not of all tokens'."""
     item_first: bool = False
     """Items stand before the query."""
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
-    cache_salt: str | None = None
-    priority: int | None = None
 
     @property
     def same(self) -> dict[str, Any]:
         """What means the same in a completion."""
-        names = ("model", "timeout", "queue_timeout", "request_id", "cache_salt", "priority")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in CallBody.model_fields if (value := getattr(self, name)) is not None}
