@@ -15,9 +15,10 @@ from http import HTTPStatus
 from urllib.parse import urlencode
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from quire.engine.errors import QuireError
+from quire.engine.errors import Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.batches.calls import Asking
@@ -25,6 +26,7 @@ from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.peers import Peers
 from quire.server.store.data import OPEN, Data, Look, Standing
+from quire.server.store.patience import PATIENCE
 from quire.server.store.store import Store
 from quire.server.store.tail import Tail
 from quire.server.streams import RESUMED, Claim, Streams
@@ -34,6 +36,8 @@ STANDING = "standing"
 """The topic of the question for a Standing, as msgpack."""
 _AT_ONCE = 8
 """Responses that are begun again at the same time."""
+_LATER = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""What says that a response may be begun later."""
 _LOOK_SECONDS = 0.5
 """Time between two looks at what other processes left, or were asked for."""
 _LOOK_ALONE_SECONDS = 2.0
@@ -101,14 +105,21 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
     Of several processes, the one that leads does so again and again, for each that ends."""
     places, begun = asyncio.Semaphore(_AT_ONCE), set[tuple[str, str]]()
 
+    taken_up = False
+
     async def answer(owner: str, id: str) -> None:
+        nonlocal taken_up
         async with places:
             try:
-                await _answer_again(parts, app, tenants, owner, id)
+                return await _answer_again(parts, app, tenants, owner, id)
+            except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
+                log.error("the response %s cannot be made again now, and is tried again: %s", id, error)
             except Exception:  # it costs no other one
-                log.exception("the response %s cannot be made again now; the next start tries it again", id)
+                return log.exception("the response %s cannot be made again now; the next start tries it again", id)
+        await asyncio.sleep(PATIENCE)
+        begun.discard((owner, id))
+        taken_up = False
 
-    taken_up = False
     async with asyncio.TaskGroup() as group:
         while True:
             try:
@@ -126,7 +137,8 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
 
 async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
     """Begin a response again that was worked on in the background. One that cannot be has failed; one whose key is not
-    taken here waits for a start at which it is."""
+    taken here waits for a start at which it is. Raises Overloaded, HTTPException and what the disk says where it may be
+    begun later."""
     if (tenant := tenants.owner(owner)) is None:
         log.error("the response %s waits for its API key, which is not taken here", id)
         return
@@ -141,5 +153,7 @@ async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: s
         assert answer is not None, "nobody leaves it"
         if answer.status == HTTPStatus.OK:
             return
+        if answer.status in _LATER:
+            raise Overloaded(f"it was answered {answer.status}")
         log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
     await asyncio.to_thread(parts.store.lose, owner, id)

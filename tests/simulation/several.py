@@ -164,7 +164,7 @@ class OfSeveral(WithDisk, ABC):
         self._one().die()
 
     def delay_one(self) -> None:
-        until = asyncio.get_running_loop().time() + self.network.rng.choice((1.0, 5.0, 15.0))
+        until = asyncio.get_running_loop().time() + self.network.rng.choice((1.0, 15.0, 15.0))
         self.network.late_until[self._one().identity.encode()] = until
 
     def lose_readers(self) -> None:
@@ -182,7 +182,7 @@ class OfSeveral(WithDisk, ABC):
 class SharedServer(OfSeveral):
     """The process that has engine and data, with its API processes, which end with it."""
 
-    FAULTS: ClassVar = ("api", "api", "api", "late", "readers", "readers", *FAULTS)
+    FAULTS: ClassVar = ("api", "api", "api", "late", "late", "readers", "readers", *FAULTS)
 
     def __init__(
         self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network

@@ -280,7 +280,7 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
 FOUND = (240, 1022)
 """Seeds above those of every day that found something."""
 KINDS_OF_SEVERAL = (SharedServer, Replicas)
-FOUND_BY_SEVERAL = ((SharedServer, 85), (Replicas, 31), (Replicas, 84), (Replicas, 631))
+FOUND_BY_SEVERAL = ((SharedServer, 85), (Replicas, 31), (Replicas, 40), (Replicas, 84), (Replicas, 631))
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND])
