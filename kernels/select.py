@@ -91,7 +91,6 @@ def select_backend(
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
     trial, and where none passes any; it says why.
     """
-
     made_by: dict[str, Callable[..., Backend]] = {**_MADE_BY, "cpu": partial(Cpu, activation_bits=activation_bits)}
 
     def find(name: str, trial: Trial | None) -> tuple[Backend | None, str]:

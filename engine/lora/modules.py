@@ -72,7 +72,8 @@ def _linears(
     if kind in shared_blocks.KINDS:
         return _sharing(raw, hidden) | _ends(hidden, vocab)
     attention = _attention(raw, hidden, heads, kv_heads, dim)
-    with_state, shared, mlp = _with_state(raw, hidden), _shared(raw, hidden), _gated_mlp("mlp", hidden, inner)
+    with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
+    mlp = _gated_mlp("mlp", hidden, int(raw.get("intermediate_size_mlp") or inner))
     found = {
         f"model.layers.{index}.{name}": shape
         for index, parts in enumerate(layer_parts(raw, layers))

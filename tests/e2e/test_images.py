@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from quire.engine.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.e2e.test_batches import ENDED, kill_all, state
 from tests.server.cli.processes import needs_proc
@@ -174,7 +175,7 @@ def answers_of(url: str, id: str) -> dict[int, Any]:
 
 def told(answer: Any) -> Any:
     """What does not depend on when it was asked for."""
-    if "error" in answer:
+    if answer.get("error"):
         return answer["error"]["message"]
     if answer["object"] == "response":
         return answer["output"][0]["content"][0]["text"]
@@ -231,7 +232,7 @@ def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, 
     other = save_family(tmp_path / "model", "qwen3_vl")
     file = tmp_path / "models.toml"
     file.write_text(
-        f'memory = 8\n[demo]\nmodel = "quire-demo"\n[tiny]\nmodel = "{path}"\nnum_kv_blocks = 256\n'
+        f'memory = 8\n[demo]\nmodel = "{DEMO_MODEL}"\n[tiny]\nmodel = "{path}"\nnum_kv_blocks = 256\n'
         f'[other]\nmodel = "{other}"\nnum_kv_blocks = 256\n'
     )
     server = Server(tmp_path / "log", "--models", str(file))
