@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.collective import RankEnded
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
-from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 
 log = logging.getLogger("quire.kernels")
 
@@ -69,7 +69,7 @@ class OneShot:
         out, ranks = torch.empty_like(x), len(self._memory)
         sum_over_ranks[cdiv(x.numel(), _PART),](
             out, x, self._addresses, self._counts, self._words, x.numel(), self.most_looks, self._rank, ranks,
-            PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
+            power_of_2(ranks), PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
         )  # fmt: skip
         return out
 

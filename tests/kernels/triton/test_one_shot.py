@@ -24,6 +24,7 @@ from tests.kernels.triton.conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("ranks that take turns are the interpreter's", allow_module_level=True)
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,7 +70,8 @@ class Turns:
 def at_once(seed: int, threads: int) -> Iterator[Turns]:
     """Kernels that so many threads launch meanwhile take turns."""
     turns, builder = Turns(seed, threads), interpreter.InterpreterBuilder
-    scope = interpreter._patch_lang(sum_over_ranks.fn)  # for all of them: each would take back what it finds
+    # Once, for all of them and for what they call: each would take back what it finds.
+    scopes = [interpreter._patch_lang(each.fn) for each in (sum_over_ranks, tl.min)]
 
     def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -87,7 +89,8 @@ def at_once(seed: int, threads: int) -> Iterator[Turns]:
             patch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
             yield turns
     finally:
-        scope.restore()
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 def ranks(count: int, most_looks: int = 10**9) -> list[OneShot]:
