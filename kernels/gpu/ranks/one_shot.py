@@ -98,8 +98,8 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
 
     def agreed(what: str, own: bytes) -> list[bytes]:
         """What each of them says."""
-        store.set(f"one-shot {what} {rank}", own or b"-")
-        return [store.get(f"one-shot {what} {each}") for each in range(count)]
+        store.set(f"one-shot {what} {rank}", own.hex())
+        return [bytes.fromhex(store.get(f"one-shot {what} {each}").decode()) for each in range(count)]
 
     said = list[str]()
 
@@ -137,7 +137,7 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
 def _opened(handle: bytes, device: torch.device) -> Tensor:
     """Another rank's memory. It is opened for this rank's own GPU, which then reaches that of the other."""
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *pickle.loads(handle))
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _tried(sums: OneShot, rank: int, count: int, device: torch.device) -> bytes:

@@ -6,6 +6,9 @@ other ranks and for no other. Its sums are counted, and a rank tells another by 
 memory. Places alternate between two: a rank writes to one again when all ranks have told of the sum after, which they
 begin when they have read the one before. The count is in memory, not an argument, so a CUDA graph can hold the kernel.
 
+What a rank stored is seen by those that it has told: it tells by a release at the system's scope behind a barrier of
+the program's threads, the others look by acquires, and have such a barrier before they read.
+
 Nothing waits for ever: a program looks now and then at a word of the host's memory that says to stop, and counts how
 often it has looked. Then it says that it gave up, and no later program of its rank tells anybody anything, so that no
 other rank adds what was made of numbers that are none.
@@ -64,10 +67,10 @@ def sum_over_ranks(
         tl.debug_barrier()
         if stopped == 0:
             first = _numbers(addresses, 0, place, x.dtype.element_ty)
-            total = tl.load(first + i, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
+            total = tl.load(first + i, mask=inside, other=0.0).to(tl.float32)
             for other in tl.static_range(1, RANKS):
                 part = _numbers(addresses, other, place, x.dtype.element_ty)
-                total += tl.load(part + i, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
+                total += tl.load(part + i, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(counts + program, count + 1)
         else:

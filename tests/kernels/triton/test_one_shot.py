@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quire.kernels.collective import RankEnded
@@ -201,24 +202,6 @@ def test_one_that_comes_late_finds_no_numbers() -> None:
         made[1].check()
 
 
-class Store(dict[str, bytes]):
-    """Of torch.distributed's interface as much as ranks need to meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._there = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._there:
-            self[key] = value
-            self._there.notify_all()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        with self._there:
-            assert self._there.wait_for(lambda: key in self, 20)
-            return self[key]
-
-
 class Done:
     """Of torch.cuda.Event."""
 
@@ -252,7 +235,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def met() -> list[Any]:
     """At the store they wait for each other, so they take no turns."""
-    store, device = Store(), torch.device("cpu")
+    store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(one_shot.meet, store, rank, 2, device) for rank in range(2)]
         return [each.result(30) for each in asked]
