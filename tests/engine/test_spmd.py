@@ -433,6 +433,26 @@ def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pyte
         startup.check_division(config, chosen, given=False)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_in_one_kernel_are_those_of_several_gpus(ranks: int) -> None:
+    with pytest.raises(ConfigError, match="one_shot_sums: several GPUs"):
+        engine(DEMO_MODEL, ranks, one_shot_sums=True)
+
+
+@pytest.mark.usefixtures("thread_ranks")
+def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step has been computed, of numbers that are none."""
+    made = engine(save_tiny_model(tmp_path, "llama"), 2)
+
+    def given_up(group: DistributedCollective) -> None:
+        raise RankEnded
+
+    monkeypatch.setattr(processes, "_STOP_SECONDS", 0.01)
+    monkeypatch.setattr(DistributedCollective, "check", given_up)
+    with pytest.raises(EngineError, match="a rank has closed its pipe"):
+        run(made, [request("0", [5, 6, 7])])
+
+
 def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

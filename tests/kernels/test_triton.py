@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,16 @@ def compiled(
         pool.shutdown(cancel_futures=True)
 
 
+def assert_norms_sum_alike(kernels: list[dict[str, Any]]) -> None:
+    """Norms add a row in one order, whether they round it to 8 bits or not: the same threads have the same numbers."""
+    alone, rounding = (
+        {kernel["first_sum"] for kernel in kernels if kernel["name"] == name and kernel["dtype"] == "bf16"}
+        for name in ("_norm_kernel", "norm_rounded")
+    )
+    assert len(alone) == 2, "two numbers of warps"
+    assert rounding == alone
+
+
 @pytest.mark.parametrize("capability", nightly(*OTHERS))
 def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
     """They compile, and fit in the shared memory of the smallest."""
@@ -96,6 +107,7 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_MEMORY, kernel
         assert kernel["spilled"] <= MOST_SPILLED, kernel
+    assert_norms_sum_alike(kernels)
 
 
 @pytest.mark.nightly
@@ -112,6 +124,7 @@ def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
         code = kernel["code"]
         assert code["HGMMA"] + code["HMMA"] > 0, kernel
         assert code["LDGSTS"] > 0, kernel
+    assert_norms_sum_alike(kernels)
     assert {kernel["name"] for kernel in kernels} >= {
         "pick_tokens",
         "gather_candidates",

@@ -71,23 +71,29 @@ def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, BLOCK: tl.const
 def norm_rounded(
     out, codes, scales, x, residual, weight, bias, eps, rows,
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A norm's row in codes. BLOCK: numbers that share a scale; 0: all of a row. WHOLE: also as it is, to out. Grid:
-    rows."""
+    """A norm's row in codes, with a scale for each of its blocks or for all of it. WHOLE: also as it is, to out. Grid:
+    rows.
+
+    Codes are stored from blocks, either way: stored as they are summed, 16 bytes a thread, they would have the compiler
+    give each thread 16 numbers of a row, and not 8 as the norm alone does, and so another order to the norm's sum.
+    """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
     normed = normed_row(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED)
     if WHOLE:
         tl.store(out + at, normed, mask=inside)
-    numbers = tl.where(inside, normed.to(tl.float32), 0.0)
-    if BLOCK:
-        BLOCKS: tl.constexpr = ROW // BLOCK
-        _store_blocks(tl.reshape(numbers, (BLOCKS, BLOCK)), codes, scales, row, rows, 0, SIZE, KIND)
+    BLOCKS: tl.constexpr = ROW // BLOCK
+    numbers = tl.reshape(tl.where(inside, normed.to(tl.float32), 0.0), (BLOCKS, BLOCK))
+    if BY_BLOCKS:
+        _store_blocks(numbers, codes, scales, row, rows, 0, SIZE, KIND)
     else:
-        scale = _scale(tl.max(tl.abs(numbers), 0), KIND)
-        tl.store(codes + at, _codes(numbers, tl.broadcast_to(scale, (ROW,)), KIND), mask=inside)
-        tl.store(scales + row, scale + tl.sum(numbers * 0.0, 0))
+        scale = _scale(tl.max(tl.max(tl.abs(numbers), 1), 0), KIND)
+        column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        rounded = _codes(numbers, tl.broadcast_to(scale, (BLOCKS, BLOCK)), KIND)
+        tl.store(codes + row * SIZE + column, rounded, mask=column < SIZE)
+        tl.store(scales + row, scale + tl.sum(tl.sum(numbers * 0.0, 1), 0))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.collective import RankEnded
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
-from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 
 log = logging.getLogger("quire.kernels")
 
@@ -69,7 +69,7 @@ class OneShot:
         out, ranks = torch.empty_like(x), len(self._memory)
         sum_over_ranks[cdiv(x.numel(), _PART),](
             out, x, self._addresses, self._counts, self._words, x.numel(), self.most_looks, self._rank, ranks,
-            PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
+            power_of_2(ranks), PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
         )  # fmt: skip
         return out
 
@@ -98,8 +98,8 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
 
     def agreed(what: str, own: bytes) -> list[bytes]:
         """What each of them says."""
-        store.set(f"one-shot {what} {rank}", own or b"-")
-        return [store.get(f"one-shot {what} {each}") for each in range(count)]
+        store.set(f"one-shot {what} {rank}", own.hex())
+        return [bytes.fromhex(store.get(f"one-shot {what} {each}").decode()) for each in range(count)]
 
     said = list[str]()
 
@@ -137,7 +137,7 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
 def _opened(handle: bytes, device: torch.device) -> Tensor:
     """Another rank's memory. It is opened for this rank's own GPU, which then reaches that of the other."""
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *pickle.loads(handle))
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _tried(sums: OneShot, rank: int, count: int, device: torch.device) -> bytes:

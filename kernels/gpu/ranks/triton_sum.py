@@ -6,6 +6,9 @@ other ranks and for no other. Its sums are counted, and a rank tells another by 
 memory. Places alternate between two: a rank writes to one again when all ranks have told of the sum after, which they
 begin when they have read the one before. The count is in memory, not an argument, so a CUDA graph can hold the kernel.
 
+What a rank stored is seen by those that it has told: it tells by a release at the system's scope behind a barrier of
+the program's threads, the others look by acquires, and have such a barrier before they read.
+
 Nothing waits for ever: a program looks now and then at a word of the host's memory that says to stop, and counts how
 often it has looked. Then it says that it gave up, and no later program of its rank tells anybody anything, so that no
 other rank adds what was made of numbers that are none.
@@ -26,10 +29,11 @@ def _numbers(addresses, rank, place, dtype: tl.constexpr):
     return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 128)
 
 
-@triton.jit(do_not_specialize=["size", "most_looks"])
+@triton.jit(do_not_specialize=["most_looks"])
 def sum_over_ranks(
     out, x, addresses, counts, words, size, most_looks,
-    RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr, HEAD: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """out [size] of the ranks' x [size]. addresses [RANKS] int64: of each rank's memory, which begins with HEAD bytes
     of counts [PROGRAMS, RANKS] int64, what each rank has told; two places of PART times 4 bytes for each program
@@ -44,28 +48,29 @@ def sum_over_ranks(
         own = _numbers(addresses, RANK, place, x.dtype.element_ty)
         tl.store(own + i, tl.load(x + at, mask=inside, other=0.0), mask=inside)
         tl.debug_barrier()  # all threads have stored before one of them tells
-        for rank in tl.static_range(RANKS):
-            told = tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + program * RANKS + RANK
-            tl.atomic_xchg(told, count + 1, sem="release", scope="sys")
+        rank = tl.arange(0, RANKS_PADDED)
+        there = rank < RANKS
+        theirs = tl.load(addresses + rank, mask=there, other=0).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(theirs + program * RANKS + RANK, count + 1, mask=there, sem="release", scope="sys")
+        told = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + program * RANKS + rank
+        least = count
         looks = 0
         stopped = 0
-        for rank in tl.static_range(RANKS):
-            told = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + program * RANKS + rank
-            seen = tl.atomic_add(told, 0, sem="acquire", scope="sys")
-            while (seen <= count) & (stopped == 0):
-                seen = tl.atomic_add(told, 0, sem="acquire", scope="sys")
-                looks += 1
-                if looks % _LOOKS == 0:
-                    stopped = tl.load(words, volatile=True)
-                if looks >= most_looks:
-                    stopped = 1
+        while (least <= count) & (stopped == 0):
+            seen = tl.atomic_add(told, tl.zeros((RANKS_PADDED,), tl.int64), mask=there, sem="acquire", scope="sys")
+            least = tl.min(tl.where(there, seen, count + 1), 0)
+            looks += 1
+            if looks % _LOOKS == 0:
+                stopped = tl.load(words, volatile=True)
+            if (looks >= most_looks) & (least <= count):
+                stopped = 1
         tl.debug_barrier()
         if stopped == 0:
             first = _numbers(addresses, 0, place, x.dtype.element_ty)
-            total = tl.load(first + i, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
-            for rank in tl.static_range(1, RANKS):
-                theirs = _numbers(addresses, rank, place, x.dtype.element_ty)
-                total += tl.load(theirs + i, mask=inside, other=0.0, cache_modifier=".cv").to(tl.float32)
+            total = tl.load(first + i, mask=inside, other=0.0).to(tl.float32)
+            for other in tl.static_range(1, RANKS):
+                part = _numbers(addresses, other, place, x.dtype.element_ty)
+                total += tl.load(part + i, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(counts + program, count + 1)
         else:

@@ -114,7 +114,15 @@ def report(kernel: Any) -> dict[str, Any]:
         "spilled": stack,
         "shared": meta.shared,
         "code": counts,
+        "first_sum": first_sum(kernel.asm["ttgir"]),
     }
+
+
+def first_sum(ir: str) -> str | None:
+    """How numbers lie on threads in a kernel's first reduction, which says in which order they are added."""
+    found = re.search(r'"tt\.reduce"\(.*?\) : \(tensor<[^>]*, (#\w+)>\)', ir, re.DOTALL)
+    layout = None if found is None else re.search(rf"^{found[1]} = (.*)$", ir, re.MULTILINE)
+    return None if layout is None else layout[1]
 
 
 def attention(
@@ -257,17 +265,18 @@ def few_bits(rows: int, parts: list[packing.Packed]) -> None:
 
 
 def rounded(rows: int = 3) -> None:
-    """Norms and gates in 8 bits, of Llama's width and of DeepSeek's and gpt-oss'."""
-    for integers, by_blocks, size in product((False, True), (False, True), (2880, 4096, 7168)):
+    """Norms and gates in 8 bits and as they are, of gpt-oss' width, Llama's and DeepSeek's."""
+    for (size, integers), by_blocks in product(((2880, False), (4096, True), (7168, False)), (False, True)):
         form, weight = Eights(integers, by_blocks), torch.empty(size)
-        x = torch.empty((rows, size), dtype=torch.bfloat16)
+        x, gate_up = (torch.empty((rows, width), dtype=torch.bfloat16) for width in (size, 2 * size))
+        for bias, residual, whole in ((None, None, False), (None, x, False), (None, x, True), (weight, x, False)):
+            form.norm(x, residual, weight, bias, 1e-5, whole=whole)
         for whole in (False, True):
-            for bias, residual in product((None, weight), (None, x)):
-                form.norm(x, residual, weight, bias, 1e-5, whole=whole)
-            for gelu in (False, True):
-                form.gate(torch.empty((rows, 2 * size), dtype=torch.bfloat16), gelu=gelu, whole=whole)
+            form.gate(gate_up, gelu=False, whole=whole)
         form.of(x)
-    Eights(False, True).norm(torch.empty((rows, 4096)), None, torch.empty(4096), None, 1e-5, whole=False)
+        triton_fused.rms_norm(x, weight, 1e-5)
+        triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
+        triton_fused.add_layer_norm(x, x.clone(), weight, weight, 1e-5)
 
 
 def products() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quire.kernels.collective import RankEnded
@@ -24,6 +25,7 @@ from tests.kernels.triton.conftest import INTERPRETED
 if not INTERPRETED:
     pytest.skip("ranks that take turns are the interpreter's", allow_module_level=True)
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,7 +71,8 @@ class Turns:
 def at_once(seed: int, threads: int) -> Iterator[Turns]:
     """Kernels that so many threads launch meanwhile take turns."""
     turns, builder = Turns(seed, threads), interpreter.InterpreterBuilder
-    scope = interpreter._patch_lang(sum_over_ranks.fn)  # for all of them: each would take back what it finds
+    # Once, for all of them and for what they call: each would take back what it finds.
+    scopes = [interpreter._patch_lang(each.fn) for each in (sum_over_ranks, tl.min)]
 
     def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -87,7 +90,8 @@ def at_once(seed: int, threads: int) -> Iterator[Turns]:
             patch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
             yield turns
     finally:
-        scope.restore()
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 def ranks(count: int, most_looks: int = 10**9) -> list[OneShot]:
@@ -198,24 +202,6 @@ def test_one_that_comes_late_finds_no_numbers() -> None:
         made[1].check()
 
 
-class Store(dict[str, bytes]):
-    """Of torch.distributed's interface as much as ranks need to meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._there = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._there:
-            self[key] = value
-            self._there.notify_all()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        with self._there:
-            assert self._there.wait_for(lambda: key in self, 20)
-            return self[key]
-
-
 class Done:
     """Of torch.cuda.Event."""
 
@@ -249,7 +235,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def met() -> list[Any]:
     """At the store they wait for each other, so they take no turns."""
-    store, device = Store(), torch.device("cpu")
+    store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(one_shot.meet, store, rank, 2, device) for rank in range(2)]
         return [each.result(30) for each in asked]
