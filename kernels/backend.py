@@ -26,6 +26,7 @@ from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 CachePair = tuple[Tensor, Tensor]
+InGraphs = Literal["steps", "decodes", "nothing"]
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: by page, then by the sequence's slot (the first axis)."""
 
@@ -292,7 +293,7 @@ class Backend(Operations):
     """Tokens in a page."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
-    in_graphs: Literal["steps", "decodes", "nothing"]
+    in_graphs: InGraphs
     """What a CUDA graph can hold, for it is computed without a look at the host: all steps, or those of one query of
     each sequence, where no layer is a mixture of experts or keeps a state of a whole sequence."""
 

@@ -80,5 +80,7 @@ class Steps:
         computed = monotonic()
         self._scheduler.apply(step.batch, output)
         self._learnt += 1
-        self.last = step_record(step.batch, self._learnt, (step.began, step.decided, computed, monotonic()), captured=output.captured)
+        self.last = step_record(
+            step.batch, self._learnt, (step.began, step.decided, computed, monotonic()), captured=output.captured
+        )
         self._scheduler.tiers.computed(self.last.tokens, computed - step.decided)

@@ -145,7 +145,9 @@ def _start(
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         deterministic=apart,
         tasks=loaded.tasks,
-        notes=[str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan, room)) if each],
+        notes=[
+            str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan, room)) if each
+        ],
         quantization=loaded.quantization,
         no_images=tower.why_not,
         adaptable=dict(chosen.spec.linears or {}),
@@ -209,9 +211,7 @@ def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
     )
 
 
-def notes_of(
-    config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan, room: Room
-) -> list[str | bool | None]:
+def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan, room: Room) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device, kept_for, few = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
     windowed = any(each.window for each in chosen.spec.states)

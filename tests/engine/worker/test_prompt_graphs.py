@@ -35,7 +35,9 @@ def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) 
     prompts[2][:40] = prompts[0][:40]
     drawn = {"temperature": 0.8, "logprobs": 1}
     return [
-        request(str(index), prompt, max_tokens=9, seed=index, **(drawn if index % 2 else {"temperature": 0.0}), **options)
+        request(
+            str(index), prompt, max_tokens=9, seed=index, **(drawn if index % 2 else {"temperature": 0.0}), **options
+        )
         for index, prompt in enumerate(prompts)
     ]
 
