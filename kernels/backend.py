@@ -1,8 +1,6 @@
-"""The contract that every backend keeps: its methods, and the types they take.
-
-`Reference` (kernels/reference.py) computes all of it in plain PyTorch and is the judge in tests; the other backends
-override what they compute faster. kernels/select.py chooses one.
-"""
+"""The contract that every backend keeps: its methods, and the types they take. `Reference` (kernels/reference.py)
+computes all of it in plain PyTorch and is the judge in tests; the other backends override what they compute faster.
+kernels/select.py chooses one."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
 CachePair = tuple[Tensor, Tensor]
+InGraphs = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold: what does not look at the host
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: by page, then by the sequence's slot (the first axis)."""
 
@@ -292,9 +291,7 @@ class Backend(Operations):
     """Tokens in a page."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
-    in_graphs: Literal["steps", "decodes", "nothing"]
-    """What a CUDA graph can hold, for it is computed without a look at the host: all steps, or those of one query of
-    each sequence, where no layer is a mixture of experts or keeps a state of a whole sequence."""
+    in_graphs: InGraphs  # "decodes": of one token each, without mixtures of experts and states of whole sequences
 
     def divided(self, ranks: int) -> Backend | None:
         """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""

@@ -21,6 +21,7 @@ from quire.kernels.backend import (
     AdapterSlots,
     AttentionMetadata,
     Backend,
+    InGraphs,
     Linear,
     LinearContext,
     Table,
@@ -48,7 +49,7 @@ class Reference(Backend):
     name = "reference"
     block_size = 16
     keeps_bits = False
-    in_graphs = "nothing"
+    in_graphs: InGraphs = "nothing"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. What holds on

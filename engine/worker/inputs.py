@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -185,6 +185,16 @@ class Slots:
             self._seen[row.slot] = row.start + row.count - len(row.draft_ids)
         return True
 
+    def is_seen(self, slots: np.ndarray) -> np.ndarray:
+        """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
+        return self._seen[slots] >= 0
+
+    def look_back(self, slots: np.ndarray, starts: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """How many tokens the matrices in these slots have seen; they will have seen the `known` ones."""
+        seen = self._seen[slots]
+        self._seen[slots] = known
+        return np.where(seen < 0, starts, seen)
+
     def picks(self, batch: Batch) -> Picks:
         """The picks of the batch's rows that sample."""
         rows = [row for row in batch.rows if row.sample]
@@ -211,17 +221,21 @@ class Slots:
         has more than `pages` pages."""
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
-        ids, metadata = self._made_there(rows, (slots, starts, positions + 1), 1, pages)
-        return ids, replace(metadata, sequences=self._sequences(slots, positions))
+        return self._made_there(rows, (slots, starts, positions + 1), 1, pages, self._sequences(slots, positions))
 
     def prompt_inputs(self, rows: Tensor, pieces: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
-        """The same for T tokens of P sequences, in their order: pieces [3, P] int64 are their slots, how many of the
-        tokens are theirs, at least one, and their contexts."""
-        slots, counts, contexts = pieces
-        return self._made_there(rows, (slots, _begins(counts), contexts), rows.shape[1], pages)
+        """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the
+        tokens are theirs, at least one, their contexts, and what Guesses says of them."""
+        slots, counts, contexts, seen, known = pieces
+        starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
+        if self._seen_there is not None:
+            guesses = Guesses(seen.to(torch.int32), known.to(torch.int32))
+            self._seen_there[slots] = guesses.known
+            sequences = Sequences(starts, contexts.to(torch.int32), guesses)
+        return self._made_there(rows, (slots, starts, contexts), rows.shape[1], pages, sequences)
 
     def _made_there(
-        self, rows: Tensor, of: tuple[Tensor, Tensor, Tensor], longest: int, pages: int
+        self, rows: Tensor, of: tuple[Tensor, ...], longest: int, pages: int, sequences: Sequences | None
     ) -> tuple[Tensor, AttentionMetadata]:
         """of: slots, first tokens, and contexts of sequences of at most `longest` tokens."""
         assert self._tables is not None
@@ -232,7 +246,7 @@ class Slots:
         metadata = AttentionMetadata(
             query_start=starts,
             context_lens=contexts.to(torch.int32),
-            key_start=_begins(contexts),
+            key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
             block_table=tables[0],
             positions=positions,
             slots=stored[0],
@@ -241,6 +255,7 @@ class Slots:
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
             state_slots=owners,
             turns=self.turns(slots, positions),
+            sequences=sequences,
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
 
@@ -359,17 +374,11 @@ class Slots:
         """What Guesses says; () where no sequence has guesses, or had some last."""
         if not self._keeps_guesses:
             return ()
-        seen, known = self._seen[slots], contexts if drafts is None else contexts - drafts
-        seen = np.where(seen < 0, starts, seen)
-        self._seen[slots] = known
+        known = contexts if drafts is None else contexts - drafts
+        seen = self.look_back(slots, starts, known)
         if (seen == starts).all() and (known == contexts).all():
             return ()
         return seen.astype(np.int32), known.astype(np.int32)
-
-
-def _begins(counts: Tensor) -> Tensor:
-    """[n + 1] int32: where each of so many begins, one behind the other, and where the last ends."""
-    return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _starting(*ends: np.ndarray) -> np.ndarray:

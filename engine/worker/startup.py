@@ -132,8 +132,7 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    eos = model_config.eos_token_ids
-    parts = (room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
+    parts = (room.pages, room.slots, grammars, model_config.eos_token_ids, room.capture, pooler, heads, tower.features)
     runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     info = info_of(
@@ -146,9 +145,7 @@ def _start(
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         deterministic=apart,
         tasks=loaded.tasks,
-        notes=[
-            str(each) for each in (*adapted, kept, ranks.note, *notes_of(config, chosen, model, plan, room)) if each
-        ],
+        notes=[str(each) for each in (*adapted, kept, *notes_of(config, chosen, model, plan, room, ranks)) if each],
         quantization=loaded.quantization,
         no_images=tower.why_not,
         adaptable=dict(chosen.spec.linears or {}),
@@ -202,13 +199,16 @@ def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
     )
 
 
-def notes_of(config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan, room: Room) -> list[str | bool | None]:
+def notes_of(
+    config: EngineConfig, chosen: Chosen, model: Decoder, plan: KVPlan, room: Room, ranks: SingleProcess
+) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device, kept_for, few = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
     windowed = any(each.window for each in chosen.spec.states)
     snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
+        ranks.note,
         model.offload is not None and model.offload.said,
         chosen.changed,
         room.eager_prompts and f"steps with prompts run without CUDA graphs: {room.eager_prompts}",

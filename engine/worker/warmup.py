@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from quire.engine.core.executor import Executor
+from quire.engine.worker.graphs.prompts import Kind
 from quire.engine.worker.runner import Runner
 from quire.kernels.gpu.faults import fault
 
@@ -44,8 +45,9 @@ def warm_up(
     for reason in dict.fromkeys(eager.values()):
         sizes = sorted({size for (size, _, _), why in eager.items() if why == reason})
         notes.append(f"decodes of {', '.join(map(str, sizes))} rows run without graphs: {reason}")
-    for reason in () if prompts is None else dict.fromkeys(prompts.captured.eager.values()):
-        sizes = sorted({kind.total for kind, why in prompts.captured.eager.items() if why == reason})
+    failed: dict[Kind, str] = {} if prompts is None else prompts.captured.eager
+    for reason in dict.fromkeys(failed.values()):
+        sizes = sorted({kind.total for kind, why in failed.items() if why == reason})
         notes.append(f"steps with prompts of {', '.join(map(str, sizes))} tokens run without graphs: {reason}")
     return notes
 

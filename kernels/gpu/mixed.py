@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.images.ahead import attend_ahead, serves
+from quire.kernels.recurrent.recurrence import Guesses, Sequences
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 
@@ -119,8 +120,24 @@ def joined(
         others=tuple(joined(*pair, linear) for pair in zip(decodes.others, prompts.others, strict=True)),
         state_slots=slots,
         turns=turns,
+        sequences=_joined_sequences(decodes.sequences, prompts.sequences),
         parts=(decodes, prompts),
     )
+
+
+def _joined_sequences(decodes: Sequences | None, prompts: Sequences | None) -> Sequences | None:
+    if decodes is None or prompts is None or decodes.guesses is None or prompts.guesses is None:
+        return None
+    lens = [
+        torch.cat(pair)
+        for pair in (
+            (decodes.context_lens, prompts.context_lens),
+            (decodes.guesses.seen, prompts.guesses.seen),
+            (decodes.guesses.known, prompts.guesses.known),
+        )
+    ]
+    starts = torch.cat((decodes.query_start, prompts.query_start[1:] + len(decodes.context_lens)))
+    return Sequences(starts, lens[0], Guesses(*lens[1:]))
 
 
 def by_parts(attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -33,8 +33,8 @@ from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import startup
-from quire.engine.worker.graphs import decodes
 from quire.engine.worker.device import choose
+from quire.engine.worker.graphs import decodes
 from quire.engine.worker.loading import room
 from quire.engine.worker.ranks import meeting, processes, rank
 from quire.engine.worker.ranks.follower import follow, teller

@@ -50,8 +50,10 @@ def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine)
     """The first one would end the process."""
     if trapped.has_tiles():
         pytest.skip("the system has given its permission")
-    code = "from tests.engine.test_contract import mixed_requests, tokens; from quire.engine.config import EngineConfig; \
+    code = (
+        "from tests.engine.test_contract import mixed_requests, tokens; from quire.engine.config import EngineConfig; \
 from quire.engine.loop import Engine; print(len(tokens(Engine(EngineConfig(dtype='bfloat16')), mixed_requests())))"
+    )
     done = machine.run("-c", code, TILES="refused")
     assert done.stdout.strip() == "24", done.stderr
     asked = "from quire.kernels.cpu import native; native.load(); from quire.kernels.cpu.native import Native; \

@@ -44,7 +44,7 @@ GRAPH_BYTES = 8 * 2**20
 8 billion weights tells of 0.5 GiB for 67 graphs."""
 
 Step = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(rows [2 or 3, T] int64 and pieces [3, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
+"""(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
 of the rows are decodes; pages that the longest context may have) to hidden states [T, width]. Neither may make the host
 wait, nor read from the host anything that changes."""
 
@@ -75,7 +75,7 @@ class Planned:
 class _Places:
     """What graphs of as many rows and tokens read and leave."""
 
-    given: Tensor  # [3 * T + 3 * SEQUENCES] int64: the rows, then the pieces
+    given: Tensor  # [3 * T + 5 * SEQUENCES] int64: the rows, then the pieces
     hidden: Tensor  # [T, width]
 
 
@@ -106,6 +106,8 @@ class PromptGraphs:
         if len(rows) > ROWS[-1] + SEQUENCES - 1:
             return None
         decodes = np.array([row.sample and row.count == 1 + len(row.draft_ids) for row in rows])
+        if self._slots.keeps_guesses:  # of a new owner's matrices the host says what they have seen, as of prompts'
+            decodes &= self._slots.is_seen(np.array([row.slot for row in rows]))
         pieces = len(rows) - int(decodes.sum())
         if not 0 < pieces < SEQUENCES:
             return None
@@ -172,25 +174,25 @@ class PromptGraphs:
         self.captured.add(kind, kind.total, lambda: places.hidden.copy_(self._computed(kind, places)))
 
     def _computed(self, kind: Kind, places: _Places) -> Tensor:
-        rows, pieces = places.given.split((3 * kind.total, 3 * SEQUENCES))
-        return self._step(rows.view(3, -1)[: kind.parts], pieces.view(3, -1), kind.rows, kind.pages)
+        rows, pieces = places.given.split((3 * kind.total, 5 * SEQUENCES))
+        return self._step(rows.view(3, -1)[: kind.parts], pieces.view(5, -1), kind.rows, kind.pages)
 
     def _place(self, kind: Kind) -> _Places:
         size = kind.rows, kind.tokens
         if size not in self._places:
             device = self._slots.device
-            given = torch.zeros(3 * kind.total + 3 * SEQUENCES, dtype=torch.int64, device=device)
+            given = torch.zeros(3 * kind.total + 5 * SEQUENCES, dtype=torch.int64, device=device)
             hidden = torch.zeros((kind.total, self._width), dtype=self._dtype, device=device)
             self._places[size] = _Places(given, hidden)
         return self._places[size]
 
     def _blank(self, kind: Kind, pieces: int, tokens: int) -> np.ndarray:
         """What _Places.given is to hold, but for so many pieces of so many tokens together."""
-        laid = np.zeros(3 * kind.total + 3 * SEQUENCES, dtype=np.int64)
-        rows, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(3, -1)
-        rows[0], sequences[0], sequences[1:] = self._slots.scratch_slot, self._slots.scratch_slot, 1
+        laid = np.zeros(3 * kind.total + 5 * SEQUENCES, dtype=np.int64)
+        rows, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(5, -1)
+        rows[0], sequences[0], sequences[[1, 2, 4]] = self._slots.scratch_slot, self._slots.scratch_slot, 1
         left = kind.tokens - tokens - (SEQUENCES - pieces - 1)
-        sequences[1:, -1] = left
+        sequences[[1, 2, 4], -1] = left
         rows[1, kind.total - left :] = np.arange(left)
         return laid
 
@@ -200,15 +202,20 @@ class PromptGraphs:
         kind, rows, pieces = planned.kind, planned.batch.rows, ~planned.decodes
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
-        contexts = np.array([row.start for row in rows], dtype=np.int64) + counts
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        contexts = starts + counts
         ends, owners, decoded = counts.cumsum(), slots.repeat(counts), planned.decodes.repeat(counts)
         decodes, prompts = int(decoded.sum()), int(counts[pieces].sum())
         laid = self._blank(kind, int(pieces.sum()), prompts)
         order = np.empty(len(owners), dtype=np.int64)
         order[decoded], order[~decoded] = np.arange(decodes), np.arange(kind.rows, kind.rows + prompts)
-        tokens, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(3, -1)
+        tokens, sequences = laid[: 3 * kind.total].reshape(3, -1), laid[3 * kind.total :].reshape(5, -1)
         tokens[0, order], tokens[2, order] = owners, self._slots.adapters[owners]
         tokens[1, order] = (contexts - ends).repeat(counts) + np.arange(len(owners))
-        sequences[:, : int(pieces.sum())] = slots[pieces], counts[pieces], contexts[pieces]
+        seen, known = starts, contexts
+        if self._slots.keeps_guesses:
+            known = contexts - np.array([len(row.draft_ids) for row in rows])
+            seen = self._slots.look_back(slots, starts, known)
+        sequences[:, : int(pieces.sum())] = np.stack((slots, counts, contexts, seen, known))[:, pieces]
         sampling = np.array([row.sample for row in rows])
         return laid, order[by_pick([row for row in rows if row.sample], ends[sampling]) - 1], order

@@ -54,7 +54,4 @@ def make_room(
         drafts=drafts,
         own=range(own * shard.rank, own * (shard.rank + 1)) if own < size else None,
     )
-    eager = None if capture is None else chosen.eager_prompts
-    if capture is not None and slots.keeps_guesses:
-        eager = "guesses that states of sequences have not seen yet are told by the host"
-    return Room(capture, held, slots, eager)
+    return Room(capture, held, slots, None if capture is None else chosen.eager_prompts)

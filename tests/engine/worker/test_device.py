@@ -16,6 +16,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
+from quire.engine.worker import trials
 from quire.engine.worker.compiling import kept
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
@@ -216,10 +217,10 @@ def test_each_shape_of_attention_is_tried(
     def probe(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, *_: Any, **__: Any) -> Any:
         return lambda backend: tried.append(dim)
 
-    monkeypatch.setattr(devices, "Probe", probe)
+    monkeypatch.setattr(trials, "Probe", probe)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     spec, types = decoder_spec(read_model_config(tmp_path)), (torch.bfloat16, torch.bfloat16)
-    (trial,) = devices.choose_trials(EngineConfig(enforce_eager=True), torch.device("cuda"), types, spec)
+    (trial,) = trials.choose_trials(EngineConfig(enforce_eager=True), torch.device("cuda"), types, spec)
     assert trial(Reference()) is None
     assert sorted(set(tried)) == sizes
     assert len(tried) == len(sizes)

@@ -29,14 +29,15 @@ __all__ = ["fake_flash"]
 CPU = torch.device("cpu")
 
 
-def traffic(**options: Any) -> list[Request]:
+def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) -> list[Request]:
     """Prompts, the third of which begins as the first does, that are read beside decodes, in parts of some steps."""
-    lengths = (40, 5, 45, 250, 1, 70)
     prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, length in enumerate(lengths)]
-    prompts[2][:40] = prompts[0]
+    prompts[2][:40] = prompts[0][:40]
     drawn = {"temperature": 0.8, "logprobs": 1}
     return [
-        request(str(index), prompt, max_tokens=9, seed=index, **(drawn if index % 2 else {"temperature": 0.0}), **options)
+        request(
+            str(index), prompt, max_tokens=9, seed=index, **(drawn if index % 2 else {"temperature": 0.0}), **options
+        )
         for index, prompt in enumerate(prompts)
     ]
 
@@ -83,15 +84,16 @@ def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-@pytest.mark.parametrize("pages", [40, 4])
+@pytest.mark.parametrize("pages", [40, 3])
 def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    wanted = picked(run(graphed(monkeypatch, None), traffic()))
+    asked = traffic((250, 3, 252)) if pages < 40 else traffic()
+    wanted = picked(run(graphed(monkeypatch, None), asked))
     engine = graphed(monkeypatch, FakeCapture(), enable_prefix_caching=False)
     engine.scheduler.pool.allocate(40 - pages)
     engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     for _ in range(2):
-        found = {each.id: Answer() for each in traffic()}
-        for each in traffic():
+        found = {each.id: Answer() for each in asked}
+        for each in asked:
             engine.add(each)
         while engine.busy:
             for output in engine.step():
@@ -195,7 +197,7 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
     assert planned is not None
     assert planned.kind == Kind(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
     given, before, order = graphs._laid(planned)
-    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(3, SEQUENCES)
+    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(5, SEQUENCES)
     assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
     assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
     assert tokens[:2, before].tolist() == [[2, 5, 5, 5, 1], [30, 9, 10, 11, 3]]
@@ -204,12 +206,36 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
         [0, 1, *[slots.scratch_slot] * 6],
         [20, 4, 1, 1, 1, 1, 1, 3],
         [36, 4, 1, 1, 1, 1, 1, 3],
+        [16, *[0] * 7],
+        [36, 4, 1, 1, 1, 1, 1, 3],
     ]
     ends = 4 + np.cumsum(pieces[1])
     assert ends[-1] == 36
-    for slot, count, context, end in zip(*pieces, ends, strict=True):
+    for slot, count, context, end in zip(*pieces[:3], ends, strict=True):
         assert tokens[0, end - count : end].tolist() == [slot] * count
         assert tokens[1, end - count : end].tolist() == list(range(context - count, context))
+
+
+def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
+    slots = Slots(6, 600, 16, CPU, scratch_page=50, states=states, drafts=3)
+    graphs = PromptGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
+    slots._seen[:] = [13, -1, 30, 0, 0, 9]
+    slots._seen[2] = -1
+    planned = [graphs.plan(Batch(ROWS)) for _ in range(2)][-1]
+    assert planned is not None
+    assert planned.decodes.tolist() == [False, False, True, False]
+    given, *_ = graphs._laid(planned)
+    pieces = given[3 * planned.kind.total :].reshape(5, SEQUENCES)
+    assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
+    assert slots._seen.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
+    ids, metadata = slots.prompt_inputs(torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2)
+    assert len(ids) == 32
+    assert metadata.sequences is not None
+    assert metadata.sequences.guesses is not None
+    assert metadata.sequences.guesses.seen.tolist()[:3] == [30, 13, 0]
+    assert slots._seen_there is not None
+    assert slots._seen_there.tolist()[:3] == [36, 4, 31]
 
 
 @pytest.mark.parametrize(
