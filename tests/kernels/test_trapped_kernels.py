@@ -27,7 +27,17 @@ def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
     found = {}
     for name, library in (("emulated", trapped.emulation()), ("instructions", trapped.instructions())):
         driver, wrote = tmp_path / name, tmp_path / f"{name}.bin"
-        command = ["g++", "-std=c++17", "-O1", "-pthread", SOURCE, library, "-o", driver, f"-Wl,-rpath,{library.parent}"]
+        command = [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-pthread",
+            SOURCE,
+            library,
+            "-o",
+            driver,
+            f"-Wl,-rpath,{library.parent}",
+        ]
         subprocess.run(command, check=True)
         preload = {"LD_PRELOAD": str(trapped.trap_library()), "TILES": "permitted"}
         trapped_too = {} if name == "emulated" or trapped.has_tiles() else preload
