@@ -21,7 +21,8 @@ from tests.kernels.trapped import Machine
 pytestmark = [pytest.mark.slow, trapped.needs_tiles]
 WITHOUT = {"QUIRE_CPU_ISA": trapped.BASE}
 REFUSED = "(this processor has AMX tiles, but the system refuses them: a container's rules may)"
-ASKED = {"model": "quire-demo", "prompt": "Once upon a time", "max_tokens": 60, "seed": 3, "temperature": 1}
+PATIENCE = 200.0
+ASKED = {"model": "quire-demo", "prompt": "Once upon a time", "max_tokens": 24, "seed": 3, "temperature": 1}
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +83,24 @@ def test_an_answer_that_moves_to_another_set_says_so(machine: Machine, tmp_path:
     """A stream that began by tiles and goes on without them names both, in their order; one that stays names none."""
     data = ("--data-dir", str(tmp_path / "data"))
     with server(machine, tmp_path / "tiles.log", *data) as first:
-        whole = httpx.post(f"{first.url}/v1/completions", json=ASKED).json()
-        with httpx.stream("POST", f"{first.url}/v1/completions", json=ASKED | {"stream": True}) as answer:
+        whole = httpx.post(f"{first.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
+        with httpx.stream(
+            "POST", f"{first.url}/v1/completions", json=ASKED | {"stream": True}, timeout=PATIENCE
+        ) as answer:
             name = answer.headers["X-Stream-Id"]
             began = ""
             for piece in answer.iter_text():
                 began += piece
-                if began.count("\n\n") > 12:
+                if began.count("\n\n") > 8:
                     break
         last = re.findall(r"^id: (.*)$", began[: began.rindex("\n\n")], re.MULTILINE)[-1]
         assert native.ISAS[trapped.AMX] in first.log.read_text()
     for environment, log in (({}, "again"), (WITHOUT, "without")):
         with server(machine, tmp_path / f"{log}.log", *data, **environment) as other:
             headers = {"Last-Event-ID": last}
-            rest = httpx.get(f"{other.url}/v1/streams/{name}", headers=headers, timeout=60)
+            rest = httpx.get(f"{other.url}/v1/streams/{name}", headers=headers, timeout=PATIENCE)
             assert rest.status_code == 200
-            mine = httpx.post(f"{other.url}/v1/completions", json=ASKED).json()
+            mine = httpx.post(f"{other.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
             moved = rest.headers.get("X-Computed-By")
             if not environment:
                 assert moved is None

@@ -60,7 +60,7 @@ def shapes(rows: Sequence[int], columns: Sequence[int], *, palette: int = 1, res
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_of_bfloat16(rows: int, generator: torch.Generator) -> None:
-    """Of small integers, whose sums are exact."""
+    """Of small integers, whose sums are exact; the quickest test in which the processor traps."""
     x = torch.randint(-9, 10, (rows, 32), generator=generator).bfloat16()
     weight = torch.randint(-9, 10, (32, 16), generator=generator).bfloat16()
     pairs = weight.view(16, 2, 16).transpose(1, 2).contiguous()  # even and odd inputs side by side
@@ -119,6 +119,7 @@ def end_of(*calls: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_what_the_manual_forbids_ends_the_process(
     what: str, trap: ctypes.CDLL | None, capfd: pytest.CaptureFixture[str]
@@ -128,11 +129,13 @@ def test_what_the_manual_forbids_ends_the_process(
     assert trap is None or why in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MALFORMED)
 def test_shapes_that_there_are_not_end_it(what: str) -> None:
     assert end_of(lambda: function(CONFIGURE)(MALFORMED[what])) == -signal.SIGSEGV
 
 
+@pytest.mark.slow
 def test_a_thread_has_shapes_of_its_own() -> None:
     given = shapes((1, 1, 16), (64, 64, 64))
 

@@ -285,6 +285,15 @@ VISIBLE int sigaction(int signal, const struct sigaction* given, struct sigactio
   return 0;
 }
 
+// Who blocks SIGILL, so that others' signals wait (as an engine does), would end at the first instruction.
+VISIBLE int pthread_sigmask(int how, const sigset_t* given, sigset_t* before) noexcept {
+  static const auto set = reinterpret_cast<decltype(&pthread_sigmask)>(dlsym(RTLD_NEXT, "pthread_sigmask"));
+  if (!given || how == SIG_UNBLOCK) return set(how, given, before);
+  sigset_t others = *given;
+  sigdelset(&others, SIGILL);
+  return set(how, &others, before);
+}
+
 VISIBLE long syscall(long number, ...) noexcept {
   constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   long a[6];

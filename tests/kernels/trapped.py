@@ -145,7 +145,8 @@ class Machine:
 def machine(folder: Path) -> Machine:
     """Makes it in `folder`."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "clients"))
+        unused = shutil.ignore_patterns("__pycache__", "clients")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=unused)
     shutil.copy(ROOT / "pyproject.toml", folder)
     settings = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     if has_tiles():
