@@ -75,6 +75,7 @@ def test_window_and_softcap(cpu: Cpu, window: int | None, softcap: float | None,
     check(cpu, (*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 16, 37, 260])
 def test_chunks(cpu: Cpu, size: int, dtype: torch.dtype) -> None:

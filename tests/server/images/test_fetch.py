@@ -163,8 +163,9 @@ async def test_domains_below_one() -> None:
         await fetcher.all({"http://a.b.localhost:1/": WHERE}, lambda size: None)
 
 
-async def test_what_comes_counts_as_it_comes(server: str) -> None:
+async def test_what_comes_counts_as_it_comes(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a host has sent all of it, and of all images of a request together."""
+    monkeypatch.setattr(fetch, "MOST_IN_ALL", 4 << 20)
     told, fetcher = list[int](), Fetcher(["*"], lambda address: True)
 
     def hold(size: int) -> None:
