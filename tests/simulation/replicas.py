@@ -111,7 +111,15 @@ class Replica(AppProcess):
 class Replicas(OfSeveral):
     """All of them, and the owner."""
 
-    FAULTS: ClassVar = ("api", "api", "owner", "owner", "late", "readers", *(each for each in FAULTS if each != "statement"))
+    FAULTS: ClassVar = (
+        "api",
+        "api",
+        "owner",
+        "owner",
+        "late",
+        "readers",
+        *(each for each in FAULTS if each != "statement"),
+    )
 
     def __init__(
         self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network

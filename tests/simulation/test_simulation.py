@@ -116,9 +116,7 @@ class World:
 
     def process(self, _config: Any, on_begun: Any) -> SimulatedProcess:
         engines = getattr(PROCESS.get(), "engines", self._engines)
-        return SimulatedProcess(
-            *(on_begun, self.rng, engines, self.seeds, self.version), self._computing, self._pace
-        )
+        return SimulatedProcess(*(on_begun, self.rng, engines, self.seeds, self.version), self._computing, self._pace)
 
     async def _befall(self) -> None:
         """All that goes wrong."""
