@@ -53,7 +53,7 @@ _CLAIM_LOOK_SECONDS = 0.05
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _NOTES_BESIDE_TAIL = 5
-"""Of a call whose tokens are in a tail only each so manieth: what a note of it lacks, a power cut alone can take."""
+"""A call with its tokens in a tail is part of every fifth note until it ends: only a power cut could take what it lacks."""
 _SWEEP_SECONDS = 60.0
 _PUT_TRIES, _PUT_SECONDS = 20, 0.5
 """To put a call into the journal, where nobody answers."""

@@ -170,15 +170,17 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
-        (asks_that_end_what_asks, SharedServer),
         (ends_not_taken_up, SharedServer),
         (nobody_takes_over, SharedServer),
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
-        (nobody_takes_over, Replicas),
-        (nobody_joins_with_what_it_has, Replicas),
         (empty_answers_of_whom_is_taken_over, Replicas),
         (streams_that_begin_without_the_journal, Replicas),
+        *nightly(
+            (asks_that_end_what_asks, SharedServer),
+            (nobody_takes_over, Replicas),
+            (nobody_joins_with_what_it_has, Replicas),
+        ),
     ],
 )
 def test_a_planted_fault_of_several_is_found(
