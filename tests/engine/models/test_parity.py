@@ -23,7 +23,7 @@ def prompts() -> list[list[int]]:
 
 def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy tokens, and the log probabilities [tokens, vocab] of every position of prompt + answer, in
-    float64: its own float32 is further from that than ours (zamba2: 1.7e-4 and 5e-5, jamba-dense: 5.2e-5 and 5.1e-5)."""
+    float64: its own float32 is further from that than ours (zamba2: 1.7e-4 and 5e-5; jamba-dense: 5.2e-5, 5.1e-5)."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     with torch.inference_mode():
         ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
