@@ -1,5 +1,5 @@
-"""The library with matrix tiles (AMX) as it is built: each of its instructions is done by trap.cpp where the processor has
-none. What it computes is what the plain emulation of the same sources computes, bit for bit."""
+"""The library with matrix tiles (AMX) as it is built: each of its instructions is done by trap.cpp where the processor
+has none. What it computes is what the plain emulation of the same sources computes, bit for bit."""
 
 from __future__ import annotations
 

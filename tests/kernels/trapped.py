@@ -31,7 +31,7 @@ static int with_tiles(unsigned leaf, unsigned part, unsigned* a, unsigned* b, un
 #define __get_cpuid_count with_tiles
 """
 """<cpuid.h> of a processor that has tiles too."""
-COPIED = ("quire", "engine", "server", "kernels", "configs", "tests")
+COPIED = ("quire", "engine", "server", "kernels", "benchmarks", "configs", "tests")
 
 
 def has_tiles() -> bool:
