@@ -247,8 +247,9 @@ class Operations(ABC):
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
     ) -> Tensor:
         """The same of ranks that divide every sequence's tokens (`Backend.divided`): q [T, H / ranks, D] of this rank's
-        heads, caches of all K heads for its tokens; slots below 0 are others'. `softmax.bias` is of all heads,
-        `softmax.sinks` of this rank's. With the bits that one process has. Raises RankEnded."""
+        heads, caches of all K heads for its tokens; slots below 0 are others', where it passes over these. `softmax.bias` is of all
+        heads, `softmax.sinks` of this rank's. A row has the same bits in every batch, with this number of ranks; the
+        compiled CPU kernels give those of one process. Raises RankEnded."""
         raise NotImplementedError
 
     @abstractmethod
@@ -292,6 +293,9 @@ class Backend(Operations):
     """Tokens in a page."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
+
+    passes_over = False
+    """Whether it stores nothing at slots below 0, of tokens that other ranks keep. Else these have a page of nobody's."""
 
     def divided(self, ranks: int) -> Backend | None:
         """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""

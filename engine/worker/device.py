@@ -27,12 +27,15 @@ from quire.engine.models.asked import each_attention, has_latents, has_sinks, he
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
+from quire.kernels.attention.in_turn import InTurn
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.others import OTHERS, better_type, is_other, other_device
+from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.latents.probe import LatentProbe
 from quire.kernels.probe import Capture, Probe
 from quire.kernels.recurrent.probe import RuleProbe
+from quire.kernels.reference import Reference
 from quire.kernels.select import Trial, select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -264,8 +267,6 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
     asked, divided = config.speculative_config, backend.divided(config.decode_context_parallel_size)
     refuse(
         "decode_context_parallel_size",
-        (device.type != "cpu" or divided is None)
-        and f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})",
         isinstance(spec, AdaptedSpec)
         and "a model by transformers' classes keeps its own keys and values; see --model-impl",
         not all(isinstance(each, PagedState | SharedState) for each in spec.states)
@@ -322,6 +323,7 @@ def choose_backend(
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
+            ranks=config.decode_context_parallel_size,
             trials=trials,
         )
     except ValueError as error:
@@ -350,14 +352,20 @@ def choose_trials(
     if device.type == "cpu":
         return []
     captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
-    return [_trial(types[1], device, types[0], spec, capture) for capture in captures]
+    ranks = config.decode_context_parallel_size
+    return [_trial(types[1], device, types[0], spec, capture, ranks) for capture in captures]
 
 
 def _trial(
-    held: torch.dtype, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, capture: Capture | None
+    held: torch.dtype,
+    device: torch.device,
+    dtype: torch.dtype,
+    spec: DecoderSpec,
+    capture: Capture | None,
+    ranks: int,
 ) -> Trial:
     """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
-    change states."""
+    change states; of attention also as so many ranks that divide tokens compute it."""
     windowed, tried = any(each.window for each in spec.states), list[Trial]()
     for part in each_attention(spec):
         if isinstance(part, LatentAttentionSpec):
@@ -366,8 +374,15 @@ def _trial(
         else:
             shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
             tried.append(Probe(device, dtype, *shape, capture, held, windowed=windowed, sinks=has_sinks(spec)))
+    if ranks > 1 and held not in KV_CODES:
+        tried += [partial(_in_turn, each, ranks) for each in tried]
     tried += [RuleProbe(device, dtype, *each, capture) for each in sample_rules(spec, device)]
     return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
+
+
+def _in_turn(trial: Trial, ranks: int, backend: Backend) -> str | None:
+    assert isinstance(backend, Reference)
+    return trial(InTurn(backend, ranks))
 
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
