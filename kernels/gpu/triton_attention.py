@@ -227,7 +227,8 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D], of RANKS [T, HEADS, D + 2]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0: it has one part."""
+    """out [T, HEADS, D], of RANKS [T, HEADS, D + 2]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0:
+    it has one part."""
     seq, queried, position, row, filled, begin, full, end = _query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -296,7 +297,8 @@ def attend_splits(
         low = origin + split * length
         peak, total, acc = _span(
             queried, position, tl.maximum(begin, low), full, tl.minimum(end, low + length), cache,
-            (scale, value_scale, softcap, window, rank), KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
+            (scale, value_scale, softcap, window, rank),
+            KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
         )  # fmt: skip
         at = row.to(tl.int64) * splits + split
         real = tl.max(filled.to(tl.int32), 1) > 0

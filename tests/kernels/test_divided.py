@@ -1,5 +1,5 @@
-"""Attention of ranks that divide the tokens of sequences, in plain PyTorch, one rank after another: against the judge in
-float64, and the same bits for a row in every batch."""
+"""Attention of ranks that divide the tokens of sequences, in plain PyTorch, one rank after another: against the judge
+in float64, and the same bits for a row in every batch."""
 
 from __future__ import annotations
 
