@@ -327,7 +327,9 @@ def choose_backend(
             trials=trials,
         )
     except ValueError as error:
-        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+        pages = config.block_size is not None and config.attention_backend == "auto"
+        name = "block_size" if pages else "attention_backend"
+        raise ConfigError(f"{name}: {error}", param=name) from error
     if config.deterministic and not backend.keeps_rows_apart(device, dtype):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(

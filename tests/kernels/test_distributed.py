@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -206,3 +207,21 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
         assert all(torch.equal(one, each[rank]) for one, each in zip(got, sent, strict=True))
     with pytest.raises(RankEnded):
         groups[0].receive(torch.empty(1), 1)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_a_group_of_pytorchs_own_takes_the_same_calls() -> None:
+    """NCCL's has gloo's interface."""
+    store, given = dist.HashStore(), torch.arange(12.0).view(2, 2, 3)
+
+    def work(rank: int) -> tuple[Tensor, ...]:
+        group = DistributedCollective(lambda: dist.ProcessGroupGloo(store, rank, 2), rank, 2, in_order=True)
+        x = given[rank]
+        return group.sum(x.clone()), group.every(x), group.exchange(x)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    for rank, (total, every, exchanged) in enumerate(found):
+        assert torch.equal(total, given[0] + given[1])
+        assert torch.equal(every, given)
+        assert torch.equal(exchanged, given[:, rank])
