@@ -111,8 +111,7 @@ class AttentionMetadata:
     """Where the tokens of one step lie: T tokens, ragged over S sequences. All tensors are on the model's device.
 
     Sequence s owns tokens query_start[s] to query_start[s + 1] of the step; they are the last ones of its
-    context_lens[s] tokens, and the KV of all of these is in the pages that block_table[s] names, in order.
-    """
+    context_lens[s] tokens, and the KV of all of these is in the pages that block_table[s] names, in order."""
 
     query_start: Tensor  # [S + 1] int32, cumulative token counts
     context_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
@@ -184,8 +183,7 @@ class Operations(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
-        the arithmetic, rounded to the dtype of x at the end."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019), in float32, as weights."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -246,8 +244,8 @@ class Operations(ABC):
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
     ) -> Tensor:
         """The same of ranks that divide every sequence's tokens (`Backend.divided`): q [T, H / ranks, D] of this rank's
-        heads, caches of all K heads for its tokens; slots below 0 are others'. `softmax.bias` is of all heads,
-        `softmax.sinks` of this rank's. With the bits that one process has. Raises RankEnded."""
+        heads, caches of all K heads for its tokens. `softmax.bias` is of all heads, `softmax.sinks` of this rank's. A
+        row's bits follow from the number of ranks; the CPU's kernels give those of one process. Raises RankEnded."""
         raise NotImplementedError
 
     @abstractmethod
@@ -289,6 +287,8 @@ class Backend(Operations):
     name: str
     block_size: int
     """Tokens in a page."""
+    passes_over = False
+    """Whether slots below 0, of tokens that other ranks keep, store nothing; else these have a page of nobody's."""
     keeps_bits: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
     in_graphs: InGraphs  # "decodes": of one token each, without mixtures of experts and states of whole sequences

@@ -36,6 +36,15 @@ class Collective(ABC):
         """Of a step that has been computed: raises RankEnded where it has no numbers, for some sum did not come."""
         return None
 
+    def every(self, x: Tensor) -> Tensor:
+        """The ranks' x in their order, on each of them: [ranks, *x.shape]. Of ranks that meet at a store."""
+        raise NotImplementedError
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """x [ranks, ...] has something for each rank; what the ranks have for this one, in their order: of the same
+        shape. Likewise."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> None:
         """Let no rank wait any longer. Any thread may call it."""

@@ -72,7 +72,7 @@ class DistributedCollective(Collective):
         if not self._in_order:
             self._do(lambda: self._group.allreduce([x]), x.is_cuda)
             return x
-        total, *others = self._all(x)
+        total, *others = self.every(x)
         total = total.float()
         for part in others:
             total += part
@@ -82,7 +82,7 @@ class DistributedCollective(Collective):
         if x.dtype != torch.float32 or x.shape[1] != widths[self.rank]:
             raise TypeError(f"{list(x.shape)} of {x.dtype} is not rank {self.rank}'s part of {widths}")
         even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # all parts of a gather have one size
-        parts = self._all(even) if even.numel() else [even] * self.count
+        parts = list(self.every(even)) if even.numel() else [even] * self.count
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def share(self, x: Tensor) -> Tensor:
@@ -90,6 +90,18 @@ class DistributedCollective(Collective):
         if x.numel():
             self._do(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
         return x
+
+    def every(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts = x.new_empty((self.count, *x.shape))
+        self._do(lambda: self._group._allgather_base(parts.flatten(), x.flatten()), x.is_cuda)
+        return parts
+
+    def exchange(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        found = torch.empty_like(x)
+        self._do(lambda: self._group.alltoall_base(found.flatten(), x.flatten(), [], []), x.is_cuda)
+        return found
 
     def send(self, x: Tensor, rank: int) -> None:
         """To that rank, which must `receive` as much. May wait for it. Raises RankEnded."""
@@ -109,12 +121,6 @@ class DistributedCollective(Collective):
             self._near.stop()
         if self._group is not None:
             self._group.abort()  # frees those that wait
-
-    def _all(self, x: Tensor) -> list[Tensor]:
-        """The ranks' x, which is contiguous, in their order."""
-        parts = x.new_empty((self.count, *x.shape))
-        self._do(lambda: self._group._allgather_base(parts.flatten(), x.flatten()), x.is_cuda)
-        return list(parts)
 
     def _nearby(self, x: Tensor) -> NearSums | None:
         self._do(None, x.is_cuda)

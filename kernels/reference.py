@@ -1,14 +1,13 @@
 """The reference backend: every kernel in plain PyTorch, on any device. The judge of the others, and what serves where
 nothing was compiled. Signatures and shapes are documented in kernels/backend.py.
 
-Results do not depend on the batch: rows never share a reduction, keys are reduced in tiles aligned to position 0, and
-each product of a tile has one fixed shape, whatever the number of rows.
+Results do not depend on the batch: rows never share a reduction (of attention: kernels/attention/tiles.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,14 @@ from torch import Tensor
 
 from quire.kernels import lora
 from quire.kernels.activation import Activation, Clamp, activate, gelu_tanh, sigmoid, silu
+from quire.kernels.attention.own import Own, whole
+from quire.kernels.attention.tiles import merged, sums
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
     Backend,
+    CachePair,
     InGraphs,
     Linear,
     LinearContext,
@@ -29,7 +31,7 @@ from quire.kernels.backend import (
 from quire.kernels.collective import Collective
 from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
-from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
+from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements, store_codes
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import Given, QuantizedWeight, read_by
@@ -39,8 +41,6 @@ from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 from quire.kernels.routing import Experts, Mixture
 from quire.kernels.softmax import Softmax
 
-KEY_TILE = 128
-QUERY_TILE = 16
 _FIRST_CANDIDATES = 1024
 """Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
 
@@ -50,6 +50,8 @@ class Reference(Backend):
     block_size = 16
     keeps_bits = False
     in_graphs: InGraphs = "nothing"
+    ranks = 1
+    """That divide the tokens of a page among them."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. What holds on
@@ -68,8 +70,8 @@ class Reference(Backend):
         return self.deterministic if device.type == "cuda" else _onednn_packs(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[pages, tokens, K, D]; of codes as kernels/kv_codes.py says."""
-        return (num_blocks, self.block_size, kv_heads, head_dim + scale_elements(dtype))
+        """[pages, tokens, K, D]; of codes as kernels/kv_codes.py says. Of tokens those that a rank keeps."""
+        return (num_blocks, self.block_size // self.ranks, kv_heads, head_dim + scale_elements(dtype))
 
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
@@ -89,20 +91,32 @@ class Reference(Backend):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        out = q.new_empty((*q.shape[:2], softmax.values or q.shape[2]))
-        starts = metadata.query_start.tolist()
-        for s, context in enumerate(metadata.context_lens.tolist()):
-            pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
-            k = _read(k_cache, pages, softmax.kv_scales.key, q.dtype)[:context]
-            value_scale = softmax.kv_scales.value if softmax.values is None else softmax.kv_scales.key
-            v = _read(v_cache, pages, value_scale, q.dtype)[:context, :, : softmax.values]
-            if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
-                unseen = max(softmax.first_seen(context - (starts[s + 1] - starts[s])), 0)
-                k[:unseen], v[:unseen] = 0, 0
-            for i in range(starts[s], starts[s + 1], QUERY_TILE):
-                rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
-                out[rows] = _attend(q[rows], k, v, metadata.positions[rows], softmax)
-        return out
+        found = sums(q, (k_cache, v_cache), metadata, softmax, whole(k_cache.shape[1]))
+        return found.finished(softmax.sinks).to(q.dtype)
+
+    def divided(self, ranks: int) -> Backend | None:
+        made = type(self)(deterministic=self.deterministic)
+        made.ranks, made.block_size = ranks, self.block_size * ranks
+        return made
+
+    def divided_attention(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
+    ) -> Tensor:
+        own = Own(group.rank, group.count, caches[0].shape[1])
+        every = group.every(q).transpose(0, 1).flatten(1, 2)
+        found = self.packed_sums(every, caches, metadata, replace(softmax, sinks=None), own)
+        parts = group.exchange(found.unflatten(1, (group.count, -1)).transpose(0, 1))
+        return self.merged_sums(parts, softmax.sinks, q.dtype)
+
+    def packed_sums(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own
+    ) -> Tensor:
+        """What attention of q [T, H, D] finds over this rank's tokens, as `Sums.packed` has it."""
+        return sums(q, caches, metadata, softmax, own).packed()
+
+    def merged_sums(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As `merged`, in this type."""
+        return merged(parts, sinks).to(dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         wide = x.float() if x.dtype != torch.float64 else x
@@ -239,66 +253,6 @@ def _store(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
         store_codes(x, cache, slots, scale)
     else:
         cache.view(-1, *x.shape[1:])[slots] = x
-
-
-def _read(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
-    if cache.dtype not in KV_CODES:
-        return cache[pages].flatten(0, 1)
-    some = cache.view(torch.uint8)[pages].view(cache.dtype)
-    return load_codes(some, scale, torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax) -> Tensor:
-    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over key tiles aligned to position 0."""
-    rows, heads, dim = q.shape
-    kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
-    padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
-    grouped = padded.view(QUERY_TILE, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    where = F.pad(positions, (0, QUERY_TILE - rows)).repeat(heads // kv_heads)[:, None]
-    peak = torch.full((*grouped.shape[:2], 1), -torch.inf, dtype=compute, device=q.device)
-    total, acc = torch.zeros_like(peak), grouped.new_zeros((*grouped.shape[:2], v.shape[2]))
-    ahead = len(k) if softmax.ahead is None else softmax.ahead
-    for begin in range(0, min(int(positions.max()) + 1 + ahead, len(k)), KEY_TILE):
-        tile = slice(begin, begin + KEY_TILE)
-        short = KEY_TILE - k[tile].shape[0]
-        keys = F.pad(k[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 2, 0)
-        values = F.pad(v[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 0, 2)
-        scores = torch.bmm(grouped, keys) * softmax.scale
-        if softmax.softcap is not None:
-            scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
-        at = torch.arange(begin, begin + KEY_TILE, device=q.device)
-        if softmax.bias is not None:
-            scores = scores + _bias(softmax.bias, at - where, kv_heads, rows=QUERY_TILE).to(scores)
-        hidden = (at > where + ahead) | (at >= len(k))
-        if softmax.window is not None:
-            hidden |= at < softmax.first_seen(where)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        above = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        anchor = above.masked_fill(above == -torch.inf, 0)
-        weights, keep = torch.exp(scores - anchor), torch.exp(peak - anchor)
-        total = total * keep + weights.sum(-1, keepdim=True)
-        acc = acc * keep + torch.bmm(weights, values)
-        peak = above
-    if softmax.sinks is not None:
-        total = total + torch.exp(_sinks(softmax.sinks, kv_heads).to(peak) - peak)
-    out = (acc / total).view(kv_heads, -1, QUERY_TILE, v.shape[2])[:, :, :rows]
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, -1).to(q.dtype)
-
-
-def _bias(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """Softmax.bias for distances [group * rows, keys], of which each group of rows is of one query head: [kv_heads,
-    group * rows, keys]."""
-    longest = (table.shape[1] - 15) // 2
-    columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
-    group = len(distances) // rows
-    heads = torch.arange(group, device=table.device).repeat_interleave(rows)[:, None]
-    return torch.stack([table[first + heads, columns] for first in range(0, kv_heads * group, group)])
-
-
-def _sinks(sinks: Tensor, kv_heads: int) -> Tensor:
-    """Softmax.sinks for the rows of `_attend`: [kv_heads, group * QUERY_TILE, 1]."""
-    return sinks.view(kv_heads, -1).repeat_interleave(QUERY_TILE, 1).unsqueeze(2)
 
 
 def argmax(logits: Tensor) -> Tensor:

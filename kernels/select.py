@@ -80,13 +80,15 @@ def select_backend(
     deterministic: bool = False,
     kv_dtype: dtype | None = None,
     activation_bits: str = "auto",
+    ranks: int = 1,
     trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`. sinks,
     latents, chunks: of attention.
 
-    kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. trials: what it
-    must pass, if anything; where no fast backend passes the first trial, the next one decides.
+    kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. ranks: that divide
+    every sequence's tokens. trials: what it must pass, if anything; where no fast backend passes the first trial, the
+    next one decides.
 
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
     trial, and where none passes any; it says why.
@@ -104,6 +106,8 @@ def select_backend(
             reason = backend.cannot_hold(kv_dtype)
         if reason is None:
             reason = backend.cannot_attend(sinks=sinks, latents=latents, chunks=chunks)
+        if reason is None and ranks > 1 and backend.divided(ranks) is None:
+            reason = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
         if reason is None and trial is not None:
             reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)

@@ -41,18 +41,16 @@ class SocketGroup:
 
     def allgather_base(self, out: Tensor, x: Tensor) -> Done:
         """out = all ranks' x, contiguous, in their order."""
-        self._meet()
-        parts = [_bytes(part) for part in out.view(self._count, -1)]
-        parts[self._rank][:] = own = _bytes(x.flatten())
-        for at in range(0, len(own), _PIECE):
-            for peer in self._peers.values():
-                peer.sendall(own[at : at + _PIECE])
-            for rank, peer in self._peers.items():
-                _fill(peer, parts[rank][at : at + _PIECE])
-        return Done()
+        return self._swap([_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
     """PyTorch's name."""
+
+    def alltoall_base(self, out: Tensor, x: Tensor, taken: Sequence[int], given: Sequence[int]) -> Done:
+        """out's part r = rank r's part for this one of x, both contiguous and of equal parts (taken, given: [])."""
+        assert not taken
+        assert not given
+        return self._swap([_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> Done:
         """From the first rank."""
@@ -92,6 +90,18 @@ class SocketGroup:
         for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)  # which wakes those that wait
+
+    def _swap(self, given: Sequence[memoryview], out: Tensor) -> Done:
+        """Give each rank one of these, of equal lengths, and fill out with what they give, in their order."""
+        self._meet()
+        parts = [_bytes(part) for part in out.view(self._count, -1)]
+        parts[self._rank][:] = given[self._rank]
+        for at in range(0, len(given[self._rank]), _PIECE):
+            for rank, peer in self._peers.items():
+                peer.sendall(given[rank][at : at + _PIECE])
+            for rank, peer in self._peers.items():
+                _fill(peer, parts[rank][at : at + _PIECE])
+        return Done()
 
     def _meet(self) -> None:
         """Connect to the ranks before this one, and let those after it connect."""

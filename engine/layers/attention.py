@@ -115,7 +115,7 @@ class PagedPart(Part):
     def page_formula(self) -> str:
         dim, kind, beside = self._spec.head_dim, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
         head = f"({dim} + {beside})" if beside else f"{dim}"
-        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
+        tokens = self._making.shard.own(self._making.backend.block_size).tile
         return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
 
 

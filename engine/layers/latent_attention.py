@@ -131,7 +131,7 @@ class LatentAttention(Part):
     def page_formula(self) -> str:
         spec, kind, beside = self._spec, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
         numbers = f"({spec.latent} latent + {spec.rotated} rotated{f' + {beside}' if beside else ''})"
-        tokens = self._making.shard.page_tokens(self._making.backend.block_size)
+        tokens = self._making.shard.own(self._making.backend.block_size).tile
         return f"{tokens} tokens x {numbers} x {kind.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
@@ -162,6 +162,8 @@ class LatentAttention(Part):
     def _expands(self, cache: Tensor, part: AttentionMetadata) -> bool:
         spec = self._spec
         assert self._absorb is not None
+        if self._making.shard.divides_tokens:  # this step's latents are on several ranks
+            return False
         return spec.value <= spec.plain + spec.rotated and expandable(self._absorb, cache, part)
 
     def _by_parts(

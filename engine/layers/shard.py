@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.engine.errors import ConfigError
 from quire.engine.layers.parameters import Early
+from quire.kernels.attention.own import Own, whole
 from quire.kernels.collective import Collective
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 
@@ -124,9 +125,9 @@ class Shard:
         """Of a linear of so many inputs, whose results are summed."""
         return Cut(ins=self.span(size), biased=self.rank == 0) if self.count > 1 else WHOLE_LINEAR
 
-    def page_tokens(self, whole: int) -> int:
-        """How many of a page's tokens this rank keeps."""
-        return whole // self.count if self.divides_tokens else whole
+    def own(self, page: int) -> Own:
+        """Which tokens of sequences this rank keeps, in pages of so many."""
+        return Own(self.rank, self.count, page // self.count) if self.divides_tokens else whole(page)
 
     def heads(self, heads: range, head_dim: int) -> Cut:
         """Of a linear whose outputs are heads."""

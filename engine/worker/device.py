@@ -265,8 +265,6 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
     asked, divided = config.speculative_config, backend.divided(config.decode_context_parallel_size)
     refuse(
         "decode_context_parallel_size",
-        (device.type != "cpu" or divided is None)
-        and f"ranks divide tokens on CPUs alone so far, with the compiled kernels (this is {backend.name})",
         isinstance(spec, AdaptedSpec)
         and "a model by transformers' classes keeps its own keys and values; see --model-impl",
         not all(isinstance(each, PagedState | SharedState) for each in spec.states)
@@ -324,10 +322,13 @@ def choose_backend(
             deterministic=deterministic,
             kv_dtype=held,
             activation_bits=config.activation_bits,
+            ranks=config.decode_context_parallel_size,
             trials=trials,
         )
     except ValueError as error:
-        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+        pages = config.block_size is not None and config.attention_backend == "auto"
+        name = "block_size" if pages else "attention_backend"
+        raise ConfigError(f"{name}: {error}", param=name) from error
     if config.deterministic and not backend.keeps_rows_apart(device, dtype):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules, SamplingRow
+from quire.kernels.attention.own import Own, whole
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 from quire.kernels.gpu.mixed import Division
 from quire.kernels.gpu.transfer import upload
@@ -66,17 +67,17 @@ class Slots:
         groups: int = 1,
         states: Sequence[Pages] = (),
         drafts: int = 0,
-        own: range | None = None,
+        own: Own | None = None,
     ) -> None:
         """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
         the device too; `decode_inputs` needs both. `groups`: of layers that have pages of their own; for each
         block_size tokens a table has a page of each of them, side by side. `states`: what layers keep in slots, as
-        allocate_states made it for so many `drafts`. `own`: the tokens of each page that this rank keeps; None: all."""
+        allocate_states made it for so many `drafts`. `own`: the tokens that this rank keeps; None: all."""
         self.states, self._most_drafts = states, drafts
         self._keeps_guesses = drafts > 0 and any(states)
         self._has_matrices = any(len(kept) > 1 for kept in states)  # beside a convolution's columns
         self.block_size, self.max_model_len = block_size, max_model_len
-        self.own = range(block_size) if own is None else own
+        self.own = whole(block_size) if own is None else own
         self.device = device
         self.groups = groups
         self.scratch_page = scratch_page
@@ -241,7 +242,7 @@ class Slots:
         assert self._tables is not None
         (slots, positions, *adapters), (owners, starts, contexts) = rows, of
         page = self._tables[:, slots, positions // self.block_size]
-        stored = page.long() * self.block_size + positions % self.block_size
+        stored = self.own.slots(page.long(), positions)
         tables = self._tables[:, :, :pages][:, owners]
         metadata = AttentionMetadata(
             query_start=starts,
@@ -358,14 +359,15 @@ class Slots:
         return self._blocks.reshape(len(self._blocks), -1, self.groups)
 
     def _stored(self, owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """AttentionMetadata.slots of tokens of these slots, [T, groups] int64; -1: other ranks keep it."""
+        """AttentionMetadata.slots of tokens of these slots, [T, groups] int64."""
         page = positions // self.block_size
         places = positions - page * self.block_size
         stored: np.ndarray = self._by_group[owner, page].astype(np.int64)
-        stored *= len(self.own)
-        stored += (places - self.own.start)[:, None]
-        if len(self.own) < self.block_size:
-            stored[(places < self.own.start) | (places >= self.own.stop)] = -1
+        own = self.own.of_page
+        stored *= len(own)
+        stored += (places - own.start)[:, None]
+        if len(own) < self.block_size:
+            stored[(places < own.start) | (places >= own.stop)] = self.own.elsewhere
         return stored
 
     def _guessed(

@@ -33,6 +33,7 @@ from quire.engine.types import SamplingParams
 from quire.engine.worker.graphs.prompts import GRAPH_BYTES, MOST_GRAPHS, largest
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
+from quire.kernels.attention.own import Own, whole
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
 from quire.kernels.gpu.faults import compiler_fault, fault, of_triton
 from quire.kernels.gpu.others import MPS_IS_FULL, free_bytes, let_go
@@ -114,12 +115,13 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
     device, length = model.device, min(config.step_tokens, model.max_model_len)
     seqs = -(-config.step_tokens // length)
-    metadata = prompts(seqs, length, backend.block_size, device, model.groups.count)
+    own = model.shard.own(backend.block_size)
+    metadata = prompts(seqs, length, backend.block_size, device, model.groups.count, own)
     if model.adapters is not None:
         linear = LinearContext.of(torch.ones_like(metadata.positions))
         others = tuple(replace(each, linear=linear) for each in metadata.others)
         metadata = replace(metadata, linear=linear, others=others)
-    pages = _shared_pages(model, metadata.block_table.numel() * model.groups.count, seqs)
+    pages = _shared_pages(model, metadata.block_table.numel() * model.groups.count + (own.count > 1), seqs)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -143,16 +145,19 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     return taken + max(taken // 4, taken * tokens // len(ids)) + MOST_GRAPHS * GRAPH_BYTES
 
 
-def prompts(seqs: int, length: int, block_size: int, device: torch.device, groups: int = 1) -> AttentionMetadata:
+def prompts(
+    seqs: int, length: int, block_size: int, device: torch.device, groups: int = 1, own: Own | None = None
+) -> AttentionMetadata:
     """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own, in each
-    group of layers."""
+    group of layers; tokens that are not `own` (None: all are) go to a page behind them."""
     each = -(-length // block_size)
     table = torch.arange(seqs * each, dtype=torch.int32, device=device).view(seqs, each)
     positions = torch.arange(length, device=device).repeat(seqs)
     starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=device)
-    first = torch.arange(seqs, device=device).repeat_interleave(length) * each * block_size
     tables = [table + group * table.numel() for group in range(groups)]
-    slots = [first + positions + group * table.numel() * block_size for group in range(groups)]
+    kept = whole(block_size) if own is None else replace(own, elsewhere=groups * table.numel() * own.tile)
+    rows = torch.arange(seqs, device=device).repeat_interleave(length)
+    slots = [kept.slots(each[rows, positions // block_size].long(), positions) for each in tables]
     first_group = AttentionMetadata(
         query_start=starts,
         context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),

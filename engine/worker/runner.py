@@ -152,9 +152,9 @@ class Runner:
     def _copy(self, batch: Batch) -> None:
         """Make the copies that a batch asks for, which read what the steps before it have computed."""
         for copy in batch.copies:
-            copy_page(self._pages, copy, self._slots.own)
+            copy_page(self._pages, copy, self._slots.own.of_page)
             if self._heads is not None:
-                copy_page(self._heads.pages, copy, self._slots.own)
+                copy_page(self._heads.pages, copy, self._slots.own.of_page)
         for slots in batch.slot_copies:
             copy_slot(self._slots.states, slots)
 

@@ -27,7 +27,7 @@ def scratch_step(slots: Slots, seqs: int, queries: int, context: int) -> Forward
         key_start=starts * context,
         block_table=table,
         positions=positions,
-        slots=slots.scratch_page * size + positions % size,
+        slots=slots.own.slots(table[0, 0].long(), positions),
         max_query_len=queries,
         max_context_len=context,
         state_slots=torch.full((seqs,), slots.scratch_slot, device=device),

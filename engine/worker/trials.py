@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire.engine.config import EngineConfig
@@ -9,11 +11,14 @@ from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.models.asked import each_attention, has_chunks, has_sinks, sample_rules
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.capture import CudaCapture
+from quire.kernels.attention.in_turn import InTurn
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
+from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.latents.probe import LatentProbe
 from quire.kernels.probe import Capture, Probe
 from quire.kernels.recurrent.probe import RuleProbe
+from quire.kernels.reference import Reference
 from quire.kernels.select import Trial
 
 
@@ -25,7 +30,8 @@ def choose_trials(
     if device.type == "cpu":
         return []
     captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
-    return [_trial(types, device, spec, capture) for capture in captures]
+    ranks = config.decode_context_parallel_size
+    return [_trial(types, device, spec, capture, ranks=ranks) for capture in captures]
 
 
 def why_eager_prompts(
@@ -53,10 +59,12 @@ def _trial(
     spec: DecoderSpec,
     capture: Capture | None,
     *,
+    ranks: int = 1,
     prompts: bool = False,
 ) -> Trial:
     """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
-    change states. prompts: whether graphs hold parts of prompts, where a library may compute these."""
+    change states; of attention also as so many `ranks` that divide tokens compute it. prompts: whether graphs hold
+    parts of prompts, where a library may compute these."""
     (dtype, held), windowed, tried = types, any(each.window for each in spec.states), list[Trial]()
     for part in each_attention(spec):
         if isinstance(part, LatentAttentionSpec) and prompts:
@@ -70,6 +78,13 @@ def _trial(
             shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
             kinds = {"windowed": windowed, "sinks": has_sinks(spec), "chunked": has_chunks(spec), "prompts": prompts}
             tried.append(Probe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=held))
+    if ranks > 1 and held not in KV_CODES:
+        tried += [partial(_in_turn, each, ranks) for each in tried]
     if not prompts:
         tried += [RuleProbe(device, dtype, *each, capture=capture) for each in sample_rules(spec, device)]
     return lambda backend: next((why for each in tried if (why := each(backend)) is not None), None)
+
+
+def _in_turn(trial: Trial, ranks: int, backend: Backend) -> str | None:
+    assert isinstance(backend, Reference)
+    return trial(InTurn(backend, ranks))

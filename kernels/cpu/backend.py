@@ -55,6 +55,7 @@ class Cpu(Reference):
     name = "cpu"
     block_size = _PIECE
     keeps_bits = True
+    passes_over = True
     library: native.Native
     """The compiled kernels; there are none where something is `missing`."""
 

@@ -7,6 +7,10 @@ Everything that bits depend on is explicit: every multiply-add that a compiler m
 another is a tl.fma, a tile that needs no mask computes what it would compute with one, and keys that a row does not see
 leave its sums as they were, to the bit. So with splits of a fixed length a row gives the same bits from a decode step
 (splits stored, then reduced) as from a prefill (splits merged in registers).
+
+Where RANKS divide the tokens of sequences (kernels/attention/own.py), keys are this rank's, counted by themselves, and
+PAGE is what it has of a page; positions stay those in the sequence. Then nothing is finished: what is stored of a row
+are D weighted values, the peak in base 2 and the total, for merge_ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +37,25 @@ def _locate(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low, tile - (tl.load(query_start + low) // BLOCK_Q + low)
+
+
+@triton.jit
+def own_before(position, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
+    """How many of the tokens before a position are this rank's."""
+    if RANKS == 1:
+        return position
+    else:
+        inside = tl.minimum(tl.maximum(position % (RANKS * PAGE) - rank * PAGE, 0), PAGE)
+        return position // (RANKS * PAGE) * PAGE + inside
+
+
+@triton.jit
+def position_of(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
+    """In the sequence, of this rank's keys."""
+    if RANKS == 1:
+        return key
+    else:
+        return key // PAGE * (RANKS * PAGE) + rank * PAGE + key % PAGE
 
 
 @triton.jit
@@ -90,11 +113,11 @@ def _first_seen(position, window, WINDOWED: tl.constexpr):
 def _tile(
     peak, total, acc, q, position, begin, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
-    scale, value_scale, softcap, window = rules
+    scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
     key = begin + tl.arange(0, BLOCK_N)
     inside = key < end
@@ -117,9 +140,10 @@ def _tile(
         tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * to_base2 / softcap)) + 1.0)
         scores, to_base2 = softcap * tanh, 1.0 * _LOG2E
     if MASKED:
-        seen = key[None, :] <= position[:, None]
+        place = position_of(key, rank, RANKS, PAGE)
+        seen = place[None, :] <= position[:, None]
         if WINDOWED:
-            seen = seen & (key[None, :] >= _first_seen(position, window, WINDOWED)[:, None])
+            seen = seen & (place[None, :] >= _first_seen(position, window, WINDOWED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -141,7 +165,7 @@ def _tile(
 def _span(
     q, position, begin, full, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys begin, a multiple of BLOCK_N, to end; without a window, all rows see those before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -153,21 +177,21 @@ def _span(
         for at in range(begin, masked, BLOCK_N):
             peak, total, acc = _tile(
                 peak, total, acc, q, position, at, end, cache, rules,
-                KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, MASKED=False,
+                KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS, MASKED=False,
             )  # fmt: skip
     for at in range(masked, end, BLOCK_N):
         peak, total, acc = _tile(
             peak, total, acc, q, position, at, end, cache, rules,
-            KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, MASKED=True,
+            KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS, MASKED=True,
         )  # fmt: skip
     return peak, total, acc
 
 
 @triton.jit
 def _query_tile(
-    q, query_start, context_lens, num_seqs, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
+    q, query_start, context_lens, num_seqs, window, rank,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """This program's queries [BLOCK_M, D_PAD], where each comes from, and the keys it needs: begin, full, end.
 
@@ -193,35 +217,38 @@ def _query_tile(
     end = tl.where(queries_here > 0, full - 1 + queries_here, 0)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(_first_seen(full - 1, window, WINDOWED), 0) // BLOCK_N * BLOCK_N
+        begin = own_before(tl.maximum(_first_seen(full - 1, window, WINDOWED), 0), rank, RANKS, PAGE)
+        begin = begin // BLOCK_N * BLOCK_N
+    full, end = own_before(full, rank, RANKS, PAGE), own_before(end, rank, RANKS, PAGE)
     return seq, queried, before + token, row, filled, begin, full, end
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs", "window"],
+    do_not_specialize=["table_stride", "num_seqs", "window", "rank"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend(
     out, sinks, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
-    table_stride, k_stride, v_stride, num_seqs, scale, value_scale, softcap, window,
+    table_stride, k_stride, v_stride, num_seqs, scale, value_scale, softcap, window, rank,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0: it has one part."""
+    """out [T, HEADS, D], of RANKS [T, HEADS, D + 2]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0:
+    it has one part."""
     seq, queried, position, row, filled, begin, full, end = _query_tile(
-        q, query_start, context_lens, num_seqs, window,
-        HEADS, HEADS // KV_HEADS, D, D_PAD, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED,
+        q, query_start, context_lens, num_seqs, window, rank,
+        HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
     )  # fmt: skip
     head = tl.program_id(1) * D
     table = block_table + seq.to(tl.int64) * table_stride
     own = tl.program_id(1)
     cache = (k_cache + head, v_cache + head, k_scales + own, v_scales + own, table, k_stride, v_stride)
-    rules = (scale, value_scale, softcap, window)
+    rules = (scale, value_scale, softcap, window, rank)
     if SPLIT == 0:
         peak, total, acc = _span(
             queried, position, begin, full, end, cache, rules,
-            KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
+            KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
         )  # fmt: skip
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -229,24 +256,31 @@ def attend(
         for origin in range(begin // SPLIT * SPLIT, end, SPLIT):
             peak2, total2, acc2 = _span(
                 queried, position, tl.maximum(begin, origin), full, tl.minimum(end, origin + SPLIT), cache, rules,
-                KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
+                KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
             )  # fmt: skip
             peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
-    total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
-    at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
-    tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
+    if RANKS != 1:
+        at = out + row.to(tl.int64) * (D + 2)
+        real = tl.max(filled.to(tl.int32), 1) > 0
+        tl.store(at[:, None] + tl.arange(0, D_PAD)[None, :], acc, mask=filled)
+        tl.store(at + D, peak, mask=real)
+        tl.store(at + D + 1, total, mask=real)
+    else:
+        total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
+        at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
+        tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs", "splits", "window"],
+    do_not_specialize=["table_stride", "num_seqs", "splits", "window", "rank"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend_splits(
     weighted, peaks, totals, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
-    table_stride, k_stride, v_stride, num_seqs, splits, scale, value_scale, softcap, window,
+    table_stride, k_stride, v_stride, num_seqs, splits, scale, value_scale, softcap, window, rank,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Parts of the softmax, for reduce_even or reduce_fixed: peaks, totals [T * HEADS, splits], weighted [.., D].
 
@@ -254,8 +288,8 @@ def attend_splits(
     0: the tile's keys are split evenly, one split per program. An even split may be empty: its peak is -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _query_tile(
-        q, query_start, context_lens, num_seqs, window,
-        HEADS, HEADS // KV_HEADS, D, D_PAD, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED,
+        q, query_start, context_lens, num_seqs, window, rank,
+        HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
     )  # fmt: skip
     head, d = tl.program_id(1) * D, tl.arange(0, D_PAD)
     table = block_table + seq.to(tl.int64) * table_stride
@@ -270,7 +304,8 @@ def attend_splits(
         low = origin + split * length
         peak, total, acc = _span(
             queried, position, tl.maximum(begin, low), full, tl.minimum(end, low + length), cache,
-            (scale, value_scale, softcap, window), KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
+            (scale, value_scale, softcap, window, rank),
+            KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
         )  # fmt: skip
         at = row.to(tl.int64) * splits + split
         real = tl.max(filled.to(tl.int32), 1) > 0
@@ -279,12 +314,20 @@ def attend_splits(
         tl.store(weighted + at[:, None] * D + d[None, :], acc, mask=filled)
 
 
+@triton.jit
+def _store_sums(at, peak, total, acc, d, D: tl.constexpr):
+    """What one rank found for a row: D + 2 numbers."""
+    tl.store(at + d, acc, mask=d < D)
+    tl.store(at + D, peak)
+    tl.store(at + D + 1, total)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def reduce_even(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D] from its parts, all at once. Grid: T * HEADS."""
+    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
     inside = split < splits
@@ -293,28 +336,55 @@ def reduce_even(
     at = weighted + (row * splits + split)[:, None] * D + d[None, :]
     acc = tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
     top = tl.max(peak, 0)
-    weight = tl.exp2(peak - top)
-    whole = _with_sink(top, tl.sum(total * weight, 0), sinks, row % HEADS, SINKS)
-    result = tl.sum(acc * weight[:, None], 0) / whole
-    tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=d < D)
+    anchor = top
+    if RANKS != 1:  # of which one may have none of the keys
+        anchor = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(peak - anchor)
+    whole, weighted_sum = tl.sum(total * weight, 0), tl.sum(acc * weight[:, None], 0)
+    if RANKS != 1:
+        _store_sums(out + row * (D + 2), top, whole, weighted_sum, d, D)
+    else:
+        result = weighted_sum / _with_sink(top, whole, sinks, row % HEADS, SINKS)
+        tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["splits", "window", "rank"], do_not_specialize_on_alignment=["positions"])
 def reduce_fixed(
-    out, sinks, weighted, peaks, totals, positions, splits, window, HEADS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
+    out, sinks, weighted, peaks, totals, positions, splits, window, rank, HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D] from its parts in the order of their keys, as `attend` merges them. Grid: T * HEADS."""
+    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts in the order of their keys, as `attend` merges
+    them. Grid: T * HEADS."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D_PAD)
     position = tl.load(positions + row // HEADS).to(tl.int32)
     first = 0
     if WINDOWED:
-        first = tl.maximum(_first_seen(position, window, WINDOWED), 0) // SPLIT
+        first = own_before(tl.maximum(_first_seen(position, window, WINDOWED), 0), rank, RANKS, PAGE) // SPLIT
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
-    for split in range(first, position // SPLIT + 1):
+    for split in range(first, tl.cdiv(own_before(position + 1, rank, RANKS, PAGE), SPLIT)):
         at = row * splits + split
         part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)
         peak, total, acc = merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
+    if RANKS != 1:
+        _store_sums(out + row * (D + 2), peak, total, acc, d, D)
+    else:
+        total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
+        tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_ranks(
+    out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """out [rows, D] of what each rank found, [RANKS, rows, D + 2], in their order; rows are T * HEADS. Grid: rows."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
+    peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
+    for rank in range(RANKS):
+        at = parts + (rank * rows + row) * (D + 2)
+        part = tl.load(at + d, mask=d < D, other=0.0)
+        peak, total, acc = merge(peak, total, acc, tl.load(at + D), tl.load(at + D + 1), part)
     total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
     tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)

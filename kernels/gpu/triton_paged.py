@@ -15,14 +15,16 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Table
+from quire.kernels.attention.own import Own
+from quire.kernels.backend import AttentionMetadata, CachePair, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.latents import attention as latents
 from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
 from quire.kernels.gpu.latents.triton_store import latent_store
-from quire.kernels.gpu.mixed import PagedAttention
+from quire.kernels.gpu.mixed import PagedAttention, by_parts
 from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.ranks.divided import made_for, merged
 from quire.kernels.gpu.recurrent import recur
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
@@ -75,9 +77,24 @@ class Triton(PagedAttention):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
+        return self._sums(q, (k_cache, v_cache), metadata, softmax, None)
+
+    def packed_sums(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own
+    ) -> Tensor:
+        assert softmax.ahead == 0, "no decoder that is served has it"
+        return by_parts(lambda rows, part: self._sums(rows, caches, part, softmax, own), q, metadata)
+
+    def merged_sums(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return merged(parts, sinks, dtype)
+
+    def _sums(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own | None
+    ) -> Tensor:
+        """Of a step that has no parts. own: see `paged_attention`."""
         if softmax.values is not None:
-            return latents.attention(q, k_cache, metadata, softmax, fixed=self.deterministic)
-        return paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=self.deterministic)
+            return latents.attention(q, caches[0], metadata, softmax, fixed=self.deterministic, own=own)
+        return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, own=own)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_fused.rms_norm(x, weight, eps)
@@ -147,23 +164,31 @@ class Triton(PagedAttention):
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    softmax: Softmax,
+    *,
+    fixed: bool,
+    own: Own | None = None,
 ) -> Tensor:
     """As in kernels/backend.py, of a step that has no parts; pages [P, page size, K, D] of any power-of-two size.
 
     fixed: sums are split at fixed positions and all tiles have one size, so that a row's bits do not depend on the
-    batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are.
+    batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are. own: of several ranks, of
+    which this one has these tokens in its pages; then it is `Sums.packed` [T, H, D + 2], without the sinks.
     """
     q, window = q.contiguous(), softmax.window if fixed else softmax.window_in(metadata.max_context_len)
-    out = torch.empty_like(q)
     tokens, heads, dim = q.shape
+    out, (rank, ranks) = made_for(q, dim, own), (0, 1) if own is None else (own.rank, own.count)
     page, kv_heads = k_cache.shape[1:3]
     seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
     tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed)
     one_token = metadata.max_query_len == 1
     count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
     split = FIXED_SPLIT if fixed else 0
-    longest = metadata.max_context_len
+    longest = metadata.max_context_len if own is None else own.most(metadata.max_context_len)
     seen = longest if window is None else min(longest, window + tiles.block_n)
     if split:
         splits = cdiv(longest, split)
@@ -177,10 +202,10 @@ def paged_attention(
     inputs = (q, keys, values, k_scales, v_scales, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
     scales = softmax.kv_scales
-    rules = (softmax.scale * scales.key, scales.value, softmax.softcap or 0.0, window or 0)
+    rules = (softmax.scale * scales.key, scales.value, softmax.softcap or 0.0, window or 0, rank)
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
     windowed = 0 if window is None else 1 + softmax.chunked
-    kinds = (windowed, softmax.softcap is not None, split, held)
+    kinds = (windowed, softmax.softcap is not None, split, held, ranks)
     stages = tiles.num_stages if torch.version.hip is None else min(tiles.num_stages, _MOST_STAGES_OF_AMD)
     compiled = {"num_warps": tiles.num_warps, "num_stages": stages}
     has_sinks = softmax.sinks is not None
@@ -193,10 +218,11 @@ def paged_attention(
     parts = (weighted, peaks, totals)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
-        kept = (heads, dim, padded, windowed, split, has_sinks)
-        reduce_fixed[tokens * heads,](*given, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
+        kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)
+        where = (metadata.positions, splits, window or 0, rank)
+        reduce_fixed[tokens * heads,](*given, *parts, *where, *kept, num_warps=1)
     else:
-        kept_even = (heads, dim, padded, MOST_SPLITS, has_sinks)
+        kept_even = (heads, dim, padded, MOST_SPLITS, ranks, has_sinks)
         reduce_even[tokens * heads,](*given, *parts, splits, *kept_even, num_warps=4)
     return out
 

@@ -137,7 +137,7 @@ def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("llama", {"attention_backend": "reference"}, "this is reference"),
+        ("llama", {"attention_backend": "sdpa"}, "sdpa: does not tell"),
         ("llama", {"tensor_parallel_size": 4}, "all ranks of tensor_parallel_size, 4"),
         ("lfm2", {}, "state of a whole sequence"),
         ("qwen3_5", {}, "state of a whole sequence"),

@@ -42,8 +42,14 @@ from quire.engine.worker.ranks.meeting import check_connection, in_order
 from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
 from quire.engine.worker.ranks.processes import visible_gpus
 from quire.engine.worker.ranks.spmd import SpmdRunner, for_others
+from quire.kernels import select
+from quire.kernels.attention.own import Own
+from quire.kernels.attention.tiles import Sums
+from quire.kernels.backend import AttentionMetadata, CachePair
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
+from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
 from tests.engine.harness import request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import (
@@ -177,6 +183,45 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(two[name], vector, atol=1e-5)
 
 
+DIVIDED = ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v2-lite"]
+"""Windows, sinks, ALiBi, latents."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.parametrize("ranks", [2, *nightly(4)])
+@pytest.mark.parametrize("family", [*DIVIDED[:2], *nightly(*DIVIDED[2:])])
+def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+    """Alone and together, in chunks, after preemptions, behind what is cached."""
+    path = save_tiny_model(tmp_path, family)
+    expected = run(engine(path, 1, **SMALL), asked())
+    pages = {"num_kv_blocks": {2: 7, 4: 3}[ranks]}
+    divided = engine(path, ranks, **SMALL | {"decode_context_parallel_size": ranks} | pages)
+    assert divided.info.block_size == 16 * ranks
+    found = run(divided, asked())
+    assert_same(found, expected)
+    assert divided.stats.preemptions > 0
+    assert_same_alone(divided, found)
+
+
+class Dense(Reference):
+    """The reference, whose decodes a graph can hold."""
+
+    def packed_sums(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own
+    ) -> Tensor:
+        if metadata.max_query_len > 1:
+            return super().packed_sums(q, caches, metadata, softmax, own)
+        k, v = (each[metadata.block_table.long()].flatten(1, 2).float() for each in caches)
+        unseen = own.positions(torch.arange(k.shape[1])) > metadata.positions[:, None]
+        k, v = (each.masked_fill(unseen[:, :, None, None], 0).repeat_interleave(2, 2) for each in (k, v))
+        scores = torch.einsum("shd,skhd->shk", q.float(), k) * softmax.scale
+        scores = scores.masked_fill(unseen[:, None], -torch.inf)
+        peaks = scores.amax(2)
+        weights = torch.exp(scores - peaks.masked_fill(peaks == -torch.inf, 0)[:, :, None])
+        return Sums(torch.einsum("shk,skhd->shd", weights, v), peaks, weights.sum(2)).packed()
+
+
 class Operators:
     """A group whose calls are operators of PyTorch, so that a fake capture sees them, and a replay makes them again."""
 
@@ -188,6 +233,10 @@ class Operators:
 
     def _allgather_base(self, out: torch.Tensor, x: torch.Tensor) -> Any:
         torch.ops.quire_test.collect(self._number, "_allgather_base", out, x)
+        return self
+
+    def alltoall_base(self, out: torch.Tensor, x: torch.Tensor, taken: list[int], given: list[int]) -> Any:
+        torch.ops.quire_test.collect(self._number, "alltoall_base", out, x)
         return self
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
@@ -215,7 +264,8 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def collect(number: int, what: str, out: torch.Tensor, x: torch.Tensor) -> None:
         call = getattr(Operators.groups[number], what)
-        (call(out, x) if what == "_allgather_base" else call([out])).wait()
+        given = {"_allgather_base": (out, x), "alltoall_base": (out, x, [], [])}
+        call(*given.get(what, ([out],))).wait()
 
     library.impl("collect", collect, "CompositeExplicitAutograd")
 
@@ -268,6 +318,31 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
         pass
     assert picked(run(graphed, requests)) == expected
     assert picked(run(graphed, all_greedy(requests))) == greedy
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks", "operators")
+def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setitem(select._MADE_BY, "reference", Dense)
+    settings: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 1024}
+    settings |= {"max_num_batched_tokens": 256, "warmup_seconds": 0.0, "decode_context_parallel_size": 2}
+    requests = traffic()[:6]
+    expected = picked(run(engine(DEMO_MODEL, 2, **settings), requests))
+    made: list[FakeCapture] = []
+
+    def capture(*_: object) -> FakeCapture:
+        made.append(FakeCapture())
+        return made[-1]
+
+    monkeypatch.setattr(room, "choose_capture", capture)
+    graphed = engine(DEMO_MODEL, 2, **settings)
+    graphed.runner.warm_sampler()
+    graphed.runner.warm_prompts()
+    assert graphed.prepare()
+    assert picked(run(graphed, requests)) == expected
+    assert {each.replays for each in made} == {made[0].replays}
+    assert made[0].replays > 10
 
 
 class Failing(FakeCapture):

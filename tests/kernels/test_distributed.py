@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -42,6 +43,9 @@ def compute(group: DistributedCollective) -> list[Tensor]:
         for dtype in (torch.float32, torch.bfloat16):
             found += [group.sum(parts(group.count, shape, dtype)[group.rank]) for shape in SHAPES]
         widths = WIDTHS[group.count]
+        if group.count > 1:
+            given = torch.arange(group.count * 40_000).view(group.count, -1) + 10_000_000 * group.rank
+            found += [group.every(given[0, :7]), group.exchange(given)]
         for rows in (0, 1, 300):
             found.append(group.gather(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
     return [each.clone() for each in found]
@@ -102,7 +106,13 @@ def test_sums_are_those_of_the_ranks_in_order_and_columns_stand_side_by_side(cou
             total = total + one.float()
         for rank in range(count):
             assert torch.equal(found[rank][index], total.to(each[0].dtype))
-    for index, rows in enumerate((0, 1, 300), len(given)):
+    if count > 1:
+        whole = torch.arange(count * 40_000).view(count, -1)
+        for rank in range(count):
+            every, exchanged = found[rank][len(given) : len(given) + 2]
+            assert torch.equal(every, torch.stack([whole[0, :7] + 10_000_000 * other for other in range(count)]))
+            assert torch.equal(exchanged, torch.stack([whole[rank] + 10_000_000 * other for other in range(count)]))
+    for index, rows in enumerate((0, 1, 300), len(given) + 2 * (count > 1)):
         columns = [torch.full((rows, width), float(rank)) for rank, width in enumerate(WIDTHS[count])]
         assert all(torch.equal(found[rank][index], torch.cat(columns, 1)) for rank in range(count))
 
@@ -197,3 +207,21 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
         assert all(torch.equal(one, each[rank]) for one, each in zip(got, sent, strict=True))
     with pytest.raises(RankEnded):
         groups[0].receive(torch.empty(1), 1)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_a_group_of_pytorchs_own_takes_the_same_calls() -> None:
+    """NCCL's has gloo's interface."""
+    store, given = dist.HashStore(), torch.arange(12.0).view(2, 2, 3)
+
+    def work(rank: int) -> tuple[Tensor, ...]:
+        group = DistributedCollective(lambda: dist.ProcessGroupGloo(store, rank, 2), rank, 2, in_order=True)
+        x = given[rank]
+        return group.sum(x.clone()), group.every(x), group.exchange(x)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    for rank, (total, every, exchanged) in enumerate(found):
+        assert torch.equal(total, given[0] + given[1])
+        assert torch.equal(every, given)
+        assert torch.equal(exchanged, given[:, rank])

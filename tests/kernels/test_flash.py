@@ -210,6 +210,9 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
     assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].name not in ("flash", "torch_varlen")
+    divided, why = select_backend(device, torch.bfloat16, 128, ranks=2)
+    assert divided.name not in ("flash", "torch_varlen")
+    assert "merge" in why
     with pytest.raises(ValueError, match="no softcap"):
         select_backend(device, torch.bfloat16, 128, "torch_varlen", softcap=True)
 

@@ -122,7 +122,13 @@ SUITES = {
     "recorded layers": ["tests/engine/models/test_fused_layers.py", "-k", "bfloat16"],
     "adapters": ["tests/engine/lora/test_together.py", "-k", "few_bits"],
     "ranks": ["tests/engine/test_ranks.py", "-k", "integer_products and int8"],
-    "divided tokens": ["tests/engine/test_divided_tokens.py", "-m", "not gpu", "-k", "bits_of_ranks and llama-2-bfloat16"],
+    "divided tokens": [
+        "tests/engine/test_divided_tokens.py",
+        "-m",
+        "not gpu",
+        "-k",
+        "bits_of_ranks and llama-2-bfloat16",
+    ],
     "guesses and replay": ["tests/engine/test_lossless.py"],
     "images": ["tests/engine/images/test_towers.py", "tests/engine/images/test_families.py", "-k", "bits_depend"],
 }

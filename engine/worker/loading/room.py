@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -36,10 +36,11 @@ def make_room(
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.made_by
     capture = choose_capture(config, backend, device, chosen.spec) if graphs else None
-    scratch = None if capture is None else pages
-    held = allocate_explained(loaded.model, pages + (scratch is not None))
     size, shard = backend.block_size, loaded.model.shard
-    own = shard.page_tokens(size)
+    own = shard.own(size)
+    # A page more is nobody's: of the rows that fill up a graph, and of tokens that other ranks keep.
+    nobodys = own.count > 1 and not backend.passes_over
+    held = allocate_explained(loaded.model, pages + (nobodys or capture is not None))
     drafts = most_drafts(config)
     with explained(f"the states of {shares.sequences} sequences", "max_num_seqs", "Lower it"):
         states = allocate_states(loaded.model, shares.slots, drafts)
@@ -48,10 +49,10 @@ def make_room(
         max_model_len,
         size,
         device,
-        scratch_page=scratch,
+        scratch_page=None if capture is None else pages,
         groups=groups,
         states=states,
         drafts=drafts,
-        own=range(own * shard.rank, own * (shard.rank + 1)) if own < size else None,
+        own=replace(own, elsewhere=pages * own.tile) if nobodys else own,
     )
     return Room(capture, held, slots, None if capture is None else chosen.eager_prompts)

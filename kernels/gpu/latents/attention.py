@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.attention.own import Own
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.latents.triton_latents import attend_latent_splits, attend_latents
+from quire.kernels.gpu.ranks.divided import made_for
 from quire.kernels.gpu.triton_attention import reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_sizes import (
@@ -27,13 +29,17 @@ _MANY = 32
 """Rows of a tile where a sequence has so many."""
 
 
-def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool) -> Tensor:
+def attention(
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool, own: Own | None = None
+) -> Tensor:
     """`Operations.paged_attention` with Softmax.values, of a step that has no parts: q [T, H, L + R], pages [P, page
-    size, 1, L + R] of any power-of-two size. fixed: as paged_attention of triton_paged.py has it."""
+    size, 1, L + R] of any power-of-two size. fixed, own: as paged_attention of triton_paged.py has them."""
     assert softmax.values is not None
     q, (tokens, heads, dim), values, page = q.contiguous(), q.shape, softmax.values, cache.shape[1]
-    out, seqs = q.new_empty((tokens, heads, values)), len(metadata.context_lens)
+    rank, ranks = (0, 1) if own is None else (own.rank, own.count)
+    out, seqs = made_for(q, values, own), len(metadata.context_lens)
     one_token, longest = metadata.max_query_len == 1, metadata.max_context_len
+    longest = longest if own is None else own.most(longest)
     tiles = choose_tiles(heads * metadata.max_query_len, q.dtype, narrow=fixed or cache.dtype in KV_CODES, fixed=fixed)
     count = seqs * cdiv(heads, tiles.block_m) if one_token else tokens * heads // tiles.block_m + seqs
     split = FIXED_SPLIT if fixed else 0
@@ -50,9 +56,9 @@ def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: So
     key_scale = softmax.kv_scales.key
     rotated = dim - values
     sizes = (heads, values, power_of_2(values), rotated, max(16, power_of_2(rotated)), page)
-    kinds = (tiles.block_m, tiles.block_n, one_token, split, held)
+    kinds = (tiles.block_m, tiles.block_n, one_token, split, held, ranks)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    rules = (softmax.scale * key_scale, key_scale)
+    rules = (softmax.scale * key_scale, key_scale, rank)
     if programs == 1:
         attend_latents[count,](out, *inputs, *strides, *rules, *sizes, *kinds, **compiled)
         return out
@@ -62,10 +68,11 @@ def attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, softmax: So
     attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, **compiled)
     padded = sizes[2]
     if fixed:
-        kept = (heads, values, padded, False, split, False)
-        reduce_fixed[tokens * heads,](out, q, *parts, metadata.positions, splits, 0, *kept, num_warps=1)
+        kept = (heads, values, padded, page, False, split, ranks, False)
+        reduce_fixed[tokens * heads,](out, q, *parts, metadata.positions, splits, 0, rank, *kept, num_warps=1)
     else:
-        reduce_even[tokens * heads,](out, q, *parts, splits, heads, values, padded, MOST_SPLITS, False, num_warps=8)
+        kept_even = (heads, values, padded, MOST_SPLITS, ranks, False)
+        reduce_even[tokens * heads,](out, q, *parts, splits, *kept_even, num_warps=8)
     return out
 
 

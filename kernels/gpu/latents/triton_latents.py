@@ -2,7 +2,7 @@
 
 As triton_attention.py's, but a page has one key for all heads, of L numbers, which are the value too, and R rotated
 ones: a tile of keys is read once and serves both products. A tile's rows are queries and heads as they lie in q, so a
-head count needs not divide it.
+head count needs not divide it. Of RANKS, it is as there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_attention import merge
+from quire.kernels.gpu.triton_attention import merge, own_before, position_of
 from quire.kernels.gpu.triton_codes import numbers
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -47,11 +47,11 @@ def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKE
 def _tile(
     peak, total, acc, q_low, q_turned, position, begin, end, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
     cache, scales, table, stride = pages
-    to_base2, value_scale = rules
+    to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
     inside = key < end
     if PAGE % BLOCK_N == 0:
@@ -74,7 +74,8 @@ def _tile(
             factors = tl.load(at).to(tl.float32)
         scores *= factors[None, :]
     if MASKED:
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        place = position_of(key, rank, RANKS, PAGE)
+        scores = tl.where(place[None, :] <= position[:, None], scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep = tl.exp2(peak - anchor)
@@ -92,7 +93,7 @@ def _tile(
 def _span(
     q_low, q_turned, position, begin, full, end, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys begin, a multiple of BLOCK_N, to end; all rows see those before `full`."""
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
@@ -102,21 +103,21 @@ def _span(
     for at in range(begin, masked, BLOCK_N):
         peak, total, acc = _tile(
             peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
-            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, MASKED=False,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS, MASKED=False,
         )  # fmt: skip
     for at in range(masked, end, BLOCK_N):
         peak, total, acc = _tile(
             peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
-            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, MASKED=True,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS, MASKED=True,
         )  # fmt: skip
     return peak, total, acc
 
 
 @triton.jit
 def _query_tile(
-    q, query_start, context_lens, num_seqs,
+    q, query_start, context_lens, num_seqs, rank,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """This program's sequence, its rows of q in two parts, their positions, the index of each in [T * HEADS], which of
     them are real, and the keys it needs: up to `full` for all rows, and `end`."""
@@ -138,28 +139,30 @@ def _query_tile(
     full = before + tile * BLOCK_M // HEADS + 1
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries * HEADS) - 1
     end = tl.where(tile * BLOCK_M < queries * HEADS, before + last // HEADS + 1, 0)
+    full, end = own_before(full, rank, RANKS, PAGE), own_before(end, rank, RANKS, PAGE)
     return seq, q_low, q_turned, before + packed // HEADS, row, real, full, end
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize=["table_stride", "num_seqs", "rank"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend_latents(
     out, q, cache, scales, query_start, context_lens, block_table, table_stride, stride, num_seqs, scale, value_scale,
-    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    rank, HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, L] of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of the softmax; 0: it has one."""
+    """out [T, HEADS, L], of RANKS [T, HEADS, L + 2], of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of
+    the softmax; 0: it has one."""
     seq, q_low, q_turned, position, row, real, full, end = _query_tile(
-        q, query_start, context_lens, num_seqs, HEADS, L, L_PAD, R, R_PAD, BLOCK_M, ONE_TOKEN
+        q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
     pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
-    rules, d = (scale * _LOG2E, value_scale), tl.arange(0, L_PAD)
+    rules, d = (scale * _LOG2E, value_scale, rank), tl.arange(0, L_PAD)
     if SPLIT == 0:
         peak, total, acc = _span(
-            q_low, q_turned, position, 0, full, end, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD
+            q_low, q_turned, position, 0, full, end, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS
         )  # fmt: skip
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -167,32 +170,38 @@ def attend_latents(
         for origin in range(0, end, SPLIT):
             peak2, total2, acc2 = _span(
                 q_low, q_turned, position, origin, full, tl.minimum(end, origin + SPLIT), pages, rules,
-                L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD,
+                L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
             )  # fmt: skip
             peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
-    found = tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * L + d[None, :], found, mask=real[:, None] & (d[None, :] < L))
+    if RANKS != 1:
+        at = out + row * (L + 2)
+        tl.store(at[:, None] + d[None, :], acc, mask=real[:, None] & (d[None, :] < L))
+        tl.store(at + L, peak, mask=real)
+        tl.store(at + L + 1, total, mask=real)
+    else:
+        found = tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * L + d[None, :], found, mask=real[:, None] & (d[None, :] < L))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs", "splits"],
+    do_not_specialize=["table_stride", "num_seqs", "splits", "rank"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend_latent_splits(
     weighted, peaks, totals, q, cache, scales, query_start, context_lens, block_table, table_stride, stride, num_seqs,
-    splits, scale, value_scale,
+    splits, scale, value_scale, rank,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Parts of the softmax, for triton_attention.py's reduce_even or reduce_fixed, as its attend_splits stores them.
     Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a tile's keys
     are split evenly, one split per program; an even split may be empty."""
     seq, q_low, q_turned, position, row, real, full, end = _query_tile(
-        q, query_start, context_lens, num_seqs, HEADS, L, L_PAD, R, R_PAD, BLOCK_M, ONE_TOKEN
+        q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
     pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
-    rules, d = (scale * _LOG2E, value_scale), tl.arange(0, L_PAD)
+    rules, d = (scale * _LOG2E, value_scale, rank), tl.arange(0, L_PAD)
     if SPLIT:
         length, count = SPLIT, tl.cdiv(end, SPLIT)
     else:
@@ -201,7 +210,7 @@ def attend_latent_splits(
         low = split * length
         peak, total, acc = _span(
             q_low, q_turned, position, low, full, tl.minimum(end, low + length), pages, rules,
-            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip
         at = row * splits + split
         tl.store(peaks + at, peak, mask=real)

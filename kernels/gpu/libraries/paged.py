@@ -61,6 +61,9 @@ class FlashPages(PagedAttention):
             return "has no attention within chunks; --attention-backend triton has it"
         return "has no attention over latents" if latents else None
 
+    def divided(self, ranks: int) -> None:
+        return None
+
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
 

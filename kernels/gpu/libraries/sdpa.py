@@ -43,6 +43,9 @@ class Sdpa(Reference):
             return "has no sinks of attention"
         return "has no attention over latents" if latents else None
 
+    def divided(self, ranks: int) -> None:
+        return None
+
     def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False  # its sums follow the longest context of the batch
 

@@ -27,7 +27,7 @@ from quire.engine.images.config import KEPT_BYTES
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
 from quire.server.cli.plan.experts import ExpertsPlan, impossible_experts, more_than_even, plan_experts
-from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.machine import FLASH_PAGES, Machine
 from quire.server.cli.plan.streamed import LayersPlan, plan_layers
 from quire.server.cli.plan.tiers import Tier, host_bytes, planned_tiers
 from quire.server.cli.plan.weights import kv_bytes, serving_types, weight_bytes
@@ -341,8 +341,10 @@ def _reasons(made: Estimate, wishes: Wishes, pages: int) -> list[str]:
         return [f"pages have {made.block_size} tokens there, not {config.block_size} (--block-size)"]
     if machine.stages == 1 and sizes.heads % machine.count:
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
-    if config.divides_tokens and (machine.gpu or machine.nodes > 1):
-        return ["ranks divide tokens (--decode-context-parallel-size) on the CPUs of one machine alone so far"]
+    if config.divides_tokens and machine.nodes > 1:
+        return ["ranks divide tokens (--decode-context-parallel-size) on one machine alone so far"]
+    if config.divides_tokens and config.attention_backend in (*FLASH_PAGES, "sdpa"):
+        return [f"--attention-backend {config.attention_backend} has no ranks that divide tokens; auto takes triton"]
     if (wrong := made.layers.impossible or impossible_experts(config, sizes, machine)) is not None:
         return [wrong]
     if machine.stages > sizes.num_layers:

@@ -20,7 +20,7 @@ _CARDS = Path(__file__).with_name("cards.toml")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")
 TILE = 256
-"""Tokens of a page that each rank keeps, where ranks divide the tokens."""
+"""Tokens of a page that each rank keeps, where ranks divide the tokens on a CPU; elsewhere it is a PAGE."""
 PAGE, FLASH_PAGE = 16, 256
 """Tokens of a page: of most attention backends, and of most made of flash-attn."""
 FLASH_PAGES = {"flash3": FLASH_PAGE, "flash4": 128, "flash": FLASH_PAGE, "torch_varlen": FLASH_PAGE}
@@ -78,8 +78,10 @@ class Machine:
         pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens; asked: as was asked
         for, where a backend has such pages.
         """
-        if divided or codes:
-            return TILE * self.count if divided else PAGE
+        if divided:
+            return self.count * (PAGE if self.gpu or backend == "reference" else TILE)
+        if codes:
+            return PAGE
         flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
         if backend == "auto" and flash and asked in (PAGE, *FLASH_PAGES.values()):
             return asked

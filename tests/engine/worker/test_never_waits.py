@@ -371,6 +371,23 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", *nightly("gemma2", "gpt_oss", "deepseek_v2-dense")])
+def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
+    """Their parts of attention are computed, exchanged and merged in prompts and in graphs."""
+    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
+    path = save_tiny_model(tmp_path, family)
+    options = {"attention_backend": "triton", "tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    engine = start(gpu, monkeypatch, graphs=True, model=str(path), **options)
+    assert engine.info.block_size == 32
+    with gpu.allows_waits():
+        engine.runner.warm_prompts()
+    kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+    assert "merge_ranks" in gpu.launched
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "graphs"),
     [("llama", "triton", True), *nightly(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
@@ -400,6 +417,14 @@ class Quiet:
         assert x.is_cuda
         assert out.is_contiguous()
         assert out.numel() == 2 * x.numel() > 0
+        return self
+
+    def alltoall_base(self, out: Tensor, x: Tensor, taken: list[int], given: list[int]) -> Quiet:
+        assert out.is_cuda
+        assert x.is_cuda
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        assert out.numel() == x.numel() > 0
         return self
 
     def allreduce(self, tensors: list[Tensor]) -> Quiet:

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from quire.kernels.attention.own import Own
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, Experts, Linear, LinearContext
 from quire.kernels.gpu import (
     triton_fused,
@@ -39,6 +40,7 @@ from quire.kernels.gpu.experts.mixture import GroupedMixture, Stack
 from quire.kernels.gpu.quantization import library, packing, quantized, triton_quantized
 from quire.kernels.gpu.quantization.packing import laid_for_decodes
 from quire.kernels.gpu.quantization.rounding import Eights
+from quire.kernels.gpu.ranks.divided import merged
 from quire.kernels.gpu.ranks.one_shot import OneShot
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_codes import KV_CODES, scale_elements
@@ -47,7 +49,7 @@ from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
 from quire.kernels.softmax import Softmax
-from tests.kernels.triton.compile_layers import latents, recurrences
+from tests.kernels.triton.compile_layers import latent, latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -135,6 +137,7 @@ def attention(
     page: int = 16,
     fixed: bool = False,
     kv_dtype: torch.dtype | None = None,
+    own: Own | None = None,
 ) -> None:
     """Llama's heads: 32 of queries, 8 of keys."""
     pages, seqs = -(-max(contexts) // page), len(contexts)
@@ -152,7 +155,19 @@ def attention(
     held = dtype if kv_dtype is None else kv_dtype
     k_cache, v_cache = torch.empty((2, 4, page, 8, dim + scale_elements(held)), dtype=held)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
-    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed)
+    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed, own=own)
+
+
+def divided() -> None:
+    """Of two ranks that divide the tokens of sequences."""
+    own = Own(1, 2, 16)
+    for fixed, dim in product((False, True), (64, 128)):
+        for contexts, queries in (([4000], 1), ([1200] * 40, 1), ([600] * 2, 300)):
+            attention(contexts, queries, dim, fixed=fixed, own=own)
+            attention(contexts, queries, dim, CAPPED, fixed=fixed, own=own)
+            latent(16, contexts, queries, torch.bfloat16, fixed=fixed, own=own)
+    for sinks in (None, torch.zeros(16)):
+        merged(torch.empty((2, 3, 16, 130)), sinks, torch.bfloat16)
 
 
 def attentions() -> None:
@@ -391,6 +406,7 @@ def main() -> None:
             globals()[name]()
         return
     attentions()
+    divided()
     sinks()
     elementwise()
     one_shot_sums()

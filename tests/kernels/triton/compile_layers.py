@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.attention.own import Own
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 from quire.kernels.gpu import triton_short_conv
 from quire.kernels.gpu.recurrent.recur import recur
@@ -82,6 +83,7 @@ def latent(
     fixed: bool = False,
     held: torch.dtype | None = None,
     page: int = 16,
+    own: Own | None = None,
 ) -> None:
     backend, seqs = Triton(deterministic=fixed), len(contexts)
     tokens, held = seqs * queries, held or dtype
@@ -102,6 +104,9 @@ def latent(
     q = absorb(torch.empty((tokens, heads * 192), dtype=dtype), NO_ADAPTERS)
     q = backend.latent_store(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
     rule = Softmax(0.1, values=512)
+    if own is not None:
+        backend.packed_sums(q, (cache, cache), metadata, rule, own)
+        return
     expand(backend.paged_attention(q, cache, cache, metadata, rule).flatten(1), NO_ADAPTERS)
 
 

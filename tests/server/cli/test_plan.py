@@ -166,7 +166,9 @@ def test_ranks_that_divide_tokens_have_the_room_of_all(tmp_path: Path, capsys: p
     flags = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_memory": 0.001, "max_num_seqs": 1}
     engine = Engine(EngineConfig(model=str(folder), dtype="float32", **flags))
     assert engine.info.max_model_len == tokens["context"]
-    assert "alone so far" in plan(capsys, *asked, "--gpu", "H100", "--dcp", "2", status=1)["reasons"][0]
+    card = (*asked, "--gpu", "H100", "--dcp", "2")
+    assert plan(capsys, *card)["kv"]["block_size"] == 32
+    assert "has no ranks that divide" in plan(capsys, *card, "--attention-backend", "flash", status=1)["reasons"][0]
 
 
 @pytest.mark.parametrize("preset", ["gpu-2x24gb", "gpu-2x80gb"])

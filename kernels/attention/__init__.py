@@ -1,0 +1,1 @@
+"""Attention as the reference computes it, and what of it ranks that divide tokens need."""
