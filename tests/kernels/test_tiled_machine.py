@@ -140,6 +140,6 @@ SUITES = {
 def test_promise_2(suite: str, machine: Machine) -> None:
     assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
     chosen = ["-p", "no:cacheprovider", "-m", "not gpu and not slow and not nightly", *SUITES[suite]]
-    done = machine.run("-m", "pytest", *chosen, timeout=1700)
+    done = machine.run("-m", "pytest", *chosen, timeout=1700, QUIRE_LOSSLESS_EXAMPLES="5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
