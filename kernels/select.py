@@ -63,6 +63,7 @@ def _preferred(device: device) -> tuple[str, ...]:
     return _PREFERRED.get(f"cuda {major}", _ON_GPUS)
 
 
+_NO_PARTS = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 Trial = Callable[[Backend], str | None]
 """Tries a backend on the device (kernels/probe.py): None, or why it cannot compute there."""
 
@@ -84,15 +85,12 @@ def select_backend(
     trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`. sinks,
-    latents, chunks: of attention.
-
-    kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. ranks: that divide
-    every sequence's tokens. trials: what it must pass, if anything; where no fast backend passes the first trial, the
-    next one decides.
+    latents, chunks: of attention. kv_dtype: what pages hold; None: the model's type. activation_bits: see
+    kernels/cpu/quantized.py. ranks: that divide every sequence's tokens. trials: what it must pass, if anything; where
+    no fast backend passes the first trial, the next one decides.
 
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
-    trial, and where none passes any; it says why.
-    """
+    trial, and where none passes any; it says why."""
     made_by: dict[str, Callable[..., Backend]] = {**_MADE_BY, "cpu": partial(Cpu, activation_bits=activation_bits)}
 
     def find(name: str, trial: Trial | None) -> tuple[Backend | None, str]:
@@ -107,7 +105,7 @@ def select_backend(
         if reason is None:
             reason = backend.cannot_attend(sinks=sinks, latents=latents, chunks=chunks)
         if reason is None and ranks > 1 and backend.divided(ranks) is None:
-            reason = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
+            reason = _NO_PARTS
         if reason is None and trial is not None:
             reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)

@@ -197,8 +197,7 @@ def paged_attention(
         splits = programs = even_splits(wanted_programs(count * kv_heads, q.device.index), seen, one_token)
     if tokens * heads * splits * dim > MOST_PARTS:
         programs = 1
-    held, keys, k_scales = held_in(k_cache)
-    _, values, v_scales = held_in(v_cache)
+    (held, keys, k_scales), (_, values, v_scales) = held_in(k_cache), held_in(v_cache)
     inputs = (q, keys, values, k_scales, v_scales, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
     scales = softmax.kv_scales
