@@ -53,7 +53,7 @@ _CLAIM_LOOK_SECONDS = 0.05
 _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _NOTES_BESIDE_TAIL = 5
-"""A call with its tokens in a tail is part of every fifth note until it ends: only a power cut could take what it lacks."""
+"""A call with its tokens in a tail is part of each fifth note until it ends: only a power cut takes what it lacks."""
 _SWEEP_SECONDS = 60.0
 _PUT_TRIES, _PUT_SECONDS = 20, 0.5
 """To put a call into the journal, where nobody answers."""
@@ -331,8 +331,7 @@ class Streams:
                 log.error("streams: data_dir cannot be written: %s", error)
 
     async def _note(self, *, last: bool = False) -> None:
-        """Write down what has come since the last time, and forget those that have ended. `last`: the tail, which has
-        what is not noted each time, goes."""
+        """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
         if self._noting is not None:  # of one that was cancelled: what it writes must not come behind this
             await asyncio.wait({self._noting})
         now, notes, over = time.time(), list[Note](), list[tuple[str, str, Running]]()
@@ -343,11 +342,11 @@ class Streams:
         for (owner, id), running in list(self._running.items()):
             ended = running.ended.is_set()
             running.passed += 1
-            if not (ended or every or self._tail is None or running.passed >= _NOTES_BESIDE_TAIL):
+            if not (ended or turned or last or self._tail is None or running.passed >= _NOTES_BESIDE_TAIL):
                 continue
             count, running.passed = running.progress.count, 0
             if (
-                count - running.noted > running.noted // 8 or ended or (every and count > running.noted)
+                count - running.noted > running.noted // 8 or ended or ((turned or last) and count > running.noted)
             ):  # else a long answer is written over and over
                 ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
                 answered = ended and not running.stored

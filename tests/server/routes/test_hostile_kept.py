@@ -172,7 +172,7 @@ async def test_a_stream_whose_time_ends_under_its_reader(tmp_path: Path) -> None
         async with http.stream("POST", CHAT, json=body) as reading:
             assert (await reading.aread()).endswith(b"data: [DONE]\n\n")
         async with asyncio.timeout(10):
-            while (await http.get(f"/v1/streams/{reading.headers['x-stream-id']}")).status_code == 200:
+            while (await http.get(f"/v1/streams/{reading.headers['x-stream-id']}")).status_code == 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
 
 
