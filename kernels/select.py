@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from torch import cuda, device, dtype, version
@@ -119,12 +120,11 @@ def select_backend(
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
     passed_over: dict[str, str] = {}
-    for trial in tried:
-        for name in _preferred(device):
-            backend, reason = find(name, trial)
-            if backend is not None:
-                return backend, "; ".join([backend.description(), *passed_over.values()])
-            passed_over.setdefault(name, f"{name}: {reason}")
+    for trial, name in product(tried, _preferred(device)):
+        backend, reason = find(name, trial)
+        if backend is not None:
+            return backend, "; ".join([backend.description(), *passed_over.values()])
+        passed_over.setdefault(name, f"{name}: {reason}")
     backend, reason = find("reference", tried[-1])
     if backend is None:
         raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))

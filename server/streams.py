@@ -338,7 +338,6 @@ class Streams:
         turned = self._tail is not None and self._tail.turn(
             (running.number, *key) for key, running in self._running.items()
         )
-        every = turned or last
         for (owner, id), running in list(self._running.items()):
             ended = running.ended.is_set()
             running.passed += 1

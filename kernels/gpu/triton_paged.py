@@ -212,9 +212,8 @@ def paged_attention(
     if programs == 1:
         attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
-    weighted = torch.empty((tokens * heads, splits, dim), dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
-    parts = (weighted, peaks, totals)
+    weighted = q.new_empty((tokens * heads, splits, dim), dtype=torch.float32)
+    parts = (weighted, *q.new_empty((2, tokens * heads, splits), dtype=torch.float32))  # and peaks, and totals
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
         kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)

@@ -323,7 +323,7 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators")
 def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     monkeypatch.setitem(select._MADE_BY, "reference", Dense)
     settings: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 1024}
     settings |= {"max_num_batched_tokens": 256, "warmup_seconds": 0.0, "decode_context_parallel_size": 2}
