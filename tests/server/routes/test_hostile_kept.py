@@ -41,6 +41,7 @@ WRONG_BODIES: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.slow
 async def test_lines_of_all_kinds_that_are_wrong(tmp_path: Path) -> None:
     """Each alone fails its batch with a line's number; a body that is wrong costs its own line alone."""
     async with keeping(tmp_path) as api:
@@ -57,6 +58,7 @@ async def test_lines_of_all_kinds_that_are_wrong(tmp_path: Path) -> None:
         assert (batch.request_counts.completed, batch.request_counts.failed) == (1, len(WRONG_BODIES) + 1)
 
 
+@pytest.mark.slow
 async def test_who_cancels_twice_and_deletes_what_is_read(tmp_path: Path) -> None:
     async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
         batch = await begin(api, jsonl(*(request(f"r{number}", max_tokens=40) for number in range(20))))
@@ -80,6 +82,7 @@ async def test_who_cancels_twice_and_deletes_what_is_read(tmp_path: Path) -> Non
             assert await reading.aread()
 
 
+@pytest.mark.slow
 async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=1) as api:
         file = await api.openai.files.create(
@@ -100,6 +103,7 @@ async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkey
         assert ended.request_counts.completed == 8, "a batch reads it to its end"
 
 
+@pytest.mark.slow
 async def test_last_event_ids_of_all_kinds(tmp_path: Path) -> None:
     async with streaming(tmp_path, api_key=["ka", "kb"]) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
         http.headers["x-api-key"] = "ka"
@@ -139,6 +143,7 @@ async def test_last_event_ids_of_all_kinds(tmp_path: Path) -> None:
         assert (await http.get(f"/v1/streams/{id}")).content == whole.content, "it is as it was"
 
 
+@pytest.mark.slow
 async def test_keys_of_all_kinds(tmp_path: Path) -> None:
     async with streaming(tmp_path) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
         body = {"model": NAME, **TEXT}
@@ -162,6 +167,7 @@ async def test_keys_of_all_kinds(tmp_path: Path) -> None:
         assert {each.status_code for each in many} <= {200, 409, 422}
 
 
+@pytest.mark.slow
 async def test_a_stream_whose_time_ends_under_its_reader(tmp_path: Path) -> None:
     slow = {"step_seconds": 0.02, "burst": 1}
     async with (
