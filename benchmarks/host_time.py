@@ -32,7 +32,8 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
-from quire.engine.worker import graphs, inputs, runner
+from quire.engine.worker import inputs, runner
+from quire.engine.worker.graphs import prompts as prompt_graphs
 from quire.engine.worker.loading import room
 from quire.engine.worker.memory import allocate_pages, layers_of, prompts
 from quire.engine.worker.sampling import device_sampler, sampling_rules
@@ -63,16 +64,16 @@ def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 @contextmanager
 def free_device() -> Iterator[None]:
     """Everything that a GPU computes is there at once."""
-    hidden, picks = torch.zeros((2048, 8)), torch.full((2048,), PICKED)
+    picks = torch.full((2048,), PICKED)
 
     def pick(logits: Tensor, *_: Tensor, drawn: bool, filtered: bool) -> Tensor:
         return picks[: len(logits)]
 
     def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        return lambda: None, hidden
+        return lambda: None, function()
 
     with ExitStack() as stack:
-        for module in (device_sampler, graphs, inputs, runner, sampling_rules):
+        for module in (device_sampler, prompt_graphs, inputs, runner, sampling_rules):
             stack.enter_context(patch.object(module, "upload", stage))
         for name in ("add", "ban", "penalize"):
             stack.enter_context(patch.object(device_sampler.DeviceChanges, name, lambda *_: None))
@@ -91,10 +92,13 @@ def engine_of(rows: int) -> Engine:
     engine = Engine(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
     engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
+    picked, known = torch.full((rows,), PICKED), torch.ones(rows, dtype=torch.bool)
     engine.runner._model = SimpleNamespace(
-        forward=lambda ids, metadata, cache, kept: hidden[: len(kept)],
+        forward_tapped=lambda ids, metadata, cache, kept, *_: (hidden[: len(kept)], []),
         logits=lambda states, context: logits[: len(states)],
+        largest=lambda states, context: (picked[: len(states)], known[: len(states)]),
         offload=None,
+        shard=SimpleNamespace(rank=0),
     )
     return engine
 

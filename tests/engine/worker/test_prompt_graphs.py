@@ -60,6 +60,7 @@ def twice(engine: Engine, asked: list[Request]) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "TOKENS", (16,))
