@@ -40,7 +40,7 @@ SEQUENCES = 8
 """Of prompts, at least one of which fills up."""
 MOST_GRAPHS = 32
 GRAPH_BYTES = 8 * 2**20
-"""What the driver keeps of a graph, beside the memory that all share: an assumption, which the first flight measures."""
+"""What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
 
 Step = Callable[[Tensor, Tensor, int, int], Tensor]
 """(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
