@@ -417,6 +417,7 @@ void mixes() {
                            groups,
                            kept,
                            best,
+                           draw(0, 1),
                            1e-6f,
                            2.5f,
                            draw(0, 1) * 9.0f,

@@ -174,9 +174,9 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
         (nobody_takes_over, SharedServer),
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
-        (empty_answers_of_whom_is_taken_over, Replicas),
         (streams_that_begin_without_the_journal, Replicas),
         *nightly(
+            (empty_answers_of_whom_is_taken_over, Replicas),
             (asks_that_end_what_asks, SharedServer),
             (nobody_takes_over, Replicas),
             (nobody_joins_with_what_it_has, Replicas),
