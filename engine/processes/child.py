@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -140,6 +141,11 @@ def end_with_parent() -> None:
 
 def killed_with_parent() -> None:
     """On Linux the kernel kills this process when its parent ends, even where no thread of it can read its standard
-    input, because a step hangs or because it is stopped."""
+    input, because a step hangs or because it is stopped. It does not where the parent ended before: then this process
+    ends here, for nobody holds the other end of its standard input."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = select.poll()
+        parent.register(0, 0)  # that the other end is closed is told always, also behind what it wrote
+        if any(event & select.POLLHUP for _, event in parent.poll(0)):
+            os._exit(0)
