@@ -162,15 +162,17 @@ def _boot() -> bytes:
 
 
 def left(path: Path) -> Iterator[Tokens]:
-    """The tokens in the tail of a process that has ended, in order, up to the first broken record. Raises OSError."""
+    """The tokens in the tail of a process that has ended, in order, up to the first broken record. Raises OSError. Its
+    version may have had halves of another size, and no records of single tokens."""
     content = path.read_bytes()
-    if len(content) != _HEAD + 2 * HALF or content[:_BOOT_BYTES] != _boot():
+    if len(content) < _HEAD or content[:_BOOT_BYTES] != _boot():
         return
+    size = (len(content) - _HEAD) // 2
     places = memoryview(content)[_BOOT_BYTES:_HEAD].cast("Q")
     calls: dict[int, Begun] = {}
     for half in sorted((0, 1), key=lambda half: places[half]):
-        at = _HEAD + half * HALF
-        end = at + min(places[half] % (1 << _USED_BITS), HALF)
+        at = _HEAD + half * size
+        end = at + min(places[half] % (1 << _USED_BITS), size)
         while at + _RECORD.size <= end:
             length, check = _RECORD.unpack_from(content, at)
             if not length:

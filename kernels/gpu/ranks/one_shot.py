@@ -54,10 +54,8 @@ class OneShot:
         self.most_looks = most_looks
         device = memory[rank].device
         addresses = torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64)
-        self._addresses, self._counts = (
-            addresses.to(device),
-            torch.zeros(PROGRAMS + 1, dtype=torch.int64, device=device),
-        )
+        self._addresses = addresses.to(device)
+        self._counts = torch.zeros(PROGRAMS + 1, dtype=torch.int64, device=device)
 
     def takes(self, x: Tensor) -> bool:
         return 0 < x.numel() <= MOST and x.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -42,6 +42,20 @@ def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
     database.close()
 
 
+def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an upgrade, where the version before had smaller ones."""
+    monkeypatch.setattr(tail, "HALF", 4096)
+    kept = Tail(tmp_path, "a")
+    number = kept.begin("me", "one")
+    for token in range(100):
+        kept.add(number, 0, token, [token], None)
+        if token == 90:
+            assert kept.turn([(number, "me", "one")])
+    monkeypatch.undo()
+    assert [each.place for each in left(tmp_path / "tail-a")] == list(range(100))
+    kept.close()
+
+
 def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "HALF", 4096)
     kept, expected, noted = Tail(tmp_path, "a"), list[int](), 0
