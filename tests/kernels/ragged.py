@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,6 +93,19 @@ def to_device(metadata: AttentionMetadata, device: str | torch.device) -> Attent
     fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
     there = {name: each.to(device) for name, each in fields.items() if isinstance(each, Tensor)}
     return replace(metadata, **there, parts=tuple(to_device(part, device) for part in metadata.parts))
+
+
+def attended_on(
+    device: torch.device,
+    attention: Callable[..., Tensor],
+    given: tuple[Tensor, ...],
+    metadata: AttentionMetadata,
+    softmax: Softmax,
+) -> Tensor:
+    """Attention of q and two caches of the CPU by that of a device; on the CPU again."""
+    if softmax.sinks is not None:
+        softmax = replace(softmax, sinks=softmax.sinks.to(device))
+    return attention(*(x.to(device) for x in given), to_device(metadata, device), softmax).cpu()
 
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu import triton_paged, triton_sizes
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
-from tests.kernels.ragged import Part, attend, error, page, random_part, to_device
+from tests.kernels.ragged import Part, attend, attended_on, error, page, random_part, to_device
 from tests.kernels.triton.conftest import INTERPRETED
 
 reference = Reference()
@@ -38,10 +37,7 @@ class Paged(Reference):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        there = [x.to(self._device) for x in (q, k_cache, v_cache)]
-        if softmax.sinks is not None:
-            softmax = replace(softmax, sinks=softmax.sinks.to(self._device))
-        return self._triton.paged_attention(*there, to_device(metadata, self._device), softmax).cpu()
+        return attended_on(self._device, self._triton.paged_attention, (q, k_cache, v_cache), metadata, softmax)
 
 
 def check(

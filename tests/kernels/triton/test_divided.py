@@ -3,7 +3,6 @@ float64, and with fixed splits the same bits for a row in every batch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +17,10 @@ from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
-from tests.kernels.ragged import attend, empty_cache, error, random_part, to_device
+from tests.kernels.ragged import attend, attended_on, empty_cache, error, random_part, to_device
+from tests.kernels.triton.test_attention import DECODE, MIXED, TOLERANCE
 
 reference = Reference()
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
-DECODE = [(1, 1), (17, 1), (330, 1), (64, 1)]
-MIXED = [(270, 1), (5, 5), (16, 16), (60, 33), (33, 2)]
 
 
 class Divided(InTurn):
@@ -39,10 +36,7 @@ class Divided(InTurn):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        there = [x.to(self._device) for x in (q, k_cache, v_cache)]
-        if softmax.sinks is not None:
-            softmax = replace(softmax, sinks=softmax.sinks.to(self._device))
-        return super().paged_attention(*there, to_device(metadata, self._device), softmax).cpu()
+        return attended_on(self._device, super().paged_attention, (q, k_cache, v_cache), metadata, softmax)
 
 
 def check(
