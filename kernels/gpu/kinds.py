@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,9 @@ class Kind:
     module: str
     name: str
     specialization: str
-    """As Triton's hooks give it and `JITFunction.preload` takes it; it names the GPU."""
+    """As Triton's hooks give it and `JITFunction.preload` takes it."""
+    gpu: tuple[str, int | str, int]
+    """What it is compiled for, as `GPUTarget` takes it. Triton 3.6's specialization does not say it, 3.7's does."""
 
     @property
     def kernel(self) -> JITFunction[Any]:
@@ -36,7 +37,7 @@ class Kind:
     @property
     def mark(self) -> Path:
         """An empty file beside what Triton keeps, where this kind was compiled before."""
-        said = (self.module, self.name, self.specialization, self.kernel.cache_key, triton.__version__)
+        said = (self.module, self.name, self.specialization, str(self.gpu), self.kernel.cache_key, triton.__version__)
         return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(said).encode()).hexdigest())
 
     def compile(self) -> None:
@@ -47,7 +48,7 @@ class Kind:
 
     @property
     def target(self) -> GPUTarget:
-        return GPUTarget(**json.loads(self.specialization)["target"])
+        return GPUTarget(*self.gpu)
 
 
 class NoGpu:
@@ -78,7 +79,8 @@ def recorded(function: Callable[[], None]) -> list[Kind]:
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found[Kind(fn.module, fn.name, compile["specialization_data"])] = None
+        gpu = driver.active.get_current_target()
+        found[Kind(fn.module, fn.name, compile["specialization_data"], (gpu.backend, gpu.arch, gpu.warp_size))] = None
         return True  # do not compile
 
     def launch_nothing(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

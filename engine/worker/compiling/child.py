@@ -9,7 +9,7 @@ from quire.kernels.gpu.kinds import Kind, aim
 
 
 def main() -> int:
-    kinds = [Kind(*each) for each in json.loads(read_configuration())]
+    kinds = [Kind(module, name, said, tuple(gpu)) for module, name, said, gpu in json.loads(read_configuration())]
     end_with_parent()
     for kind in kinds:
         aim(kind.target)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from subprocess import DEVNULL
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> int:
     children: list[Child] = []
     try:
         for part in range(count):
-            jobs = [(each.module, each.name, each.specialization) for each in missing[part::count]]
+            jobs = [astuple(each) for each in missing[part::count]]
             name = "quire.engine.worker.compiling.child"
             children.append(Child(module(name), json.dumps(jobs).encode(), stdout=DEVNULL, stderr=DEVNULL))
         while any(child.returncode is None for child in children):
