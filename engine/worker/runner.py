@@ -163,7 +163,7 @@ class Runner:
         batch, picks, inputs = begun.batch, begun.picks, begun.inputs
         self._copy(batch)
         if not batch.rows:
-            nothing = Download([torch.empty(0, dtype=torch.int64)], self._downloads)
+            nothing = Download([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
             return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
