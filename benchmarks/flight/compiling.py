@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from unittest.mock import patch
@@ -30,10 +31,10 @@ def ahead(device: torch.device, say: Say) -> None:
     kinds = dict.fromkeys(recorded(lambda: _stages(device)))
     found = time.monotonic()
     compiled = compile_kinds(list(kinds), lambda: None)
-    took = f"found in {found - began:.0f} s, {compiled} of them compiled in {time.monotonic() - found:.0f} s"
-    say(Finding("kernels", f"{len(kinds)} kinds, {took}"))
-    wrong = [kind.name for kind in kinds if not kind.mark.exists()]
-    say(Finding("kernels that do not compile", ", ".join(wrong) or "none", held=not wrong))
+    took = f"found in {found - began:.0f} s; in {time.monotonic() - found:.0f} s {compiled.said}"
+    say(Finding("kernels", f"{len(kinds)} kinds, {took}", held=not compiled.failed))
+    if wrong := Counter(kind.name for kind in kinds if not kind.mark.exists()):
+        say(Finding("kernels that do not compile", ", ".join(f"{name} ({n})" for name, n in wrong.items()), held=False))
 
 
 def _stages(device: torch.device) -> None:
