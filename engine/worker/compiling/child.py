@@ -1,5 +1,5 @@
-"""The process that compiles some kinds of kernels: a line of JSON on standard input says which. Where some do not compile,
-it ends with status 1, and the last line on standard error says why the first does not."""
+"""The process that compiles some kinds of kernels: a line of JSON on standard input says which. Where some do not
+compile, it ends with status 1, and the last line on standard error says why the first does not."""
 
 from __future__ import annotations
 
