@@ -33,10 +33,9 @@ def close(ours: Tensor, wide: Tensor, theirs: Tensor, kind: dtype) -> str:
     """Log probabilities of the same tokens: ours, transformers' in a wider type, and transformers' in our type. Raises
     ValueError where ours differ from the first by more than rounding explains."""
     apart, rounding = ((each.double().cpu() - wide.double().cpu()).abs().mean().item() for each in (ours, theirs))
-    most = max(_MOST_APART, _SHARE * rounding if kind.itemsize == 2 else 0.0)
-    said = (
-        f"log probabilities differ by {apart:.2g} in the mean from transformers', its own in {kind} by {rounding:.2g}"
-    )
+    said, most = f"log probabilities differ by {apart:.2g} in the mean from transformers'", _MOST_APART
+    if kind.itemsize == 2:
+        said, most = f"{said}, its own in {kind} by {rounding:.2g}", max(most, _SHARE * rounding)
     if not apart < most:
         raise ValueError(f"{said}; at most {most:.2g}")
     return said
