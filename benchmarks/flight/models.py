@@ -123,7 +123,8 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     asked = [request(str(index), prompt, 1, prompt_logprobs=0) for index, prompt in enumerate(_PROMPTS)]
     answers = run(engine, asked)
     told = [each.logprob for one in asked for each in answers[one.id].prompt_logprobs or () if each]
-    wide, theirs = (_by_transformers(folder, each, device) for each in (torch.float32, dtype))
+    wide = _by_transformers(folder, torch.float32, device)
+    theirs = wide if dtype == torch.float32 else _by_transformers(folder, dtype, device)
     engine.close()
     return f"{close(torch.tensor(told), wide, theirs, dtype)}; {engine.info.backend}"
 
