@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -35,13 +36,13 @@ def main() -> int:
     args = options(
         __doc__, {"stage": {"choices": sorted(STAGES)}, "--device": device, "--out": {"type": Path, "required": True}}
     )
-    wrong = 0
+    wrong, began = 0, time.monotonic()
     with args.out.open("w", encoding="utf-8", buffering=1) as output:
 
         def say(finding: Finding) -> None:
             nonlocal wrong
             wrong += not finding.held
-            output.write(json.dumps(finding._asdict()) + "\n")
+            output.write(json.dumps(finding._asdict() | {"at": round(time.monotonic() - began, 1)}) + "\n")
 
         module, name = STAGES[args.stage].split(".")
         run: Callable[[torch.device, Say], None] = getattr(import_module(f"benchmarks.flight.{module}"), name)
