@@ -377,7 +377,8 @@ class EngineClient:
         if entry is None:
             return False
         if self._misses is not None or self.turns is not None:
-            new = entry.emitted[len(entry.request.emitted_ids) :]
+            before = len(entry.request.emitted_ids)
+            new = entry.emitted[before:] if before else entry.emitted
             if self._misses is not None:
                 self._misses.ended(request_id, new)
             if self.turns is not None:

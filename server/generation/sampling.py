@@ -40,7 +40,7 @@ class Sampling(Generation):
         self._had = [*zip(self._by_id, map(tuple, self.progress.ids), tuple(self.progress.ends), strict=True)]
         """What each request has before it is submitted: its tokens, and its end."""
         self._as_it_comes = False
-        """Whether each output says what was cached when the answer was made first, as that is noted."""
+        """Whether each output says what was cached when the answer was made first, and that is noted of all choices."""
         self.fresh = False
         seeds = [params.choice_seed(choice.index % params.n) for choice in self._choices]
         requests = [
@@ -155,13 +155,19 @@ class Sampling(Generation):
     def _singles(self, output: RequestOutput) -> Sequence[RequestOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        cached, index = self.progress.cached, self._by_id[output.id].index
-        if cached[index] < 0:
-            cached[index] = output.cached_tokens
-            self._as_it_comes = self._spec.progress is None and min(cached) >= 0
-        elif output.cached_tokens != cached[index]:
-            output = msgspec.structs.replace(output, cached_tokens=cached[index])
+        cached = self._cached(output)
+        if output.cached_tokens != cached:
+            output = msgspec.structs.replace(output, cached_tokens=cached)
         return (output,) if len(output.new_ids) < 2 else _apart(output)
+
+    def _cached(self, output: RequestOutput) -> int:
+        """How many tokens of the prompt of an output's choice were cached when it was made first. This is noted of the
+        first output."""
+        told, index = self.progress.cached, self._by_id[output.id].index
+        if told[index] < 0:
+            told[index] = output.cached_tokens
+            self._as_it_comes = self._spec.progress is None and min(told) >= 0
+        return told[index]
 
     def keep(self, journal: Journal, number: int, had: Sequence[int]) -> None:
         self._journal, self._number = journal, number
@@ -232,8 +238,8 @@ class Sampling(Generation):
     def close(self) -> None:
         self._deadlines.cancel()
         self._stream.close()
-        for output in self._stream.unread:  # who goes on with the answer is to tell the same
-            self._singles(output)
+        for output in self._stream.unread:  # who goes on with the answer has its tokens, and is to tell this too
+            self._cached(output)
         # No circle: the spec goes with its last reference, not at a collection.
         self._stream.shortcut = self._stream.ended = None
         self._cut_off(self._deadlines.passed or "abort")
