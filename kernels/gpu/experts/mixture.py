@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Linear
+from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import between, choose
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
@@ -74,7 +74,7 @@ class Stack:
         """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
         part, rows, experts = self.parts[0], len(order), len(self.parts)
         outs, numbers = part.outs, part.form[0] == triton_quantized.NUMBERS
-        tiles = _tiles(cdiv(rows, count), x.dtype, numbers=numbers, fixed=self.fixed)
+        tiles = _tiles(cdiv(rows, count), x.dtype, part, fixed=self.fixed)
         out = x.new_empty((rows, outs))
         most = min(rows, rows // tiles.block_m + experts)
         bias = part.factors if self.biases is None else self.biases[0]
@@ -100,8 +100,8 @@ class GroupedMixture:
         out = torch.empty_like(x)
         if not len(x):
             return out
-        chosen, shares, count = choose(experts, routed)
-        chosen, here = chosen.contiguous(), len(self._gate_up.parts)
+        chosen, shares, count = choose_at_once(experts, routed)
+        here = len(self._gate_up.parts)
         order, starts = sort_rows(chosen, here, experts.first)
         each, read = experts.routing.per_token, x
         if experts.routing.inputs:  # as many rows of each token as it has experts
@@ -113,7 +113,7 @@ class GroupedMixture:
         )
         size = out.shape[1]
         kernels.weigh[len(x), cdiv(size, _BLOCK)](
-            out, given, shares.float().contiguous(), chosen, size, experts.first, here, each, _BLOCK
+            out, given, shares, chosen, size, experts.first, here, each, _BLOCK
         )
         return out
 
@@ -122,6 +122,25 @@ def grouped_mixture(backend: Backend, experts: Experts, *, fixed: bool) -> Group
     """None where a linear is of a kind that the kernels do not know."""
     gate_up, down = (Stack.of(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMixture(backend, experts, gate_up, down)
+
+
+def choose_at_once(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """As `choose`, contiguous, and weights in float32: by one kernel where the routing is of a usual kind."""
+    routing = experts.routing
+    if routing.weights == "mixer" or routing.groups > 1 or routing.softcap is not None:
+        chosen, shares, count = choose(experts, x)
+        return chosen.contiguous(), shares.float().contiguous(), count
+    scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS).contiguous()
+    (rows, count), each = scores.shape, routing.per_token
+    chosen = torch.empty((rows, each), dtype=torch.int64, device=x.device)
+    shares = torch.empty((rows, each), dtype=torch.float32, device=x.device)
+    correction = experts.correction
+    kernels.choose[rows,](
+        scores, scores if correction is None else correction, chosen, shares, routing.added, routing.scale,
+        count, power_of_2(count), each, power_of_2(each), routing.weights == "sigmoid", routing.normalized,
+        correction is not None, num_warps=1,
+    )  # fmt: skip
+    return chosen, shares if experts.factors is None else shares * experts.factors[chosen], count
 
 
 def sort_rows(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -150,8 +169,9 @@ def _packed(linear: Linear) -> tuple[Packed, Tensor | None] | None:
     return None if part.order is not None else (part, linear.bias)
 
 
-def _tiles(rows: int, dtype: torch.dtype, *, numbers: bool, fixed: bool) -> Tiles:
-    """For so many rows of each expert. Chosen from ptxas's reports, by what spills no register."""
+def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles:
+    """For so many rows of each expert."""
+    numbers = part.form[0] == triton_quantized.NUMBERS
     if numbers and dtype != torch.float32 and not fixed and rows > _MANY:
         return Tiles(128, 128, 8, 3)
-    return choose_tiles(rows, dtype, fixed=fixed)
+    return choose_tiles(rows, dtype, fixed=fixed, words=part.words)

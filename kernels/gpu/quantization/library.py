@@ -10,6 +10,7 @@ from enum import StrEnum
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.gpu.faults import fault
@@ -25,6 +26,8 @@ _EXPANDED_BYTES = 32 * 2**20
 """Of weights that are expanded at a time: they are multiplied while a GPU's second cache has them."""
 _UNIT = 16
 """_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
+_ROWS = 4
+"""Where 128 inputs share a scale, _scaled_mm takes rows in multiples of it: so cuBLASLt on an H100."""
 _MOST_ERROR = 0.01
 """Of a product, relative, beside the same codes in float64: its type has 8 bits."""
 _TRIED = ((17, 512, 192), (300, 1024, 128))
@@ -118,13 +121,17 @@ def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) ->
             bias is not None, _COLUMNS, num_warps=4,
         )  # fmt: skip
         return out
-    eights, weight = x.codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
+    codes, scales, more = x.codes, x.scales, -len(x) % _ROWS if product == Product.SQUARES else 0
+    if more:
+        codes, scales = F.pad(codes, (0, 0, 0, more)), F.pad(scales, (0, more))
+    eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
     if product == Product.SQUARES:
         assert part.squares is not None
-        scale_a, scale_b = x.scales.t(), part.squares.t()
+        scale_a, scale_b = scales.t(), part.squares.t()
     else:
-        scale_a, scale_b = x.scales[:, None], part.factors[None]
-    return torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+        scale_a, scale_b = scales[:, None], part.factors[None]
+    made = torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+    return made[: len(x)]
 
 
 def multiply_expanded(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor) -> None:

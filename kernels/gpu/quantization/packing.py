@@ -17,7 +17,11 @@ _STEPS = (64, 32, 16)
 BLOCK = 128
 """Inputs of x that share a scale where it is rounded."""
 LINES = 64
-"""Outputs whose half bytes lie side by side, a step of each: a program of so many reads memory in one line."""
+"""Outputs whose words lie side by side, a step of each: a program of so many reads memory in one line."""
+_CODES = 4
+"""Of 4 bits in a word."""
+_MOST_FILLED = 0.03
+"""Of a line, by zeros behind its inputs, for longer steps."""
 _FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """4-bit floats (e2m1), doubled, by their codes."""
 
@@ -27,7 +31,8 @@ class Packed:
     """Outputs whose weights are alike, as kernels read them."""
 
     codes: Tensor
-    """[lines, bytes]: of 4 bits as `_in_steps` lays them, and perhaps `laid_for_decodes`; else [outs, in]."""
+    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, and perhaps `laid_for_decodes`; else
+    [outs, in], a byte each."""
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
@@ -58,8 +63,13 @@ class Packed:
 
     @property
     def stride(self) -> int:
-        """Bytes of an output."""
+        """Words of an output."""
         return self.codes.shape[1]
+
+    @property
+    def words(self) -> bool:
+        """Whether codes are four in a word."""
+        return self.form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS)
 
     @property
     def kernel_scales(self) -> tuple[Tensor, Tensor]:
@@ -79,9 +89,9 @@ def pack_grouped(weight: GroupedWeight) -> Packed | None:
     if weight.bits == 8:
         kind, step, codes = kernels.INTEGERS, steps[0], weight.codes.contiguous()
     else:
-        kind = kernels.HALVES if weight.values is None else kernels.TABLE
-        kind = kernels.HALF_FLOATS if weight.values == _FLOATS else kind
-        step = next((each for each in steps if inner % (2 * each) == 0), steps[-1])
+        kind = kernels.NIBBLES if weight.values is None else kernels.TABLE
+        kind = kernels.NIBBLE_FLOATS if weight.values == _FLOATS else kind
+        step = next((each for each in steps if -inner % (_CODES * each) <= _MOST_FILLED * inner), steps[-1])
         codes = _in_steps(weight.codes, step)
     scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
     words = _words(weight.values if kind == kernels.TABLE else None)
@@ -107,9 +117,9 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
 
 
 def laid_for_decodes(part: Packed) -> Packed:
-    """Half bytes so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a
-    few rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay."""
-    if part.form[0] not in (kernels.HALVES, kernels.TABLE, kernels.HALF_FLOATS) or part.lines > 1:
+    """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
+    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay."""
+    if not part.words or part.lines > 1:
         return part
     padded = F.pad(part.codes, (0, 0, 0, -part.outs % LINES))
     laid = padded.unflatten(1, (-1, part.step)).unflatten(0, (-1, LINES)).transpose(1, 2)
@@ -142,11 +152,12 @@ def _words(values: tuple[int, ...] | None) -> tuple[int, int]:
 
 
 def _in_steps(codes: Tensor, step: int) -> Tensor:
-    """4-bit codes [out, in / 2], the even input in the low half of a byte, in another order: those of `step` inputs in
-    the lower halves of as many bytes, the next ones in the upper. Inputs are filled up with zeros."""
+    """Words [out, words] of 4-bit codes [out, in / 2], the even input in the low half of a byte: those of `step` inputs
+    are the lowest 4 bits of as many words, the next ones those above, and so on. Inputs are filled up with zeros."""
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    each = F.pad(each, (0, -each.shape[1] % (2 * step))).unflatten(1, (-1, 2, step))
-    return (each[:, :, 0] | each[:, :, 1] << 4).flatten(1)
+    each = F.pad(each, (0, -each.shape[1] % (_CODES * step))).unflatten(1, (-1, _CODES, step))
+    pairs = each[:, :, ::2] | each[:, :, 1::2] << 4
+    return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
 
 
 def _alike(a: Packed, b: Packed) -> bool:

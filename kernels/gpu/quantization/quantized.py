@@ -194,26 +194,26 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
+def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, words: bool = False) -> Tiles:
     """Small tiles for few rows, whose time is reading weights; fixed: one size for all. dtype: of what is multiplied.
-    Chosen from ptxas's reports, by what spills no register."""
+    words: weights are in words of four codes, so a step is of four times as many inputs."""
     if dtype == torch.float32:  # in full precision, so without tensor cores
         return Tiles(32, 64, 4, 2)
-    if fixed:
-        return Tiles(64, 64, 4, 3)
-    if rows <= _FEW:
-        return Tiles(16, 64, 4, 4)
-    if rows <= _SOME:
-        return Tiles(64, 64, 4, 3)
+    if rows <= _FEW and not fixed:
+        return Tiles(16, 64, 4, 3 if words else 4)
+    if rows <= 2 * _FEW and not fixed:
+        return Tiles(32, 64, 4, 3)
+    if words or fixed or rows <= _SOME:
+        return Tiles(64, 64, 4, 2 if words else 3)
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)
 
 
 def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
-    """How many parts of the inner dimension have sums of their own, and bytes of each part; by the weight's shape and
+    """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
     the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
     steps, columns = cdiv(part.stride, part.step), cdiv(part.outs, tiles.block_n)
     wanted = cdiv(_PROGRAMS * triton_sizes.processors(part.codes.device.index), columns)
-    count = max(1, min(wanted, steps // _LEAST_STEPS, part.stride // (8 * tiles.block_m)))
+    count = max(1, min(wanted, steps // _LEAST_STEPS, part.stride * part.codes.itemsize // (8 * tiles.block_m)))
     length = cdiv(steps, count) * part.step
     return cdiv(part.stride, length), length
 
@@ -221,7 +221,7 @@ def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
 def multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
-    tiles = choose_tiles(rows, x.dtype, fixed=fixed)
+    tiles = choose_tiles(rows, x.dtype, fixed=fixed, words=part.words)
     count, length = divided(part, tiles) if fixed or rows <= _SOME else (1, part.stride)
     grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
     shape = (tiles.block_m, tiles.block_n, part.step, part.lines)

@@ -19,35 +19,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.gpu.quantization.assembly import ASSEMBLED, of_bytes, of_nibbles
 from quire.kernels.gpu.triton_codes import from_float8
 
-INTEGERS, FLOATS, HALVES, TABLE, NUMBERS, HALF_FLOATS = range(6)
-"""What codes are: int8; the bits of 8-bit floats; two integers of 4 bits in a byte, where a code less 8 is its value;
-two with a table of values; numbers of the type of x; two 4-bit floats (e2m1), doubled."""
+INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
+"""What codes are: int8; the bits of 8-bit floats; four integers of 4 bits in a word of 16, where a code less 8 is its
+value; four with a table of values; numbers of the type of x; four 4-bit floats (e2m1), doubled."""
 
 
 @triton.jit
-def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """What codes stand for, in that type; of bytes of two codes the lower or the upper. LOW and HIGH are a table's 16
-    values, a byte each."""
-    if KIND == 0:
-        return _small(codes.to(tl.uint8, bitcast=True) ^ 128, 128.0).to(dtype)
-    elif KIND == 1:
-        return from_float8(codes).to(dtype)
-    elif KIND == 4:
+def _values(codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """What codes stand for, in that type; of words of four codes the part-th. LOW and HIGH are a table's 16 values, a
+    byte each."""
+    wide: tl.constexpr = dtype == tl.bfloat16
+    short: tl.constexpr = tl.bfloat16 if wide else tl.float16
+    fits: tl.constexpr = ASSEMBLED and (wide or dtype == tl.float16)
+    if KIND == 4:
         return codes
+    elif fits and (KIND == 0 or KIND == 1):
+        return tl.inline_asm_elementwise(
+            of_bytes(KIND == 1, wide), "=r,h", [codes], dtype=short.value, is_pure=True, pack=2
+        )
+    elif fits and (KIND == 2 or KIND == 5):
+        return tl.inline_asm_elementwise(
+            of_nibbles(KIND == 5, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
+        )
+    elif KIND == 2 or KIND == 3 or KIND == 5:
+        return _of_code((codes >> (4 * part)) & 15, KIND, LOW, HIGH).to(dtype)
     else:
-        code = (codes >> (4 * half)) & 15
-        if KIND == 2:
-            return _small(code, 8.0).to(dtype)
-        elif KIND == 5:
-            bits = code.to(tl.uint32)
-            bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
-            return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(dtype)
-        else:
-            low = tl.full(code.shape, LOW, tl.int64)
-            high = tl.full(code.shape, HIGH, tl.int64)
-            return (tl.where(code < 8, low, high) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(dtype)
+        return _of_code(codes, KIND, LOW, HIGH).to(dtype)
+
+
+@triton.jit
+def _of_code(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """What single codes stand for, in float32."""
+    if KIND == 0:
+        return _small(code.to(tl.uint8, bitcast=True) ^ 128, 128.0)
+    elif KIND == 1:
+        return from_float8(code)
+    elif KIND == 2:
+        return _small(code, 8.0)
+    elif KIND == 5:
+        bits = code.to(tl.uint32)
+        bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
+        return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
+    else:
+        low = tl.full(code.shape, LOW, tl.int64)
+        high = tl.full(code.shape, HIGH, tl.int64)
+        return (tl.where(code < 8, low, high) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.float32)
 
 
 @triton.jit
@@ -64,17 +83,44 @@ def lines_at(codes, n, stride, LINES: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def _scales_at(
+    scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Of outputs n, for each part of a step whose inputs begin `at`: as many as PARTS."""
+    first = _scale_at(scales, at, n, n_inside, outs, inner, group)
+    if PARTS == 1:
+        return (first,)
+    else:
+        second = _scale_at(scales, at + BLOCK_K, n, n_inside, outs, inner, group)
+        third = _scale_at(scales, at + 2 * BLOCK_K, n, n_inside, outs, inner, group)
+        fourth = _scale_at(scales, at + 3 * BLOCK_K, n, n_inside, outs, inner, group)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def _scale_at(scales, at, n, n_inside, outs, inner, group):
+    return tl.load(scales + (at // group) * outs + n, mask=n_inside & (at < inner), other=0.0)
+
+
+@triton.jit
 def sum_whole(
     x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, first, end, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M]; of
-    the bytes from `first` to `end` of each line, which has `stride`. Half bytes: the lower ones of BLOCK_K bytes are as
-    many inputs, the upper ones the next. LINES, where they are not 1, are of whole steps."""
-    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    the words from `first` to `end` of each line, which has `stride`. Of four codes in a word the lowest ones of BLOCK_K
+    words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
+
+    Scales are read a step before they are used: Triton prefetches what tensor cores multiply, and nothing else."""
+    parts: tl.constexpr = 4 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    dtype: tl.constexpr = x_rows.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if SCALED:
+        next_scales = _scales_at(scales, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
+        if OFFSET:
+            next_offsets = _scales_at(offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
     for begin in range(first, end, BLOCK_K):
         if LINES > 1:  # what fills up the last lines is there
             packed = tl.load(lines + begin * LINES + k[None, :])
@@ -82,19 +128,28 @@ def sum_whole(
             packed = tl.load(
                 lines + begin + k[None, :], mask=n_inside[:, None] & (begin + k < stride)[None, :], other=0
             )
-        for half in tl.static_range(halves):
-            at = begin * halves + half * BLOCK_K
+        if SCALED:
+            after = (begin + BLOCK_K) * parts
+            own_scales = next_scales
+            next_scales = _scales_at(scales, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+            if OFFSET:
+                own_offsets = next_offsets
+                next_offsets = _scales_at(offsets, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+        for part in tl.static_range(parts):
+            at = begin * parts + part * BLOCK_K
             there = (at + k < inner)[:, None] & m_inside[None, :]
             right = tl.load(x_rows + at + k[:, None], mask=there, other=0.0)
-            left = _values(packed, half, KIND, LOW, HIGH, x_rows.dtype.element_ty)
+            left = _values(packed, part, KIND, LOW, HIGH, dtype)
             if SCALED:
-                known = n_inside & (at < inner)
-                of = (at // group) * outs + n
-                scale = tl.load(scales + of, mask=known, other=0.0).to(tl.float32)
+                scale = own_scales[part].to(tl.float32)
                 total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
                 if OFFSET:
-                    offset = tl.load(offsets + of, mask=known, other=0.0).to(tl.float32)
-                    total += offset[:, None] * tl.sum(right.to(tl.float32), 0)[None, :]
+                    offset = own_offsets[part].to(tl.float32)
+                    if dtype == tl.float32:
+                        total += offset[:, None] * tl.sum(right, 0)[None, :]
+                    else:  # tensor cores have time for it, and each thread gets the sums that it needs
+                        ones = tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(dtype)
+                        total += tl.dot(ones, right) * offset[:, None]
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
     return total
@@ -185,16 +240,16 @@ def expand(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """out [some outputs, inner], from output `first` on, in its type. Grid: tiles of outputs, steps of a line."""
-    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    parts: tl.constexpr = 4 if KIND == 2 or KIND == 3 or KIND == 5 else 1
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
     inside, begin = n < outs, tl.program_id(1) * BLOCK_K
     where = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
     packed = tl.load(where, mask=inside[:, None] & (begin + k < stride)[None, :], other=0)
     factor = tl.load(factors + n, mask=inside, other=0.0)[:, None]
-    for half in tl.static_range(halves):
-        at = begin * halves + half * BLOCK_K
-        value = _values(packed, half, KIND, LOW, HIGH, tl.float32)
+    for part in tl.static_range(parts):
+        at = begin * parts + part * BLOCK_K
+        value = _values(packed, part, KIND, LOW, HIGH, out.dtype.element_ty).to(tl.float32)
         if SCALED:
             known = inside & (at < inner)
             of = (at // group) * outs + n
@@ -258,11 +313,10 @@ def look_up(
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
     line = lines_at(codes, row, stride, LINES, STEP)
     if KIND == 2 or KIND == 3 or KIND == 5:
-        packed = tl.load(line + column // (2 * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
-        upper = _values(packed, 1, KIND, LOW, HIGH, tl.float32)
-        value = tl.where(column // STEP % 2 == 1, upper, _values(packed, 0, KIND, LOW, HIGH, tl.float32))
+        packed = tl.load(line + column // (4 * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
+        value = _of_code((packed >> (column // STEP % 4 * 4).to(tl.int16)) & 15, KIND, LOW, HIGH)
     else:
-        value = _values(tl.load(line + column, mask=inside, other=0), 0, KIND, LOW, HIGH, tl.float32)
+        value = _of_code(tl.load(line + column, mask=inside, other=0), KIND, LOW, HIGH)
     if SCALED:
         at = (column // group).to(tl.int64) * outs + row
         value *= tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
