@@ -16,13 +16,14 @@ from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.packing import Packed
 from quire.kernels.gpu.quantization.quantized import QuantizedLinear, Tiles, choose_tiles
 from quire.kernels.gpu.triton_linear import DenseLinear
+from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.routing import Experts
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
 
-_SORTED_AT_ONCE = 1024
+_SORTED_AT_ONCE = 4096
 _BLOCK = 1024
 """Numbers of a token that one program weighs."""
 _ALIGNED = 16
@@ -30,7 +31,11 @@ _ALIGNED = 16
 _NUMBERS = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MANY = 64
-"""Rows of an expert, on average, from which on tiles are large."""
+"""Rows of an expert, on average, from which on tiles are large,"""
+_LARGE, _LARGE_BYTES = Tiles(128, 256, 8, 4), 192 * 1024
+"""so large for 16 bits, where there is that much shared memory;"""
+_WIDE, _WIDE_BYTES = 128, 120 * 1024
+"""of codes of so many inputs a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,10 @@ class Stack:
         """None where they are of no kind that the kernel knows, or differ."""
         found = [_packed(each) for each in linears]
         known = [each for each in found if each is not None]
-        if len(known) < len(found) or len({(part.form, part.group, part.step, part.lines) for part, _ in known}) > 1:
+        if (
+            len(known) < len(found)
+            or len({(part.form, part.group, part.step, part.lines, part.codes.dtype) for part, _ in known}) > 1
+        ):
             return None
         parts = [part for part, _ in known]
         biases = [bias.contiguous() for _, bias in known if bias is not None]
@@ -112,9 +120,7 @@ class GroupedMixture:
             between(self._backend, experts, gate_up).contiguous(), order, starts, each, count, of_tokens=False
         )
         size = out.shape[1]
-        kernels.weigh[len(x), cdiv(size, _BLOCK)](
-            out, given, shares, chosen, size, experts.first, here, each, _BLOCK
-        )
+        kernels.weigh[len(x), cdiv(size, _BLOCK)](out, given, shares, chosen, size, experts.first, here, each, _BLOCK)
         return out
 
 
@@ -148,7 +154,7 @@ def sort_rows(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Ten
     of what other ranks multiply is not written."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
-    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORTED_AT_ONCE)
+    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORTED_AT_ONCE, num_warps=8)
     return order, starts
 
 
@@ -170,8 +176,13 @@ def _packed(linear: Linear) -> tuple[Packed, Tensor | None] | None:
 
 
 def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles:
-    """For so many rows of each expert."""
-    numbers = part.form[0] == triton_quantized.NUMBERS
-    if numbers and dtype != torch.float32 and not fixed and rows > _MANY:
+    """For so many rows of each expert; the figures of an H100 chose them."""
+    tiles = choose_tiles(rows, dtype, fixed=fixed, part=part)
+    if fixed or rows <= _MANY or dtype == torch.float32:
+        return tiles
+    room = triton_sizes.shared_bytes(part.codes.device.index)
+    if part.form[0] == triton_quantized.NUMBERS and room >= _LARGE_BYTES:
+        return _LARGE
+    if part.in_word * part.step <= _WIDE and room >= _WIDE_BYTES or part.form[0] == triton_quantized.NUMBERS:
         return Tiles(128, 128, 8, 3)
-    return choose_tiles(rows, dtype, fixed=fixed, words=part.words)
+    return tiles

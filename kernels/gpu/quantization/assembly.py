@@ -1,4 +1,4 @@
-"""Codes of few bits to numbers of 16 bits by PTX: two or four at a time, where Triton's own operations take one at a time.
+"""Codes of few bits to numbers of 16 bits by PTX: two at a time, where Triton's own operations take one at a time.
 
 Bits of codes become bits of floats, from which one multiplication and addition makes the numbers: exactly, as they are few.
 """
@@ -51,18 +51,6 @@ def _float_bits(to: str, source: str, wide: bool, at: int, bits: int, mantissa: 
     )
 
 
-def _signed_bytes(to: str, wide: bool) -> str:
-    """Bytes in the lower halves of t, with signs where bfloat16; for float16 with 128 added."""
-    one = _ONE[wide]
-    if not wide:
-        return f"or.b32 t, t, {_both(_MAGIC[wide])};" + _finished(to, wide, one, _both(0x8000 | _MAGIC[wide] | 128))
-    magic = _MAGIC[wide]  # 7 bits behind the point: the sign bit makes what is subtracted 256
-    return (
-        f"lop3.b32 u, t, 0x00800080, {_both(0x8000 | magic)}, 0xEA;"
-        f"lop3.b32 t, t, 0x007F007F, {_both(magic)}, 0xEA;" + _finished(to, wide, one, "u")
-    )
-
-
 def _of_nibbles(floats: bool, wide: bool, part: int) -> str:
     """Of the part-th 4 bits of each of two words of 16, $1: integers less 8, or doubled floats (e2m1). wide: bfloat16."""
     if floats:
@@ -75,18 +63,27 @@ def _of_nibbles(floats: bool, wide: bool, part: int) -> str:
     return "{.reg .b32 t, u, o, m;" + body + "}"
 
 
-def _of_bytes(floats: bool, wide: bool) -> str:
-    """Of two bytes, $1, 16 bits: 8-bit floats (e4m3), or integers."""
-    if floats:  # to the upper bytes of halves
-        body = "prmt.b32 v, v, 0, 0x1404;" + _float_bits("$0", "v", wide, 8, 8, 3, 120 if wide else 8)
+def _of_bytes(floats: bool, wide: bool, part: int) -> str:
+    """Of the part-th byte of each of two words of 16, $1: 8-bit floats (e4m3), or integers."""
+    magic = _MAGIC[wide]
+    if floats:
+        body = _float_bits("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
+    elif wide:  # 7 bits behind the point: the sign bit makes what is subtracted 256
+        body = _shifted("t", "$1", -8 * part)
+        body += f"lop3.b32 u, t, 0x00800080, {_both(0x8000 | magic)}, 0xEA;"
+        body += f"lop3.b32 t, t, 0x007F007F, {_both(magic)}, 0xEA;" + _finished("$0", wide, _ONE[wide], "u")
     else:
-        body = ("" if wide else "xor.b32 v, v, 0x8080;") + "prmt.b32 t, v, 0, 0x4140;" + _signed_bytes("$0", wide)
-    return "{.reg .b32 t, u, v, o, m; cvt.u32.u16 v, $1;" + body + "}"
+        body = "xor.b32 u, $1, 0x80808080;" + _shifted("t", "u", -8 * part)
+        body += f"lop3.b32 t, t, 0x00FF00FF, {_both(magic)}, 0xEA;"
+        body += _finished("$0", wide, _ONE[wide], _both(0x8000 | magic | 128))
+    return "{.reg .b32 t, u, o, m;" + body + "}"
 
 
 _BOTH = (False, True)
-_NIBBLES = tl.constexpr(tuple(_of_nibbles(floats, wide, part) for floats in _BOTH for wide in _BOTH for part in range(4)))
-_BYTES = tl.constexpr(tuple(_of_bytes(floats, wide) for floats in _BOTH for wide in _BOTH))
+_NIBBLES = tl.constexpr(
+    tuple(_of_nibbles(floats, wide, part) for floats in _BOTH for wide in _BOTH for part in range(4))
+)
+_BYTES = tl.constexpr(tuple(_of_bytes(floats, wide, part) for floats in _BOTH for wide in _BOTH for part in range(2)))
 
 
 @triton.constexpr_function
@@ -96,6 +93,6 @@ def of_nibbles(floats: bool, wide: bool, part: int) -> str:
 
 
 @triton.constexpr_function
-def of_bytes(floats: bool, wide: bool) -> str:
+def of_bytes(floats: bool, wide: bool, part: int) -> str:
     """As `_of_bytes`, likewise."""
-    return _BYTES.value[2 * floats + wide]
+    return _BYTES.value[4 * floats + 2 * wide + part]

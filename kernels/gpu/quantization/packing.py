@@ -31,8 +31,8 @@ class Packed:
     """Outputs whose weights are alike, as kernels read them."""
 
     codes: Tensor
-    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, and perhaps `laid_for_decodes`; else
-    [outs, in], a byte each."""
+    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, or of two of 8 (`_in_pairs`), and perhaps
+    `laid_for_decodes`; else [outs, in], a byte or a number each."""
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
@@ -67,9 +67,16 @@ class Packed:
         return self.codes.shape[1]
 
     @property
-    def words(self) -> bool:
-        """Whether codes are four in a word."""
-        return self.form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS)
+    def in_word(self) -> int:
+        """How many codes a word has."""
+        if self.form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS):
+            return _CODES
+        return 2 if self.paired else 1
+
+    @property
+    def paired(self) -> bool:
+        """Whether two codes of 8 bits are in a word, so that x in codes has their order."""
+        return self.form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
 
     @property
     def kernel_scales(self) -> tuple[Tensor, Tensor]:
@@ -87,7 +94,8 @@ def pack_grouped(weight: GroupedWeight) -> Packed | None:
         return None
     factors, scales, offsets = weight.half_scales()
     if weight.bits == 8:
-        kind, step, codes = kernels.INTEGERS, steps[0], weight.codes.contiguous()
+        kind, step = kernels.INTEGERS, steps[0]
+        codes = _in_pairs(weight.codes, step)
     else:
         kind = kernels.NIBBLES if weight.values is None else kernels.TABLE
         kind = kernels.NIBBLE_FLOATS if weight.values == _FLOATS else kind
@@ -106,7 +114,7 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
     steps = [step for step in _STEPS if single or weight.inputs % step == 0]
     if not steps:
         return None
-    scales, codes = weight.scales_by_output(), weight.codes.view(torch.uint8).contiguous()
+    scales, codes = weight.scales_by_output(), _in_pairs(weight.codes.view(torch.uint8), steps[0])
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     turned = None if single else scales.t().contiguous()
     rounds = native and (single or weight.inputs % BLOCK == 0)
@@ -118,8 +126,9 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
 
 def laid_for_decodes(part: Packed) -> Packed:
     """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
-    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay."""
-    if not part.words or part.lines > 1:
+    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay, and those
+    that PyTorch multiplies."""
+    if part.in_word == 1 or part.rounds or part.lines > 1:
         return part
     padded = F.pad(part.codes, (0, 0, 0, -part.outs % LINES))
     laid = padded.unflatten(1, (-1, part.step)).unflatten(0, (-1, LINES)).transpose(1, 2)
@@ -160,5 +169,19 @@ def _in_steps(codes: Tensor, step: int) -> Tensor:
     return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
 
 
+def _in_pairs(codes: Tensor, step: int) -> Tensor:
+    """Words [out, in / 2] of 8-bit codes [out, in], in the same memory order of blocks: of two steps of inputs the first
+    ones are the lower bytes, the others the upper ones. As they are where the last block would not be whole."""
+    if codes.shape[1] % (2 * step):
+        return codes.contiguous()
+    return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)
+
+
 def _alike(a: Packed, b: Packed) -> bool:
-    return (a.form, a.group, a.step, a.rounds) == (b.form, b.group, b.step, b.rounds) and same_order(a.order, b.order)
+    return (a.form, a.group, a.step, a.rounds, a.codes.dtype) == (
+        b.form,
+        b.group,
+        b.step,
+        b.rounds,
+        b.codes.dtype,
+    ) and same_order(a.order, b.order)

@@ -31,6 +31,8 @@ _FEW, _SOME = 16, 64
 """Rows: tiles are chosen for up to so many."""
 _EXPANDED = 256
 """Rows from which on weights that x is not rounded for are expanded once, for PyTorch's product of 16 bits."""
+_LONG, _LONG_BYTES = 64, 112 * 1024
+"""Words of a long step, and the shared memory of three of them with the inputs of _SOME rows."""
 _COLUMNS = 1024
 """Of a row that is looked up, or of sums, in one program."""
 _PROGRAMS = 4
@@ -134,7 +136,8 @@ def _form(part: Packed, product: library.Product | None) -> Eights | None:
     """How x is rounded for many rows; None: it is not."""
     if not part.rounds:
         return None
-    return Eights(part.form[0] == kernels.INTEGERS, by_blocks=True) if product is None else product.form
+    integers = part.form[0] == kernels.INTEGERS
+    return Eights(integers, product is None or product == library.Product.SQUARES, part.paired)
 
 
 def pack_quantized(
@@ -194,17 +197,20 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, words: bool = False) -> Tiles:
+def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Packed | None = None) -> Tiles:
     """Small tiles for few rows, whose time is reading weights; fixed: one size for all. dtype: of what is multiplied.
-    words: weights are in words of four codes, so a step is of four times as many inputs."""
+    part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
     if dtype == torch.float32:  # in full precision, so without tensor cores
         return Tiles(32, 64, 4, 2)
+    nibbles = part is not None and part.in_word == 4
+    long = nibbles and part.step >= _LONG
     if rows <= _FEW and not fixed:
-        return Tiles(16, 64, 4, 3 if words else 4)
+        return Tiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
     if rows <= 2 * _FEW and not fixed:
         return Tiles(32, 64, 4, 3)
-    if words or fixed or rows <= _SOME:
-        return Tiles(64, 64, 4, 2 if words else 3)
+    if fixed or rows <= _SOME or long:
+        fits = not long or triton_sizes.shared_bytes(part.codes.device.index) >= _LONG_BYTES
+        return Tiles(64, 64, 4, 3 if fits else 2)
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)
 
 
@@ -221,7 +227,7 @@ def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
 def multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
-    tiles = choose_tiles(rows, x.dtype, fixed=fixed, words=part.words)
+    tiles = choose_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = divided(part, tiles) if fixed or rows <= _SOME else (1, part.stride)
     grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
     shape = (tiles.block_m, tiles.block_n, part.step, part.lines)

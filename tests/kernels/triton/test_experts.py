@@ -96,11 +96,10 @@ def test_every_router(device: torch.device, routing: Routing, generator: torch.G
 
     assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
 
+
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("count", [7, 128])
-def test_choices_of_one_kernel(
-    count: int, corrected: bool, device: torch.device, generator: torch.Generator
-) -> None:
+def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device, generator: torch.Generator) -> None:
     """Those of `route`, in its order: the first of equal ones, each expert once, also where scores are no numbers."""
     scores = torch.randn((9, count), generator=generator).mul(4).round().div(4)  # many are equal
     scores[3], scores[4, 2], scores[5] = -torch.inf, torch.inf, 0.0
