@@ -55,4 +55,7 @@ def processors(device: int | None) -> int:
 @cache
 def shared_bytes(device: int | None) -> int:
     """What a program's shared memory may be; under the interpreter, a consumer GPU's."""
-    return 99 * 1024 if device is None else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if device is None:
+        return 99 * 1024
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    return found

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import between, choose
+from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.packing import Packed
 from quire.kernels.gpu.quantization.quantized import QuantizedLinear, Tiles, choose_tiles
 from quire.kernels.gpu.triton_linear import DenseLinear
-from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.routing import Experts
 
@@ -181,8 +181,9 @@ def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles
     if fixed or rows <= _MANY or dtype == torch.float32:
         return tiles
     room = triton_sizes.shared_bytes(part.codes.device.index)
-    if part.form[0] == triton_quantized.NUMBERS and room >= _LARGE_BYTES:
+    numbers = part.form[0] == triton_quantized.NUMBERS
+    if numbers and room >= _LARGE_BYTES:
         return _LARGE
-    if part.in_word * part.step <= _WIDE and room >= _WIDE_BYTES or part.form[0] == triton_quantized.NUMBERS:
+    if numbers or (part.in_word * part.step <= _WIDE and room >= _WIDE_BYTES):
         return Tiles(128, 128, 8, 3)
     return tiles

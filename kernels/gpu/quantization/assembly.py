@@ -1,6 +1,7 @@
 """Codes of few bits to numbers of 16 bits by PTX: two at a time, where Triton's own operations take one at a time.
 
-Bits of codes become bits of floats, from which one multiplication and addition makes the numbers: exactly, as they are few.
+Bits of codes become bits of floats, from which one multiplication and addition makes the numbers: exactly, as they are
+few.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _finished(to: str, wide: bool, factor: int, added: str) -> str:
 
 
 def _float_bits(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Small floats of so many bits, which begin at bit `at` of each half of the source; 2^exponent is between what their
-    bits mean in the larger type and what they stand for."""
+    """Small floats of so many bits, which begin at bit `at` of each half of the source; 2^exponent is between what
+    their bits mean in the larger type and what they stand for."""
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _both(((1 << (bits - 1)) - 1) << (fraction - mantissa))
     factor = (127 + exponent) << 7 if wide else (15 + exponent) << 10
@@ -52,7 +53,8 @@ def _float_bits(to: str, source: str, wide: bool, at: int, bits: int, mantissa: 
 
 
 def _of_nibbles(floats: bool, wide: bool, part: int) -> str:
-    """Of the part-th 4 bits of each of two words of 16, $1: integers less 8, or doubled floats (e2m1). wide: bfloat16."""
+    """Of the part-th 4 bits of each of two words of 16, $1: integers less 8, or doubled floats (e2m1). wide: for
+    bfloat16."""
     if floats:
         # Of e2m1's exponents 1 stands for 1; doubled it is one more.
         body = _float_bits("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)

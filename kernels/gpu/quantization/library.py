@@ -1,5 +1,5 @@
-"""Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits first,
-some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a trial on
+"""Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits
+first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a trial on
 that GPU says.
 
 Their tiles follow the number of rows, so they are not for --deterministic.
@@ -24,7 +24,7 @@ from quire.kernels.quantized import Rounded
 _COLUMNS = 1024
 """Outputs that one program scales."""
 _EXPANDED_BYTES = 128 * 2**20
-"""Of weights that are expanded at a time: on an H100 a product of many outputs gains more than its second cache does."""
+"""Of weights that are expanded at a time: an H100 gains more by a product of many outputs than by its second cache."""
 _MANY = 64
 """Rows above which integers are multiplied by Triton, whose product scales its sums by itself."""
 _INTEGER_TILES, _INTEGER_STEP, _TOGETHER = Tiles(128, 128, 8, 3), 128, 8
@@ -117,8 +117,8 @@ def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) ->
         if len(x) > _MANY:
             tiles = _INTEGER_TILES
             kernels.multiply_integers[cdiv(len(x), tiles.block_m) * cdiv(part.outs, tiles.block_n),](
-                x.codes, x.scales, part.codes.view(torch.int8), part.factors, part.factors if bias is None else bias, out, len(x),
-                part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m, tiles.block_n,
+                x.codes, x.scales, part.codes.view(torch.int8), part.factors, part.factors if bias is None else bias,
+                out, len(x), part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m, tiles.block_n,
                 _INTEGER_STEP, _TOGETHER, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
             return out

@@ -31,8 +31,8 @@ class Packed:
     """Outputs whose weights are alike, as kernels read them."""
 
     codes: Tensor
-    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, or of two of 8 (`_in_pairs`), and perhaps
-    `laid_for_decodes`; else [outs, in], a byte or a number each."""
+    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, or of two of 8 (`_in_pairs`), and
+    perhaps `laid_for_decodes`; else [outs, in], a byte or a number each."""
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
@@ -170,8 +170,8 @@ def _in_steps(codes: Tensor, step: int) -> Tensor:
 
 
 def _in_pairs(codes: Tensor, step: int) -> Tensor:
-    """Words [out, in / 2] of 8-bit codes [out, in], in the same memory order of blocks: of two steps of inputs the first
-    ones are the lower bytes, the others the upper ones. As they are where the last block would not be whole."""
+    """Words [out, in / 2] of 8-bit codes [out, in]: of two steps of inputs the first ones are the lower bytes, the
+    others the upper ones. As they are where the last two steps would not be whole."""
     if codes.shape[1] % (2 * step):
         return codes.contiguous()
     return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)

@@ -202,14 +202,16 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Packed | N
     part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
     if dtype == torch.float32:  # in full precision, so without tensor cores
         return Tiles(32, 64, 4, 2)
-    nibbles = part is not None and part.in_word == 4
-    long = nibbles and part.step >= _LONG
+    nibbles, long, device = False, False, None
+    if part is not None:
+        nibbles, device = part.in_word == 4, part.codes.device.index
+        long = nibbles and part.step >= _LONG
     if rows <= _FEW and not fixed:
         return Tiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
     if rows <= 2 * _FEW and not fixed:
         return Tiles(32, 64, 4, 3)
     if fixed or rows <= _SOME or long:
-        fits = not long or triton_sizes.shared_bytes(part.codes.device.index) >= _LONG_BYTES
+        fits = not long or triton_sizes.shared_bytes(device) >= _LONG_BYTES
         return Tiles(64, 64, 4, 3 if fits else 2)
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)
 

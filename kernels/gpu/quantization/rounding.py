@@ -65,8 +65,8 @@ class Eights(Rounding):
         if rows:
             kernels.norm_rounded[rows,](
                 x if out is None else out, made.codes, made.scales, x, total, weight, weight if bias is None else bias,
-                eps, rows, size, row, residual is not None, bias is not None, whole, self._kind, self.paired, BLOCK, self.by_blocks,
-                num_warps=warps,
+                eps, rows, size, row, residual is not None, bias is not None, whole, self._kind, self.paired, BLOCK,
+                self.by_blocks, num_warps=warps,
             )  # fmt: skip
         return made, total
 

@@ -23,8 +23,8 @@ from quire.kernels.gpu.quantization.assembly import ASSEMBLED, of_bytes, of_nibb
 from quire.kernels.gpu.triton_codes import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
-"""What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits in a word of 16, where a code less 8 is its
-value; four with a table of values; numbers of the type of x; four 4-bit floats (e2m1), doubled."""
+"""What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits
+in a word, where a code less 8 is its value; four with a table of values; numbers of the type of x; four 4-bit floats (e2m1), doubled."""
 
 
 @triton.constexpr_function
@@ -126,8 +126,8 @@ def sum_whole(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M]; of
-    the words from `first` to `end` of each line, which has `stride`. Of several codes in a word the lowest ones of BLOCK_K
-    words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
+    the words from `first` to `end` of each line, which has `stride`. Of several codes in a word the lowest ones of
+    BLOCK_K words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
 
     Scales are read a step before they are used: Triton prefetches what tensor cores multiply, and nothing else."""
     parts: tl.constexpr = _codes_of(KIND, lines.dtype.element_ty.primitive_bitwidth)

@@ -28,8 +28,8 @@ def _codes(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _place(column, PAIRED: tl.constexpr):
-    """Where a column's code is in its row. PAIRED: of two steps of 64 columns the first ones are the lower bytes of words
-    of 16 bits, the others the upper ones, as packing.py lays weights."""
+    """Where a column's code is in its row. PAIRED: of two steps of 64 columns the first ones are the lower bytes of
+    words of 16 bits, the others the upper ones, as packing.py lays weights."""
     return column // 128 * 128 + column % 64 * 2 + column % 128 // 64 if PAIRED else column
 
 
