@@ -1,6 +1,6 @@
 """Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits
-first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a trial on
-that GPU says.
+first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a trial
+on that GPU says.
 
 Their tiles follow the number of rows, so they are not for --deterministic.
 """
@@ -118,8 +118,8 @@ def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) ->
             tiles = _INTEGER_TILES
             kernels.multiply_integers[cdiv(len(x), tiles.block_m) * cdiv(part.outs, tiles.block_n),](
                 x.codes, x.scales, part.codes.view(torch.int8), part.factors, part.factors if bias is None else bias,
-                out, len(x), part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m, tiles.block_n,
-                _INTEGER_STEP, _TOGETHER, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+                out, len(x), part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m,
+                tiles.block_n, _INTEGER_STEP, _TOGETHER, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
             return out
         sums = torch._int_mm(x.codes, part.codes.view(torch.int8).t())

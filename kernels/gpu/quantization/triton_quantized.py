@@ -24,7 +24,8 @@ from quire.kernels.gpu.triton_codes import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
 """What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits
-in a word, where a code less 8 is its value; four with a table of values; numbers of the type of x; four 4-bit floats (e2m1), doubled."""
+in a word, where a code less 8 is its value; four with a table of values; numbers of the type of x; four 4-bit floats
+(e2m1), doubled."""
 
 
 @triton.constexpr_function
@@ -92,7 +93,7 @@ def _small(code, less: tl.constexpr):
 
 @triton.jit
 def lines_at(codes, n, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Where the codes of outputs n begin: of every LINES outputs, STEP bytes of each lie side by side, then more."""
+    """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more."""
     wide = n.to(tl.int64)
     return codes + wide // LINES * LINES * stride + wide % LINES * STEP
 
