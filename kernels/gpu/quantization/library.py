@@ -1,6 +1,6 @@
 """Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits
-first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a trial
-on that GPU says.
+first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a
+trial on that GPU says.
 
 Their tiles follow the number of rows, so they are not for --deterministic.
 """
