@@ -30,8 +30,8 @@ _ALIGNED = 16
 """Bytes: kernels read so many at once."""
 _NUMBERS = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
-_MANY = 64
-"""Rows of an expert, on average, from which on tiles are large,"""
+_FEW, _MANY = 16, 64
+"""Rows of an expert, on average, up to which tiles are small, and from which on they are large,"""
 _LARGE, _LARGE_BYTES = Tiles(128, 256, 8, 4), 192 * 1024
 """so large for 16 bits, where there is that much shared memory;"""
 _WIDE, _WIDE_BYTES = 128, 120 * 1024
@@ -178,8 +178,10 @@ def _packed(linear: Linear) -> tuple[Packed, Tensor | None] | None:
 def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles:
     """For so many rows of each expert; the figures of an H100 chose them."""
     tiles = choose_tiles(rows, dtype, fixed=fixed, part=part)
-    if fixed or rows <= _MANY or dtype == torch.float32:
+    if fixed or rows <= _FEW or dtype == torch.float32:
         return tiles
+    if rows <= _MANY:
+        return Tiles(32, 64, 4, 3)
     room = triton_sizes.shared_bytes(part.codes.device.index)
     numbers = part.form[0] == triton_quantized.NUMBERS
     if numbers and room >= _LARGE_BYTES:
