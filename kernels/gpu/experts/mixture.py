@@ -180,10 +180,10 @@ def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles
     tiles = choose_tiles(rows, dtype, fixed=fixed, part=part)
     if fixed or rows <= _FEW or dtype == torch.float32:
         return tiles
-    if rows <= _MANY:
-        return Tiles(32, 64, 4, 3)
-    room = triton_sizes.shared_bytes(part.codes.device.index)
     numbers = part.form[0] == triton_quantized.NUMBERS
+    if rows <= _MANY:
+        return Tiles(64 if numbers else 32, 64, 4, 3)
+    room = triton_sizes.shared_bytes(part.codes.device.index)
     if numbers and room >= _LARGE_BYTES:
         return _LARGE
     if numbers or (part.in_word * part.step <= _WIDE and room >= _WIDE_BYTES):

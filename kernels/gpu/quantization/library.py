@@ -18,15 +18,16 @@ from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.packing import BLOCK, LINES, Packed
 from quire.kernels.gpu.quantization.rounding import Eights
-from quire.kernels.gpu.triton_sizes import Tiles, cdiv
+from quire.kernels.gpu.triton_sizes import Tiles, cdiv, processors
 from quire.kernels.quantized import Rounded
 
 _COLUMNS = 1024
 """Outputs that one program scales."""
 _EXPANDED_BYTES = 128 * 2**20
 """Of weights that are expanded at a time: an H100 gains more by a product of many outputs than by its second cache."""
-_MANY = 64
-"""Rows above which integers are multiplied by Triton, whose product scales its sums by itself."""
+_MANY, _LEAST_SHARE = 64, 3
+"""Rows above which integers are multiplied by Triton, whose product scales its sums by itself, where programs are for
+one in so many of the GPU's processors at least."""
 _INTEGER_TILES, _INTEGER_STEP, _TOGETHER = Tiles(128, 128, 8, 3), 128, 8
 _UNIT = 16
 """_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
@@ -100,7 +101,7 @@ def _tried(
             factors, scales = torch.ones_like(factors), squares.repeat_interleave(BLOCK, 0)[:outs].t().contiguous()
         weight = eights.double() * (by_input if product == Product.SQUARES else factors[:, None]).double()
     part = Packed(held, factors, scales, None, BLOCK, form, inner, 64, outs, rounds=True, squares=squares)
-    seen = Eights(product == Product.INTEGERS, product == Product.SQUARES, paired=False).of(x)
+    seen = Eights(product == Product.INTEGERS, product == Product.SQUARES, paired=0).of(x)
     spread = seen.scales.t().repeat_interleave(BLOCK, 1) if product == Product.SQUARES else seen.scales[:, None]
     codes = seen.codes if product == Product.INTEGERS else seen.codes.view(torch.float8_e4m3fn)
     known = codes.double() * spread.double()
@@ -114,9 +115,10 @@ def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) ->
     """x [rows, in], as the product takes it, @ weight.T + bias; integers of more than 16 rows."""
     if product == Product.INTEGERS:
         out = torch.empty((len(x), part.outs), dtype=x.dtype, device=x.device)
-        if len(x) > _MANY:
-            tiles = _INTEGER_TILES
-            kernels.multiply_integers[cdiv(len(x), tiles.block_m) * cdiv(part.outs, tiles.block_n),](
+        tiles = _INTEGER_TILES
+        programs = cdiv(len(x), tiles.block_m) * cdiv(part.outs, tiles.block_n)
+        if len(x) > _MANY and _LEAST_SHARE * programs >= processors(x.device.index):
+            kernels.multiply_integers[programs,](
                 x.codes, x.scales, part.codes.view(torch.int8), part.factors, part.factors if bias is None else bias,
                 out, len(x), part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m,
                 tiles.block_n, _INTEGER_STEP, _TOGETHER, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

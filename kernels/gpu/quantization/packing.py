@@ -74,9 +74,10 @@ class Packed:
         return 2 if self.paired else 1
 
     @property
-    def paired(self) -> bool:
-        """Whether two codes of 8 bits are in a word, so that x in codes has their order."""
-        return self.form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
+    def paired(self) -> int:
+        """Where two codes of 8 bits are in a word, so that x in codes has their order: inputs of a step; else 0."""
+        pairs = self.form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
+        return self.step if pairs else 0
 
     @property
     def kernel_scales(self) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,7 @@ def pack_grouped(weight: GroupedWeight) -> Packed | None:
         return None
     factors, scales, offsets = weight.half_scales()
     if weight.bits == 8:
-        kind, step = kernels.INTEGERS, steps[0]
+        kind, step = kernels.INTEGERS, _pair_step(steps, inner)
         codes = _in_pairs(weight.codes, step)
     else:
         kind = kernels.NIBBLES if weight.values is None else kernels.TABLE
@@ -114,14 +115,17 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
     steps = [step for step in _STEPS if single or weight.inputs % step == 0]
     if not steps:
         return None
-    scales, codes = weight.scales_by_output(), _in_pairs(weight.codes.view(torch.uint8), steps[0])
+    scales, codes = (
+        weight.scales_by_output(),
+        _in_pairs(weight.codes.view(torch.uint8), step := _pair_step(steps, inner)),
+    )
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     turned = None if single else scales.t().contiguous()
     rounds = native and (single or weight.inputs % BLOCK == 0)
     squares = weight.scales.float().contiguous() if rounds and not single and weight.block == (BLOCK, BLOCK) else None
     form = (kernels.FLOATS, 0, 0, not single, False)
     beside = (None, rounds, squares)
-    return Packed(codes, factors, turned, None, weight.inputs, form, inner, steps[0], outs, *beside)
+    return Packed(codes, factors, turned, None, weight.inputs, form, inner, step, outs, *beside)
 
 
 def laid_for_decodes(part: Packed) -> Packed:
@@ -167,6 +171,11 @@ def _in_steps(codes: Tensor, step: int) -> Tensor:
     each = F.pad(each, (0, -each.shape[1] % (_CODES * step))).unflatten(1, (-1, _CODES, step))
     pairs = each[:, :, ::2] | each[:, :, 1::2] << 4
     return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
+
+
+def _pair_step(steps: Sequence[int], inner: int) -> int:
+    """The longest step of which the inputs are pairs; the longest of all where they are of none."""
+    return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _in_pairs(codes: Tensor, step: int) -> Tensor:

@@ -210,7 +210,7 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Packed | N
         return Tiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
     if rows <= 2 * _FEW and not fixed:
         return Tiles(32, 64, 4, 3)
-    if fixed or rows <= _SOME or long:
+    if fixed or rows <= _SOME or nibbles:
         fits = not long or triton_sizes.shared_bytes(device) >= _LONG_BYTES
         return Tiles(64, 64, 4, 3 if fits else 2)
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)

@@ -35,8 +35,8 @@ class Eights(Rounding):
     """Else they are 8-bit floats."""
     by_blocks: bool
     """A scale for each BLOCK inputs of a row, [blocks, rows]; else one for each row, [rows]."""
-    paired: bool
-    """Codes have the order that those of the weights have, in words of two."""
+    paired: int
+    """Codes have the order that those of the weights have, in words of two: inputs of a step; 0: their own."""
 
     def of(self, x: Tensor) -> Rounded:
         """x [rows, in], rounded by itself."""

@@ -28,9 +28,23 @@ def _codes(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _place(column, PAIRED: tl.constexpr):
-    """Where a column's code is in its row. PAIRED: of two steps of 64 columns the first ones are the lower bytes of
-    words of 16 bits, the others the upper ones, as packing.py lays weights."""
-    return column // 128 * 128 + column % 64 * 2 + column % 128 // 64 if PAIRED else column
+    """Where a column's code is in its row. PAIRED, if not 0: of two steps of so many columns the first ones are the
+    lower bytes of words of 16 bits, the others the upper ones, as packing.py lays weights."""
+    if PAIRED:
+        return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
+    else:
+        return column
+
+
+@triton.jit
+def _in_place(codes, PAIRED: tl.constexpr):
+    """Codes of a row, of whole pairs of steps, as they lie there."""
+    if PAIRED:
+        size: tl.constexpr = codes.shape[0]
+        apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
+        return tl.reshape(tl.permute(apart, (0, 2, 1)), (size,))
+    else:
+        return codes
 
 
 @triton.jit
@@ -73,7 +87,8 @@ def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.cons
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
         numbers = tl.load(x + row * size + begin + i, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes + row * size + _place(begin + i, PAIRED), _codes(numbers, spread, KIND), mask=inside)
+        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))
 
 
@@ -143,5 +158,6 @@ def gate_rounded_whole(
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
         numbers = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU).to(tl.float32)
-        tl.store(codes + row * size + _place(begin + i, PAIRED), _codes(numbers, spread, KIND), mask=inside)
+        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))

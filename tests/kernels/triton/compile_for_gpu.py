@@ -282,7 +282,7 @@ def few_bits(rows: int, parts: list[packing.Packed]) -> None:
 def rounded(rows: int = 3) -> None:
     """Norms and gates in 8 bits and as they are, of gpt-oss' width, Llama's and DeepSeek's."""
     for (size, integers), by_blocks in product(((2880, False), (4096, True), (7168, False)), (False, True)):
-        form, weight = Eights(integers, by_blocks, paired=size % packing.BLOCK == 0), torch.empty(size)
+        form, weight = Eights(integers, by_blocks, paired=64 if size % packing.BLOCK == 0 else 32), torch.empty(size)
         x, gate_up = (torch.empty((rows, width), dtype=torch.bfloat16) for width in (size, 2 * size))
         for bias, residual, whole in ((None, None, False), (None, x, False), (None, x, True), (weight, x, False)):
             form.norm(x, residual, weight, bias, 1e-5, whole=whole)
