@@ -18,7 +18,7 @@ _QUERIES = (1, 2, 16, 24, 40, 128, 512)
 to 16, 64, more, times heads of a group; of experts the same of each expert, which has a part of them."""
 _LONG = 4096
 """Keys before a step's own: their sums are then split."""
-_LOGIT_ROWS = (1, 40, 256)
+_LOGIT_ROWS = (1, 24, 40, 256)
 
 
 def shapes(slots: Slots, step_tokens: int) -> Iterator[tuple[int, int, int]]:

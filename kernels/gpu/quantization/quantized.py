@@ -208,7 +208,7 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Packed | N
         long = nibbles and part.step >= _LONG
     if rows <= _FEW and not fixed:
         return Tiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
-    if rows <= 2 * _FEW and not fixed:
+    if rows <= 2 * _FEW and not fixed and part is not None:
         return Tiles(32, 64, 4, 3)
     if fixed or rows <= _SOME or nibbles:
         fits = not long or triton_sizes.shared_bytes(device) >= _LONG_BYTES
