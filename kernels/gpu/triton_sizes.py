@@ -50,3 +50,12 @@ def even_splits(wanted: int, seen: int, one_token: bool) -> int:
 def processors(device: int | None) -> int:
     """Multiprocessors of a GPU; under the interpreter, any number."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes(device: int | None) -> int:
+    """What a program's shared memory may be; under the interpreter, a consumer GPU's."""
+    if device is None:
+        return 99 * 1024
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    return found

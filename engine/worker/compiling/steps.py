@@ -13,12 +13,12 @@ from quire.engine.worker.scratch import scratch_step
 from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import Guesses
 
-_QUERIES = (1, 2, 16, 40, 128, 512)
-"""Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, up to 64, more; of attention the
-same, times heads of a group; of experts the same of each expert, which has a part of them."""
+_QUERIES = (1, 2, 16, 24, 40, 128, 512)
+"""Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, 32, 64, more; of attention up
+to 16, 64, more, times heads of a group; of experts the same of each expert, which has a part of them."""
 _LONG = 4096
 """Keys before a step's own: their sums are then split."""
-_LOGIT_ROWS = (1, 40, 256)
+_LOGIT_ROWS = (1, 24, 40, 256)
 
 
 def shapes(slots: Slots, step_tokens: int) -> Iterator[tuple[int, int, int]]:

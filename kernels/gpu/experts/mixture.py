@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Linear
+from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import between, choose
+from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.experts import triton_experts as kernels
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.packing import Packed
@@ -22,15 +23,19 @@ from quire.kernels.routing import Experts
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
 
-_SORTED_AT_ONCE = 1024
+_SORTED_AT_ONCE = 4096
 _BLOCK = 1024
 """Numbers of a token that one program weighs."""
 _ALIGNED = 16
 """Bytes: kernels read so many at once."""
 _NUMBERS = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
-_MANY = 64
-"""Rows of an expert, on average, from which on tiles are large."""
+_FEW, _MANY = 16, 64
+"""Rows of an expert, on average, up to which tiles are small, and from which on they are large,"""
+_LARGE, _LARGE_BYTES = Tiles(128, 256, 8, 4), 192 * 1024
+"""so large for 16 bits, where there is that much shared memory;"""
+_WIDE, _WIDE_BYTES = 128, 120 * 1024
+"""of codes of so many inputs a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,10 @@ class Stack:
         """None where they are of no kind that the kernel knows, or differ."""
         found = [_packed(each) for each in linears]
         known = [each for each in found if each is not None]
-        if len(known) < len(found) or len({(part.form, part.group, part.step, part.lines) for part, _ in known}) > 1:
+        if (
+            len(known) < len(found)
+            or len({(part.form, part.group, part.step, part.lines, part.codes.dtype) for part, _ in known}) > 1
+        ):
             return None
         parts = [part for part, _ in known]
         biases = [bias.contiguous() for _, bias in known if bias is not None]
@@ -74,7 +82,7 @@ class Stack:
         """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
         part, rows, experts = self.parts[0], len(order), len(self.parts)
         outs, numbers = part.outs, part.form[0] == triton_quantized.NUMBERS
-        tiles = _tiles(cdiv(rows, count), x.dtype, numbers=numbers, fixed=self.fixed)
+        tiles = _tiles(cdiv(rows, count), x.dtype, part, fixed=self.fixed)
         out = x.new_empty((rows, outs))
         most = min(rows, rows // tiles.block_m + experts)
         bias = part.factors if self.biases is None else self.biases[0]
@@ -100,8 +108,8 @@ class GroupedMixture:
         out = torch.empty_like(x)
         if not len(x):
             return out
-        chosen, shares, count = choose(experts, routed)
-        chosen, here = chosen.contiguous(), len(self._gate_up.parts)
+        chosen, shares, count = choose_at_once(experts, routed)
+        here = len(self._gate_up.parts)
         order, starts = sort_rows(chosen, here, experts.first)
         each, read = experts.routing.per_token, x
         if experts.routing.inputs:  # as many rows of each token as it has experts
@@ -112,9 +120,7 @@ class GroupedMixture:
             between(self._backend, experts, gate_up).contiguous(), order, starts, each, count, of_tokens=False
         )
         size = out.shape[1]
-        kernels.weigh[len(x), cdiv(size, _BLOCK)](
-            out, given, shares.float().contiguous(), chosen, size, experts.first, here, each, _BLOCK
-        )
+        kernels.weigh[len(x), cdiv(size, _BLOCK)](out, given, shares, chosen, size, experts.first, here, each, _BLOCK)
         return out
 
 
@@ -124,12 +130,31 @@ def grouped_mixture(backend: Backend, experts: Experts, *, fixed: bool) -> Group
     return None if gate_up is None or down is None else GroupedMixture(backend, experts, gate_up, down)
 
 
+def choose_at_once(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """As `choose`, contiguous, and weights in float32: by one kernel where the routing is of a usual kind."""
+    routing = experts.routing
+    if routing.weights == "mixer" or routing.groups > 1 or routing.softcap is not None:
+        chosen, shares, count = choose(experts, x)
+        return chosen.contiguous(), shares.float().contiguous(), count
+    scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS).contiguous()
+    (rows, count), each = scores.shape, routing.per_token
+    chosen = torch.empty((rows, each), dtype=torch.int64, device=x.device)
+    shares = torch.empty((rows, each), dtype=torch.float32, device=x.device)
+    correction = experts.correction
+    kernels.choose[rows,](
+        scores, scores if correction is None else correction, chosen, shares, routing.added, routing.scale,
+        count, power_of_2(count), each, power_of_2(each), routing.weights == "sigmoid", routing.normalized,
+        correction is not None, num_warps=1,
+    )  # fmt: skip
+    return chosen, shares if experts.factors is None else shares * experts.factors[chosen], count
+
+
 def sort_rows(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """Order and starts of the rows of chosen [tokens, per_token] int64, by so many experts from `first` on; the order
     of what other ranks multiply is not written."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
-    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORTED_AT_ONCE)
+    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORTED_AT_ONCE, num_warps=8)
     return order, starts
 
 
@@ -150,8 +175,17 @@ def _packed(linear: Linear) -> tuple[Packed, Tensor | None] | None:
     return None if part.order is not None else (part, linear.bias)
 
 
-def _tiles(rows: int, dtype: torch.dtype, *, numbers: bool, fixed: bool) -> Tiles:
-    """For so many rows of each expert. Chosen from ptxas's reports, by what spills no register."""
-    if numbers and dtype != torch.float32 and not fixed and rows > _MANY:
+def _tiles(rows: int, dtype: torch.dtype, part: Packed, *, fixed: bool) -> Tiles:
+    """For so many rows of each expert; the figures of an H100 chose them."""
+    tiles = choose_tiles(rows, dtype, fixed=fixed, part=part)
+    if fixed or rows <= _FEW or dtype == torch.float32:
+        return tiles
+    numbers = part.form[0] == triton_quantized.NUMBERS
+    if rows <= _MANY:
+        return Tiles(64 if numbers else 32, 64, 4, 3)
+    room = triton_sizes.shared_bytes(part.codes.device.index)
+    if numbers and room >= _LARGE_BYTES:
+        return _LARGE
+    if numbers or (part.in_word * part.step <= _WIDE and room >= _WIDE_BYTES):
         return Tiles(128, 128, 8, 3)
-    return choose_tiles(rows, dtype, fixed=fixed)
+    return tiles

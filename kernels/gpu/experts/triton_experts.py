@@ -16,6 +16,42 @@ CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
 """Rows of a table of addresses: where each expert's tensors lie."""
 
 
+@triton.jit
+def choose(
+    scores, correction, chosen, shares, added, scale,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """A token's experts chosen [tokens, PER_TOKEN] int64, the best first, and their shares, float32, as `route` of
+    kernels/routing.py says it of scores [tokens, EXPERTS]; without groups. Grid: tokens."""
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
+    inside = i < EXPERTS
+    score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-score))
+    else:
+        weight = tl.exp(score - tl.max(score, 0))
+        weight = weight / tl.sum(weight, 0)
+    wanted = score
+    if CORRECTED:
+        wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
+    # Numbers in their order as integers, what is no number first; below all of them what is taken, or not there.
+    bits = (wanted + 0.0).to(tl.int32, bitcast=True)
+    rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    rank = tl.where(inside, rank, -0x80000000)
+    j = tl.arange(0, PER_TOKEN_PAD)
+    found, parts = tl.zeros((PER_TOKEN_PAD,), dtype=tl.int32), tl.zeros((PER_TOKEN_PAD,), dtype=tl.float32)
+    for choice in range(PER_TOKEN):
+        best = tl.argmax(rank, 0)
+        part = tl.sum(tl.where(i == best, weight, 0.0), 0)
+        found, parts = tl.where(j == choice, best, found), tl.where(j == choice, part, parts)
+        rank = tl.where(i == best, -0x80000000, rank)
+    if NORMALIZED:
+        parts = parts / (tl.sum(parts, 0) + added)
+    tl.store(chosen + token * PER_TOKEN + j, found.to(tl.int64), mask=j < PER_TOKEN)
+    tl.store(shares + token * PER_TOKEN + j, parts * scale, mask=j < PER_TOKEN)
+
+
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Sort the rows by chosen [rows] int64 their expert, of which `first` and those behind it are here, others on other

@@ -1,5 +1,6 @@
-"""Products of PyTorch's for many rows: of 8-bit floats (torch._scaled_mm), of 8-bit integers (torch._int_mm), and of
-weights that are expanded to 16 bits first, some at a time. What a build computes on a GPU a trial on that GPU says.
+"""Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits
+first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a
+trial on that GPU says.
 
 Their tiles follow the number of rows, so they are not for --deterministic.
 """
@@ -10,21 +11,28 @@ from enum import StrEnum
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.packing import BLOCK, LINES, Packed
 from quire.kernels.gpu.quantization.rounding import Eights
-from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.gpu.triton_sizes import Tiles, cdiv, processors
 from quire.kernels.quantized import Rounded
 
 _COLUMNS = 1024
 """Outputs that one program scales."""
-_EXPANDED_BYTES = 32 * 2**20
-"""Of weights that are expanded at a time: they are multiplied while a GPU's second cache has them."""
+_EXPANDED_BYTES = 128 * 2**20
+"""Of weights that are expanded at a time: an H100 gains more by a product of many outputs than by its second cache."""
+_MANY, _LEAST_SHARE = 64, 3
+"""Rows above which integers are multiplied by Triton, whose product scales its sums by itself, where programs are for
+one in so many of the GPU's processors at least."""
+_INTEGER_TILES, _INTEGER_STEP, _TOGETHER = Tiles(128, 128, 8, 3), 128, 8
 _UNIT = 16
 """_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
+_ROWS = 4
+"""Where 128 inputs share a scale, _scaled_mm takes rows in multiples of it: so cuBLASLt on an H100."""
 _MOST_ERROR = 0.01
 """Of a product, relative, beside the same codes in float64: its type has 8 bits."""
 _TRIED = ((17, 512, 192), (300, 1024, 128))
@@ -37,11 +45,6 @@ class Product(StrEnum):
     FLOATS = "8-bit floats, a scale for each row"
     SQUARES = "8-bit floats, scales for 128 inputs"
     INTEGERS = "8-bit integers"
-
-    @property
-    def form(self) -> Eights:
-        """How x is rounded for it."""
-        return Eights(self == Product.INTEGERS, self == Product.SQUARES)
 
 
 def product_of(part: Packed, dtype: torch.dtype) -> Product | None:
@@ -98,7 +101,7 @@ def _tried(
             factors, scales = torch.ones_like(factors), squares.repeat_interleave(BLOCK, 0)[:outs].t().contiguous()
         weight = eights.double() * (by_input if product == Product.SQUARES else factors[:, None]).double()
     part = Packed(held, factors, scales, None, BLOCK, form, inner, 64, outs, rounds=True, squares=squares)
-    seen = product.form.of(x)
+    seen = Eights(product == Product.INTEGERS, product == Product.SQUARES, paired=0).of(x)
     spread = seen.scales.t().repeat_interleave(BLOCK, 1) if product == Product.SQUARES else seen.scales[:, None]
     codes = seen.codes if product == Product.INTEGERS else seen.codes.view(torch.float8_e4m3fn)
     known = codes.double() * spread.double()
@@ -111,20 +114,33 @@ def _tried(
 def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) -> Tensor:
     """x [rows, in], as the product takes it, @ weight.T + bias; integers of more than 16 rows."""
     if product == Product.INTEGERS:
-        sums = torch._int_mm(x.codes, part.codes.t())
-        out = torch.empty(sums.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty((len(x), part.outs), dtype=x.dtype, device=x.device)
+        tiles = _INTEGER_TILES
+        programs = cdiv(len(x), tiles.block_m) * cdiv(part.outs, tiles.block_n)
+        if len(x) > _MANY and _LEAST_SHARE * programs >= processors(x.device.index):
+            kernels.multiply_integers[programs,](
+                x.codes, x.scales, part.codes.view(torch.int8), part.factors, part.factors if bias is None else bias,
+                out, len(x), part.outs, part.inner, bias is not None, part.inner % _INTEGER_STEP == 0, tiles.block_m,
+                tiles.block_n, _INTEGER_STEP, _TOGETHER, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+            return out
+        sums = torch._int_mm(x.codes, part.codes.view(torch.int8).t())
         kernels.scale_sums[len(x), cdiv(part.outs, _COLUMNS)](
             sums, x.scales, part.factors, part.factors if bias is None else bias, out, part.outs, part.outs,
             bias is not None, _COLUMNS, num_warps=4,
         )  # fmt: skip
         return out
-    eights, weight = x.codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
+    codes, scales, more = x.codes, x.scales, -len(x) % _ROWS if product == Product.SQUARES else 0
+    if more:
+        codes, scales = F.pad(codes, (0, 0, 0, more)), F.pad(scales, (0, more))
+    eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
     if product == Product.SQUARES:
         assert part.squares is not None
-        scale_a, scale_b = x.scales.t(), part.squares.t()
+        scale_a, scale_b = scales.t(), part.squares.t()
     else:
-        scale_a, scale_b = x.scales[:, None], part.factors[None]
-    return torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+        scale_a, scale_b = scales[:, None], part.factors[None]
+    made = torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+    return made[: len(x)]
 
 
 def multiply_expanded(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor) -> None:

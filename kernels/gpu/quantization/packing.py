@@ -17,7 +17,11 @@ _STEPS = (64, 32, 16)
 BLOCK = 128
 """Inputs of x that share a scale where it is rounded."""
 LINES = 64
-"""Outputs whose half bytes lie side by side, a step of each: a program of so many reads memory in one line."""
+"""Outputs whose words lie side by side, a step of each: a program of so many reads memory in one line."""
+_CODES = 4
+"""Of 4 bits in a word."""
+_MOST_FILLED = 0.03
+"""Of a line, by zeros behind its inputs, for longer steps."""
 _FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """4-bit floats (e2m1), doubled, by their codes."""
 
@@ -27,7 +31,8 @@ class Packed:
     """Outputs whose weights are alike, as kernels read them."""
 
     codes: Tensor
-    """[lines, bytes]: of 4 bits as `_in_steps` lays them, and perhaps `laid_for_decodes`; else [outs, in]."""
+    """[lines, words]: int16 of four codes of 4 bits, as `_in_steps` lays them, or of two of 8 (`_in_pairs`), and
+    perhaps `laid_for_decodes`; else [outs, in], a byte or a number each."""
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
@@ -58,8 +63,21 @@ class Packed:
 
     @property
     def stride(self) -> int:
-        """Bytes of an output."""
+        """Words of an output."""
         return self.codes.shape[1]
+
+    @property
+    def in_word(self) -> int:
+        """How many codes a word has."""
+        if self.form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS):
+            return _CODES
+        return 2 if self.paired else 1
+
+    @property
+    def paired(self) -> int:
+        """Where two codes of 8 bits are in a word, so that x in codes has their order: inputs of a step; else 0."""
+        pairs = self.form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
+        return self.step if pairs else 0
 
     @property
     def kernel_scales(self) -> tuple[Tensor, Tensor]:
@@ -77,11 +95,12 @@ def pack_grouped(weight: GroupedWeight) -> Packed | None:
         return None
     factors, scales, offsets = weight.half_scales()
     if weight.bits == 8:
-        kind, step, codes = kernels.INTEGERS, steps[0], weight.codes.contiguous()
+        kind, step = kernels.INTEGERS, _pair_step(steps, inner)
+        codes = _in_pairs(weight.codes, step)
     else:
-        kind = kernels.HALVES if weight.values is None else kernels.TABLE
-        kind = kernels.HALF_FLOATS if weight.values == _FLOATS else kind
-        step = next((each for each in steps if inner % (2 * each) == 0), steps[-1])
+        kind = kernels.NIBBLES if weight.values is None else kernels.TABLE
+        kind = kernels.NIBBLE_FLOATS if weight.values == _FLOATS else kind
+        step = next((each for each in steps if -inner % (_CODES * each) <= _MOST_FILLED * inner), steps[-1])
         codes = _in_steps(weight.codes, step)
     scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
     words = _words(weight.values if kind == kernels.TABLE else None)
@@ -96,20 +115,24 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
     steps = [step for step in _STEPS if single or weight.inputs % step == 0]
     if not steps:
         return None
-    scales, codes = weight.scales_by_output(), weight.codes.view(torch.uint8).contiguous()
+    scales, codes = (
+        weight.scales_by_output(),
+        _in_pairs(weight.codes.view(torch.uint8), step := _pair_step(steps, inner)),
+    )
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     turned = None if single else scales.t().contiguous()
     rounds = native and (single or weight.inputs % BLOCK == 0)
     squares = weight.scales.float().contiguous() if rounds and not single and weight.block == (BLOCK, BLOCK) else None
     form = (kernels.FLOATS, 0, 0, not single, False)
     beside = (None, rounds, squares)
-    return Packed(codes, factors, turned, None, weight.inputs, form, inner, steps[0], outs, *beside)
+    return Packed(codes, factors, turned, None, weight.inputs, form, inner, step, outs, *beside)
 
 
 def laid_for_decodes(part: Packed) -> Packed:
-    """Half bytes so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a
-    few rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay."""
-    if part.form[0] not in (kernels.HALVES, kernels.TABLE, kernels.HALF_FLOATS) or part.lines > 1:
+    """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
+    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay, and those
+    that PyTorch multiplies."""
+    if part.in_word == 1 or part.rounds or part.lines > 1:
         return part
     padded = F.pad(part.codes, (0, 0, 0, -part.outs % LINES))
     laid = padded.unflatten(1, (-1, part.step)).unflatten(0, (-1, LINES)).transpose(1, 2)
@@ -142,12 +165,32 @@ def _words(values: tuple[int, ...] | None) -> tuple[int, int]:
 
 
 def _in_steps(codes: Tensor, step: int) -> Tensor:
-    """4-bit codes [out, in / 2], the even input in the low half of a byte, in another order: those of `step` inputs in
-    the lower halves of as many bytes, the next ones in the upper. Inputs are filled up with zeros."""
+    """Words [out, words] of 4-bit codes [out, in / 2], the even input in the low half of a byte: those of `step` inputs
+    are the lowest 4 bits of as many words, the next ones those above, and so on. Inputs are filled up with zeros."""
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    each = F.pad(each, (0, -each.shape[1] % (2 * step))).unflatten(1, (-1, 2, step))
-    return (each[:, :, 0] | each[:, :, 1] << 4).flatten(1)
+    each = F.pad(each, (0, -each.shape[1] % (_CODES * step))).unflatten(1, (-1, _CODES, step))
+    pairs = each[:, :, ::2] | each[:, :, 1::2] << 4
+    return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
+
+
+def _pair_step(steps: Sequence[int], inner: int) -> int:
+    """The longest step of which the inputs are pairs; the longest of all where they are of none."""
+    return next((each for each in steps if inner % (2 * each) == 0), steps[0])
+
+
+def _in_pairs(codes: Tensor, step: int) -> Tensor:
+    """Words [out, in / 2] of 8-bit codes [out, in]: of two steps of inputs the first ones are the lower bytes, the
+    others the upper ones. As they are where the last two steps would not be whole."""
+    if codes.shape[1] % (2 * step):
+        return codes.contiguous()
+    return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)
 
 
 def _alike(a: Packed, b: Packed) -> bool:
-    return (a.form, a.group, a.step, a.rounds) == (b.form, b.group, b.step, b.rounds) and same_order(a.order, b.order)
+    return (a.form, a.group, a.step, a.rounds, a.codes.dtype) == (
+        b.form,
+        b.group,
+        b.step,
+        b.rounds,
+        b.codes.dtype,
+    ) and same_order(a.order, b.order)

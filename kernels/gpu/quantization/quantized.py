@@ -31,6 +31,8 @@ _FEW, _SOME = 16, 64
 """Rows: tiles are chosen for up to so many."""
 _EXPANDED = 256
 """Rows from which on weights that x is not rounded for are expanded once, for PyTorch's product of 16 bits."""
+_LONG, _LONG_BYTES = 64, 112 * 1024
+"""Words of a long step, and the shared memory of three of them with the inputs of _SOME rows."""
 _COLUMNS = 1024
 """Of a row that is looked up, or of sums, in one program."""
 _PROGRAMS = 4
@@ -134,7 +136,8 @@ def _form(part: Packed, product: library.Product | None) -> Eights | None:
     """How x is rounded for many rows; None: it is not."""
     if not part.rounds:
         return None
-    return Eights(part.form[0] == kernels.INTEGERS, by_blocks=True) if product is None else product.form
+    integers = part.form[0] == kernels.INTEGERS
+    return Eights(integers, product is None or product == library.Product.SQUARES, part.paired)
 
 
 def pack_quantized(
@@ -194,26 +197,31 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
+def choose_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Packed | None = None) -> Tiles:
     """Small tiles for few rows, whose time is reading weights; fixed: one size for all. dtype: of what is multiplied.
-    Chosen from ptxas's reports, by what spills no register."""
+    part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
     if dtype == torch.float32:  # in full precision, so without tensor cores
         return Tiles(32, 64, 4, 2)
-    if fixed:
-        return Tiles(64, 64, 4, 3)
-    if rows <= _FEW:
-        return Tiles(16, 64, 4, 4)
-    if rows <= _SOME:
-        return Tiles(64, 64, 4, 3)
+    nibbles, long, device = False, False, None
+    if part is not None:
+        nibbles, device = part.in_word == 4, part.codes.device.index
+        long = nibbles and part.step >= _LONG
+    if rows <= _FEW and not fixed:
+        return Tiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
+    if rows <= 2 * _FEW and not fixed and part is not None:
+        return Tiles(32, 64, 4, 3)
+    if fixed or rows <= _SOME or nibbles:
+        fits = not long or triton_sizes.shared_bytes(device) >= _LONG_BYTES
+        return Tiles(64, 64, 4, 3 if fits else 2)
     return Tiles(128, 128, 8, 2) if dtype.itemsize == 1 else Tiles(128, 64, 8, 2)
 
 
 def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
-    """How many parts of the inner dimension have sums of their own, and bytes of each part; by the weight's shape and
+    """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
     the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
     steps, columns = cdiv(part.stride, part.step), cdiv(part.outs, tiles.block_n)
     wanted = cdiv(_PROGRAMS * triton_sizes.processors(part.codes.device.index), columns)
-    count = max(1, min(wanted, steps // _LEAST_STEPS, part.stride // (8 * tiles.block_m)))
+    count = max(1, min(wanted, steps // _LEAST_STEPS, part.stride * part.codes.itemsize // (8 * tiles.block_m)))
     length = cdiv(steps, count) * part.step
     return cdiv(part.stride, length), length
 
@@ -221,7 +229,7 @@ def divided(part: Packed, tiles: Tiles) -> tuple[int, int]:
 def multiply_whole(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
-    tiles = choose_tiles(rows, x.dtype, fixed=fixed)
+    tiles = choose_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = divided(part, tiles) if fixed or rows <= _SOME else (1, part.stride)
     grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
     shape = (tiles.block_m, tiles.block_n, part.step, part.lines)

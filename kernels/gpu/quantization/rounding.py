@@ -35,6 +35,8 @@ class Eights(Rounding):
     """Else they are 8-bit floats."""
     by_blocks: bool
     """A scale for each BLOCK inputs of a row, [blocks, rows]; else one for each row, [rows]."""
+    paired: int
+    """Codes have the order that those of the weights have, in words of two: inputs of a step; 0: their own."""
 
     def of(self, x: Tensor) -> Rounded:
         """x [rows, in], rounded by itself."""
@@ -43,10 +45,12 @@ class Eights(Rounding):
         made = self._empty(x, inner, whole=None)
         if self.by_blocks and rows:
             kernels.round_rows[rows, cdiv(len(made.scales), _AT_ONCE)](
-                x, made.codes, made.scales, rows, inner, self._kind, BLOCK, _AT_ONCE, num_warps=4
+                x, made.codes, made.scales, rows, inner, self._kind, self.paired, BLOCK, _AT_ONCE, num_warps=4
             )
         elif rows:
-            kernels.round_whole_rows[rows,](x, made.codes, made.scales, inner, self._kind, _ROW_BLOCK, num_warps=8)
+            kernels.round_whole_rows[rows,](
+                x, made.codes, made.scales, inner, self._kind, self.paired, _ROW_BLOCK, num_warps=8
+            )
         return made
 
     def norm(
@@ -61,8 +65,8 @@ class Eights(Rounding):
         if rows:
             kernels.norm_rounded[rows,](
                 x if out is None else out, made.codes, made.scales, x, total, weight, weight if bias is None else bias,
-                eps, rows, size, row, residual is not None, bias is not None, whole, self._kind, BLOCK, self.by_blocks,
-                num_warps=warps,
+                eps, rows, size, row, residual is not None, bias is not None, whole, self._kind, self.paired, BLOCK,
+                self.by_blocks, num_warps=warps,
             )  # fmt: skip
         return made, total
 
@@ -74,10 +78,12 @@ class Eights(Rounding):
         given = (gate_up if out is None else out, made.codes, made.scales, gate_up)
         if self.by_blocks and rows:
             kernels.gate_rounded[rows, cdiv(len(made.scales), _AT_ONCE)](
-                *given, rows, size, gelu, whole, self._kind, BLOCK, _AT_ONCE, num_warps=4
+                *given, rows, size, gelu, whole, self._kind, self.paired, BLOCK, _AT_ONCE, num_warps=4
             )
         elif rows:
-            kernels.gate_rounded_whole[rows,](*given, size, gelu, whole, self._kind, _GATE_BLOCK, num_warps=8)
+            kernels.gate_rounded_whole[rows,](
+                *given, size, gelu, whole, self._kind, self.paired, _GATE_BLOCK, num_warps=8
+            )
         return made
 
     @property

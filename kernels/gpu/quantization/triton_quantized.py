@@ -19,35 +19,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.gpu.quantization.assembly import ASSEMBLED, of_bytes, of_nibbles
 from quire.kernels.gpu.triton_codes import from_float8
 
-INTEGERS, FLOATS, HALVES, TABLE, NUMBERS, HALF_FLOATS = range(6)
-"""What codes are: int8; the bits of 8-bit floats; two integers of 4 bits in a byte, where a code less 8 is its value;
-two with a table of values; numbers of the type of x; two 4-bit floats (e2m1), doubled."""
+INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
+"""What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits
+in a word, where a code less 8 is its value; four with a table of values; numbers of the type of x; four 4-bit floats
+(e2m1), doubled."""
+
+
+@triton.constexpr_function
+def _codes_of(kind: int, bits: int) -> int:
+    """How many codes a word of so many bits has."""
+    return 1 if kind == 4 or bits == 8 else 2 if kind in (0, 1) else 4
 
 
 @triton.jit
-def _values(codes, half: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
-    """What codes stand for, in that type; of bytes of two codes the lower or the upper. LOW and HIGH are a table's 16
-    values, a byte each."""
-    if KIND == 0:
-        return _small(codes.to(tl.uint8, bitcast=True) ^ 128, 128.0).to(dtype)
-    elif KIND == 1:
-        return from_float8(codes).to(dtype)
-    elif KIND == 4:
+def _values(codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """What codes stand for, in that type; of words the part-th code. LOW and HIGH are a table's 16 values, a byte
+    each."""
+    wide: tl.constexpr = dtype == tl.bfloat16
+    short: tl.constexpr = tl.bfloat16 if wide else tl.float16
+    fits: tl.constexpr = ASSEMBLED and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
+    if KIND == 4:
         return codes
+    elif fits and (KIND == 0 or KIND == 1):
+        return tl.inline_asm_elementwise(
+            of_bytes(KIND == 1, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
+        )
+    elif fits and (KIND == 2 or KIND == 5):
+        return tl.inline_asm_elementwise(
+            of_nibbles(KIND == 5, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
+        )
     else:
-        code = (codes >> (4 * half)) & 15
-        if KIND == 2:
-            return _small(code, 8.0).to(dtype)
-        elif KIND == 5:
-            bits = code.to(tl.uint32)
-            bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
-            return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(dtype)
-        else:
-            low = tl.full(code.shape, LOW, tl.int64)
-            high = tl.full(code.shape, HIGH, tl.int64)
-            return (tl.where(code < 8, low, high) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(dtype)
+        return _of_code(_code(codes, part, KIND), KIND, LOW, HIGH).to(dtype)
+
+
+@triton.jit
+def _code(words, part, KIND: tl.constexpr):
+    """The part-th code of words; a byte is one."""
+    if KIND == 2 or KIND == 3 or KIND == 5:
+        return (words >> (4 * part)) & 15
+    elif words.dtype == tl.int16:
+        return (words >> (8 * part)).to(tl.uint8)
+    else:
+        return words.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _of_code(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """What single codes stand for, in float32."""
+    if KIND == 0:
+        return _small(code ^ 128, 128.0)
+    elif KIND == 1:
+        return from_float8(code)
+    elif KIND == 2:
+        return _small(code, 8.0)
+    elif KIND == 5:
+        bits = code.to(tl.uint32)
+        bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
+        return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
+    else:
+        low = tl.full(code.shape, LOW, tl.int64)
+        high = tl.full(code.shape, HIGH, tl.int64)
+        return (tl.where(code < 8, low, high) >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.float32)
 
 
 @triton.jit
@@ -58,9 +93,31 @@ def _small(code, less: tl.constexpr):
 
 @triton.jit
 def lines_at(codes, n, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Where the codes of outputs n begin: of every LINES outputs, STEP bytes of each lie side by side, then more."""
+    """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more."""
     wide = n.to(tl.int64)
     return codes + wide // LINES * LINES * stride + wide % LINES * STEP
+
+
+@triton.jit
+def _scales_at(
+    scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Of outputs n, for each part of a step whose inputs begin `at`: as many as PARTS."""
+    first = _scale_at(scales, at, n, n_inside, outs, inner, group)
+    if PARTS == 1:
+        return (first,)
+    elif PARTS == 2:
+        return (first, _scale_at(scales, at + BLOCK_K, n, n_inside, outs, inner, group))
+    else:
+        second = _scale_at(scales, at + BLOCK_K, n, n_inside, outs, inner, group)
+        third = _scale_at(scales, at + 2 * BLOCK_K, n, n_inside, outs, inner, group)
+        fourth = _scale_at(scales, at + 3 * BLOCK_K, n, n_inside, outs, inner, group)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def _scale_at(scales, at, n, n_inside, outs, inner, group):
+    return tl.load(scales + (at // group) * outs + n, mask=n_inside & (at < inner), other=0.0)
 
 
 @triton.jit
@@ -70,11 +127,18 @@ def sum_whole(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M]; of
-    the bytes from `first` to `end` of each line, which has `stride`. Half bytes: the lower ones of BLOCK_K bytes are as
-    many inputs, the upper ones the next. LINES, where they are not 1, are of whole steps."""
-    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    the words from `first` to `end` of each line, which has `stride`. Of several codes in a word the lowest ones of
+    BLOCK_K words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
+
+    Scales are read a step before they are used: Triton prefetches what tensor cores multiply, and nothing else."""
+    parts: tl.constexpr = _codes_of(KIND, lines.dtype.element_ty.primitive_bitwidth)
+    dtype: tl.constexpr = x_rows.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if SCALED:
+        next_scales = _scales_at(scales, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
+        if OFFSET:
+            next_offsets = _scales_at(offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
     for begin in range(first, end, BLOCK_K):
         if LINES > 1:  # what fills up the last lines is there
             packed = tl.load(lines + begin * LINES + k[None, :])
@@ -82,19 +146,28 @@ def sum_whole(
             packed = tl.load(
                 lines + begin + k[None, :], mask=n_inside[:, None] & (begin + k < stride)[None, :], other=0
             )
-        for half in tl.static_range(halves):
-            at = begin * halves + half * BLOCK_K
+        if SCALED:
+            after = (begin + BLOCK_K) * parts
+            own_scales = next_scales
+            next_scales = _scales_at(scales, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+            if OFFSET:
+                own_offsets = next_offsets
+                next_offsets = _scales_at(offsets, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+        for part in tl.static_range(parts):
+            at = begin * parts + part * BLOCK_K
             there = (at + k < inner)[:, None] & m_inside[None, :]
             right = tl.load(x_rows + at + k[:, None], mask=there, other=0.0)
-            left = _values(packed, half, KIND, LOW, HIGH, x_rows.dtype.element_ty)
+            left = _values(packed, part, KIND, LOW, HIGH, dtype)
             if SCALED:
-                known = n_inside & (at < inner)
-                of = (at // group) * outs + n
-                scale = tl.load(scales + of, mask=known, other=0.0).to(tl.float32)
+                scale = own_scales[part].to(tl.float32)
                 total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
                 if OFFSET:
-                    offset = tl.load(offsets + of, mask=known, other=0.0).to(tl.float32)
-                    total += offset[:, None] * tl.sum(right.to(tl.float32), 0)[None, :]
+                    offset = own_offsets[part].to(tl.float32)
+                    if dtype == tl.float32:
+                        total += offset[:, None] * tl.sum(right, 0)[None, :]
+                    else:  # tensor cores have time for it, and each thread gets the sums that it needs
+                        ones = tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(dtype)
+                        total += tl.dot(ones, right) * offset[:, None]
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
     return total
@@ -149,7 +222,7 @@ def multiply_part(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32, each of `length` bytes of every line. Grid: tiles as above, parts."""
+    """sums [parts, rows, outs] float32, each of `length` words of every line. Grid: tiles as above, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -185,16 +258,16 @@ def expand(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """out [some outputs, inner], from output `first` on, in its type. Grid: tiles of outputs, steps of a line."""
-    halves: tl.constexpr = 2 if KIND == 2 or KIND == 3 or KIND == 5 else 1
+    parts: tl.constexpr = _codes_of(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
     inside, begin = n < outs, tl.program_id(1) * BLOCK_K
     where = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
     packed = tl.load(where, mask=inside[:, None] & (begin + k < stride)[None, :], other=0)
     factor = tl.load(factors + n, mask=inside, other=0.0)[:, None]
-    for half in tl.static_range(halves):
-        at = begin * halves + half * BLOCK_K
-        value = _values(packed, half, KIND, LOW, HIGH, tl.float32)
+    for part in tl.static_range(parts):
+        at = begin * parts + part * BLOCK_K
+        value = _values(packed, part, KIND, LOW, HIGH, out.dtype.element_ty).to(tl.float32)
         if SCALED:
             known = inside & (at < inner)
             of = (at // group) * outs + n
@@ -232,6 +305,43 @@ def multiply_codes(
     _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def multiply_integers(
+    x, x_scales, codes, factors, bias, out, rows, outs, inner,
+    BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """out [rows, outs] of integers x [rows, inner] and codes [outs, inner], with a scale for each row and a factor for
+    each output; sums are exact. WHOLE: inner is of whole steps. Tiles of TOGETHER times BLOCK_M rows are neighbours,
+    so that they find what they read in the cache. Grid: tiles."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    width = TOGETHER * tl.cdiv(outs, BLOCK_N)
+    first = tl.program_id(0) // width * TOGETHER
+    height, at = tl.minimum(tiles_m - first, TOGETHER), tl.program_id(0) % width
+    m = (first + at % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k = at // height * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    m_inside, n_inside = m < rows, n < outs
+    x_rows = x + (m % rows).to(tl.int64)[:, None] * inner  # what is beyond the last row is not stored
+    lines = codes + (n % outs).to(tl.int64)[None, :] * inner
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for begin in range(0, inner, BLOCK_K):
+        if WHOLE:
+            left, right = tl.load(x_rows + begin + k[None, :]), tl.load(lines + begin + k[:, None])
+        else:
+            inside = begin + k < inner
+            left = tl.load(x_rows + begin + k[None, :], mask=inside[None, :], other=0)
+            right = tl.load(lines + begin + k[:, None], mask=inside[:, None], other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+    added = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if BIASED:
+        added = tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)
+    scale, factor = tl.load(x_scales + m, mask=m_inside, other=0.0), tl.load(factors + n, mask=n_inside, other=0.0)
+    found = total.to(tl.float32) * scale[:, None]
+    found = tl.fma(found, tl.broadcast_to(factor[None, :], found.shape), tl.broadcast_to(added[None, :], found.shape))
+    where = out + m.to(tl.int64)[:, None] * outs + n[None, :]
+    tl.store(where, found.to(out.dtype.element_ty), mask=m_inside[:, None] & n_inside[None, :])
+
+
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, outs] of integers' sums, with a scale for each row and a factor for each output. Grid: rows,
@@ -257,12 +367,12 @@ def look_up(
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
     line = lines_at(codes, row, stride, LINES, STEP)
-    if KIND == 2 or KIND == 3 or KIND == 5:
-        packed = tl.load(line + column // (2 * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
-        upper = _values(packed, 1, KIND, LOW, HIGH, tl.float32)
-        value = tl.where(column // STEP % 2 == 1, upper, _values(packed, 0, KIND, LOW, HIGH, tl.float32))
+    parts: tl.constexpr = _codes_of(KIND, codes.dtype.element_ty.primitive_bitwidth)
+    if parts == 1:
+        value = _of_code(_code(tl.load(line + column, mask=inside, other=0), 0, KIND), KIND, LOW, HIGH)
     else:
-        value = _values(tl.load(line + column, mask=inside, other=0), 0, KIND, LOW, HIGH, tl.float32)
+        packed = tl.load(line + column // (parts * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
+        value = _of_code(_code(packed, (column // STEP % parts).to(tl.int16), KIND), KIND, LOW, HIGH)
     if SCALED:
         at = (column // group).to(tl.int64) * outs + row
         value *= tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)

@@ -27,7 +27,28 @@ def _codes(numbers, scales, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_blocks(numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr):
+def _place(column, PAIRED: tl.constexpr):
+    """Where a column's code is in its row. PAIRED, if not 0: of two steps of so many columns the first ones are the
+    lower bytes of words of 16 bits, the others the upper ones, as packing.py lays weights."""
+    if PAIRED:
+        return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
+    else:
+        return column
+
+
+@triton.jit
+def _in_place(codes, PAIRED: tl.constexpr):
+    """Codes of a row, of whole pairs of steps, as they lie there."""
+    if PAIRED:
+        size: tl.constexpr = codes.shape[0]
+        apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
+        return tl.reshape(tl.permute(apart, (0, 2, 1)), (size,))
+    else:
+        return codes
+
+
+@triton.jit
+def _store_blocks(numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr):
     """Codes of numbers [BLOCKS, BLOCK], float32, those of a row from block `first` on, and their scales. A scale is NaN
     where one of its numbers is no number."""
     BLOCKS: tl.constexpr = numbers.shape[0]
@@ -36,22 +57,25 @@ def _store_blocks(numbers, codes, scales, row, rows, first, size, KIND: tl.const
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     scale = _scale(tl.max(tl.abs(numbers), 1), KIND)
     rounded = _codes(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
-    tl.store(codes + row * size + column, rounded, mask=column < size)
+    tl.store(codes + row * size + _place(column, PAIRED), rounded, mask=column < size)
     scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
     tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < size)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def round_rows(x, codes, scales, rows, size, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def round_rows(
+    x, codes, scales, rows, size,
+    KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Codes [rows, size] and scales [blocks, rows] of x. Grid: rows, blocks by BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    _store_blocks(numbers, codes, scales, row, rows, first, size, KIND)
+    _store_blocks(numbers, codes, scales, row, rows, first, size, KIND, PAIRED)
 
 
 @triton.jit
-def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     """The same with one scale for each row: scales [rows]. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -63,7 +87,8 @@ def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, BLOCK: tl.const
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
         numbers = tl.load(x + row * size + begin + i, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes + row * size + begin + i, _codes(numbers, spread, KIND), mask=inside)
+        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))
 
 
@@ -71,7 +96,7 @@ def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, BLOCK: tl.const
 def norm_rounded(
     out, codes, scales, x, residual, weight, bias, eps, rows,
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A norm's row in codes, with a scale for each of its blocks or for all of it. WHOLE: also as it is, to out. Grid:
     rows.
@@ -87,19 +112,20 @@ def norm_rounded(
     BLOCKS: tl.constexpr = ROW // BLOCK
     numbers = tl.reshape(tl.where(inside, normed.to(tl.float32), 0.0), (BLOCKS, BLOCK))
     if BY_BLOCKS:
-        _store_blocks(numbers, codes, scales, row, rows, 0, SIZE, KIND)
+        _store_blocks(numbers, codes, scales, row, rows, 0, SIZE, KIND, PAIRED)
     else:
         scale = _scale(tl.max(tl.max(tl.abs(numbers), 1), 0), KIND)
         column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         rounded = _codes(numbers, tl.broadcast_to(scale, (BLOCKS, BLOCK)), KIND)
-        tl.store(codes + row * SIZE + column, rounded, mask=column < SIZE)
+        tl.store(codes + row * SIZE + _place(column, PAIRED), rounded, mask=column < SIZE)
         tl.store(scales + row, scale + tl.sum(tl.sum(numbers * 0.0, 1), 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_rounded(
     out, codes, scales, gate_up, rows, size,
-    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A gate's rows in codes [rows, size], and scales [blocks, rows]. Grid: rows, blocks by BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
@@ -108,13 +134,13 @@ def gate_rounded(
     found = gated(gate_up + row * 2 * size, size, column, inside, GELU)
     if WHOLE:
         tl.store(out + row * size + column, found, mask=inside)
-    _store_blocks(found.to(tl.float32), codes, scales, row, rows, first, size, KIND)
+    _store_blocks(found.to(tl.float32), codes, scales, row, rows, first, size, KIND, PAIRED)
 
 
 @triton.jit
 def gate_rounded_whole(
     out, codes, scales, gate_up, size,
-    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same with one scale for each row: scales [rows]. What is read first is still near when it is read again.
     Grid: rows."""
@@ -132,5 +158,6 @@ def gate_rounded_whole(
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
         numbers = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU).to(tl.float32)
-        tl.store(codes + row * size + begin + i, _codes(numbers, spread, KIND), mask=inside)
+        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))

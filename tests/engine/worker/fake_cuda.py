@@ -193,6 +193,7 @@ class FakeGpu:
             JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
         )
         monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
+        monkeypatch.setattr(triton_sizes, "shared_bytes", lambda device: 227 * 1024)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -276,13 +276,13 @@ def few_bits(rows: int, parts: list[packing.Packed]) -> None:
         quantized.multiply_whole(part, x, None, out, fixed=False)
         library.multiply_expanded(part, x, None, out)
         if part.rounds:
-            Eights(part.form[0] == triton_quantized.INTEGERS, by_blocks=False).of(x)
+            Eights(part.form[0] == triton_quantized.INTEGERS, by_blocks=False, paired=part.paired).of(x)
 
 
 def rounded(rows: int = 3) -> None:
     """Norms and gates in 8 bits and as they are, of gpt-oss' width, Llama's and DeepSeek's."""
     for (size, integers), by_blocks in product(((2880, False), (4096, True), (7168, False)), (False, True)):
-        form, weight = Eights(integers, by_blocks), torch.empty(size)
+        form, weight = Eights(integers, by_blocks, paired=64 if size % packing.BLOCK == 0 else 32), torch.empty(size)
         x, gate_up = (torch.empty((rows, width), dtype=torch.bfloat16) for width in (size, 2 * size))
         for bias, residual, whole in ((None, None, False), (None, x, False), (None, x, True), (weight, x, False)):
             form.norm(x, residual, weight, bias, 1e-5, whole=whole)
@@ -400,6 +400,8 @@ def sinks() -> None:
 def main() -> None:
     driver.set_active(NoGPU())
     triton_sizes.processors = lambda device: 132  # type: ignore[assignment]
+    shared = 227 if CAPABILITY in (90, 100) else 99
+    triton_sizes.shared_bytes = lambda device: shared * 1024  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
     if chosen := sys.argv[3:]:
         for name in chosen:

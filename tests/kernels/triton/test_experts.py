@@ -12,11 +12,11 @@ from torch import Tensor
 from quire.engine.layers.quantize import int4, int8
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Experts
-from quire.kernels.gpu.experts.mixture import GroupedMixture, sort_rows
+from quire.kernels.gpu.experts.mixture import GroupedMixture, choose_at_once, sort_rows
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing
+from quire.kernels.routing import Routing, route
 from tests.kernels.ragged import error
 from tests.kernels.test_experts import CHOSEN, CLAMP, COUNT, HIDDEN, INNER, TOLERANCE, experts, wanted, weights
 
@@ -95,6 +95,28 @@ def test_every_router(device: torch.device, routing: Routing, generator: torch.G
         return backend.mixture(replace(of, routing=routing, correction=there))(x.to(where)).cpu()
 
     assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("count", [7, 128])
+def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device, generator: torch.Generator) -> None:
+    """Those of `route`, in its order: the first of equal ones, each expert once, also where scores are no numbers."""
+    scores = torch.randn((9, count), generator=generator).mul(4).round().div(4)  # many are equal
+    scores[3], scores[4, 2], scores[5] = -torch.inf, torch.inf, 0.0
+    scores[5, ::2] = -0.0
+    scores[6, 5] = torch.nan
+    correction = torch.randn(count, generator=generator).round() if corrected else None
+    for routing in (Routing(4), Routing(4, "sigmoid", added=1e-9, scale=2.5), Routing(3, normalized=False)):
+        of = Experts(lambda x, _: x, [], [], routing, correction=None if correction is None else correction.to(device))
+        chosen, shares, found = choose_at_once(of, scores.to(device))
+        expected, weights = route(scores, routing, correction)
+        assert found == count
+        numbers = torch.arange(9)[scores.isfinite().all(1)]
+        assert torch.equal(chosen.cpu()[numbers], expected[numbers])
+        torch.testing.assert_close(shares.cpu()[numbers], weights[numbers], rtol=1e-5, atol=1e-7)
+        assert all(len(set(row)) == routing.per_token for row in chosen.tolist())
+        assert ((chosen >= 0) & (chosen < count)).all()
+        assert not shares.cpu()[6].isfinite().all()
 
 
 def test_experts_without_gates(device: torch.device, generator: torch.Generator) -> None:

@@ -78,7 +78,7 @@ def test_norms_and_rotations(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("integers", [False, True])
 def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: torch.Generator) -> None:
-    form = Eights(integers, by_blocks)
+    form = Eights(integers, by_blocks, paired=0)
     x, residual = torch.randn((2, 5, 300), generator=generator).bfloat16()
     weight, gate_up = torch.ones(300), torch.randn((5, 2 * 300), generator=generator).bfloat16()
 

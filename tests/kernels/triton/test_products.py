@@ -90,6 +90,7 @@ def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: T
         left, right = a.double() * scale_a.double(), b.double() * scale_b.double()
     else:
         blocks = -(-inner // 128)
+        assert rows % 4 == 0, "an H100's cuBLASLt refuses others"
         assert scale_a.shape == (rows, blocks)
         assert scale_a.stride() == (1, rows)
         assert scale_b.t().shape == (-(-outs // 128), blocks)

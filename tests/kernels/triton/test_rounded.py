@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tests.kernels.triton.test_products import scaled_mm
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
 
-FORMS = [Eights(integers, by_blocks) for integers, by_blocks in product((False, True), repeat=2)]
+FORMS = [Eights(integers, by_blocks, paired=0) for integers, by_blocks in product((False, True), repeat=2)]
 SHAPES = [(3, 128), (5, 200), (2, 1090)]
 """One block, a part of a second, and several; rows of no power of two."""
 OFF = {False: 0.07, True: 0.01}
@@ -114,6 +115,24 @@ def test_gates(
         assert made.whole is None or torch.equal(made.whole, wanted)
         judge = (reference.gelu_mul if gelu else reference.silu_mul)(gate_up.cpu().double())
         assert error(numbers(made), judge) < OFF[form.integers]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("step", [32, 64])
+def test_codes_in_pairs(step: int, form: Eights, device: torch.device, generator: torch.Generator) -> None:
+    """Those of two steps of inputs are in words of two, as weights' are: the first ones are the lower bytes."""
+    paired = replace(form, paired=step)
+    gate_up, weight = torch.randn((3, 2 * 384), generator=generator).to(device), torch.ones(384, device=device)
+    x = gate_up[:, 384:].contiguous()
+
+    def both(round_: Callable[[Eights], Rounded]) -> None:
+        alone, made = round_(form), round_(paired)
+        assert torch.equal(made.codes, alone.codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1))
+        assert torch.equal(made.scales, alone.scales)
+
+    both(lambda each: each.of(x))
+    both(lambda each: each.norm(x, None, weight, None, 1e-5, whole=False)[0])
+    both(lambda each: each.gate(gate_up, gelu=False, whole=False))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
