@@ -51,7 +51,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeFlashAttn()
     monkeypatch.setattr(flash, "_load", lambda: library)
     monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
-    monkeypatch.setattr(prompts, "TOKENS", ())  # steps with prompts are tests/engine/worker/test_prompt_graphs.py's
+    monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
