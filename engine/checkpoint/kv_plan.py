@@ -34,8 +34,8 @@ LEAST_PAGE_BYTES = 256
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
 GRAPH_ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/prompts.py). A product of up to some 300
-rows reads its weights for longer than it multiplies, on an H100."""
+"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/prompts.py). A product of up to some
+300 rows reads its weights for longer than it multiplies, on an H100."""
 GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
 MOST_GRAPHS = 32
