@@ -20,6 +20,7 @@ from quire.engine.worker.loading.drafts.model import (
 )
 from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.kernels.backend import Backend
+from quire.kernels.probe import Capture
 
 
 def load_drafting(
@@ -40,10 +41,12 @@ def start_drafting(
     slots: Slots,
     num_blocks: int,
     make_heads: Callable[..., Heads],
+    capture: Capture | None,
 ) -> tuple[DraftWorker[DraftRunner] | DraftWorker[Heads] | None, Heads | None]:
-    """The same with its pages; and the heads, where it is these, which the runner runs beside every step."""
+    """The same with its pages; and the heads, where it is these, which the runner runs beside every step. `capture`:
+    what captures the served model's decodes, if something does."""
     if isinstance(draft, LoadedHead):
         heads = start_heads(draft, config, model, slots, num_blocks, make_heads)
         spare = spare_pages(config, slots.block_size)
         return DraftWorker(heads, spare, model.max_model_len, heads.measure_costs()), heads
-    return None if draft is None else start_draft_worker(draft, config, num_blocks), None
+    return None if draft is None else start_draft_worker(draft, config, num_blocks, capture), None
