@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.gpu.triton_sizes import cdiv
@@ -69,7 +68,6 @@ def beside(many: Linear, weight: Tensor, bias: Tensor | None, *, wide: bool) -> 
 
 def _is_faster(weight: Tensor) -> bool:
     """Measured on an H100."""
-    if weight.device.type != "cuda" or weight.dtype not in _DTYPES:
+    if weight.device.type != "cuda" or torch.version.hip is not None or weight.dtype not in _DTYPES:
         return False
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch // 10 == 9
+    return torch.cuda.get_device_capability(weight.device)[0] == 9

@@ -105,11 +105,6 @@ def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    from quire.kernels.gpu.kinds import NoGpu
-
     made = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
     library = Shapes()
     monkeypatch.setattr(flash, "_load", lambda: library)
@@ -131,7 +126,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
     monkeypatch.setattr(loading_model, "fill", lambda checkpoint, *_: empty_weights(checkpoint.table))
     monkeypatch.setattr(startup, "keep_kernels", lambda: None)
-    monkeypatch.setattr(driver, "_active", NoGpu(GPUTarget("cuda", 90, 32)))
     return made
 
 
