@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.attention.own import Own
 from quire.kernels.backend import AttentionMetadata, CachePair, Linear, Table
-from quire.kernels.gpu import triton_fused, triton_row, triton_short_conv
+from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.experts.mixture import grouped_mixture
 from quire.kernels.gpu.latents import attention as latents
 from quire.kernels.gpu.latents.triton_blocks import TritonBlocks
@@ -144,9 +144,7 @@ class Triton(PagedAttention):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         weight = weight.contiguous()
-        many = super().pack_linear(weight, bias, wide=wide)
-        each = many if self.deterministic else triton_row.beside(many, weight, bias, wide=wide)
-        return DenseLinear(weight, bias, wide, each)
+        return DenseLinear(weight, bias, wide, super().pack_linear(weight, bias, wide=wide))
 
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
         return TritonBlocks(weights, passed, fixed=self.deterministic)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.triton_linear import pack_linear
-from quire.kernels.gpu.triton_row import multiply_row
 from tests.kernels.ragged import error
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -29,22 +28,6 @@ def test_linear(
             assert got.shape == (rows, outs)
             assert got.dtype == (torch.float32 if wide else dtype)
             assert rows == 0 or error(got.cpu(), expected.cpu()) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inner", "outs"), [(64, 64), (1100, 13), (30, 7)])
-def test_a_single_row(
-    inner: int, outs: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in ((outs, inner), (outs,)))
-    x = torch.randn((1, inner), generator=generator).to(device, dtype)
-    for added in (None, bias):
-        expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        for wide in (False, True):
-            got = multiply_row(x, weight, added, wide=wide)
-            assert got.shape == (1, outs)
-            assert got.dtype == (torch.float32 if wide else dtype)
-            assert error(got.cpu(), expected.cpu()) < (2e-6 if wide else TOLERANCE[dtype])
 
 
 def test_many_outputs(device: torch.device, generator: torch.Generator) -> None:
