@@ -540,3 +540,23 @@ def test_real_graphs_on_a_gpu(backend: str) -> None:
     graphed = Engine(EngineConfig(dtype="bfloat16", deterministic=True, num_kv_blocks=400, **options))
     wanted = {name: answer.ids for name, answer in run(eager, traffic()).items()}
     assert {name: answer.ids for name, answer in run(graphed, traffic()).items()} == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
+    """For itself, so nearly all of its guesses are right; its own products are not --deterministic's."""
+    shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    path = save_tiny_model(tmp_path, "llama", num_hidden_layers=2, **shape)
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
+    options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
+    wanted = run(Engine(EngineConfig(**options)), traffic())
+    speculative = SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3)
+    made = always(Engine(EngineConfig(speculative_config=speculative, **options)))
+    found = run(made, traffic())
+    assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
+    graphs = made._guesser.graphs
+    assert graphs is not None
+    assert len(graphs.captured.graphs) > 3
+    assert not graphs.captured.eager
+    assert sum(made.stats.accepted_drafts) > 0.8 * made.stats.draft_tokens > 80
