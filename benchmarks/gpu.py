@@ -281,10 +281,10 @@ def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
     return seconds / steps, context
 
 
-def prefill(engine: Engine, tokens: int) -> float:
+def prefill(engine: Engine, tokens: int, times: int = 5) -> float:
     """Median seconds from a prompt of so many tokens, alone, to its first token."""
     at_once(engine, [asked("warm", tokens, 1)])
-    found = [at_once(engine, [asked(f"prompt{i}", tokens, 1)])[f"prompt{i}"] for i in range(5)]
+    found = [at_once(engine, [asked(f"prompt{i}", tokens, 1)])[f"prompt{i}"] for i in range(times)]
     return statistics.median(each.latency for each in found)
 
 

@@ -85,7 +85,7 @@ class Running:
     passed: int = 0
     """Notes of other calls since the last one of this."""
     number: int = 0
-    """In its tail."""
+    """Of its first choice in its tail."""
     stored: bool = False
     """Whether it is a response that is stored as one that has not ended; see `stored`."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -292,8 +292,8 @@ class Streams:
             self._attempts.discard(0 if resumed is None else resumed.attempt)
             self.release(request.scope.get(CLAIMS, ()))
         if self._tail is not None:
-            running.number = self._tail.begin(owner, spec.id)
-            generation.number, generation.journal = running.number, self._tail.add
+            running.number = self._tail.begin(owner, spec.id, len(progress.ids))
+            generation.keep(self._tail, running.number, [*map(len, call.progress.ids)])
         return running.close
 
     async def _put(self, owner: str, call: Call, ends: float) -> bool:
@@ -336,7 +336,7 @@ class Streams:
             await asyncio.wait({self._noting})
         now, notes, over = time.time(), list[Note](), list[tuple[str, str, Running]]()
         turned = self._tail is not None and self._tail.turn(
-            (running.number, *key) for key, running in self._running.items()
+            (running.number, *key, len(running.progress.ids)) for key, running in self._running.items()
         )
         for (owner, id), running in list(self._running.items()):
             ended = running.ended.is_set()

@@ -22,6 +22,7 @@ from tests.tree import ROOT, source_files
 LINKED = {"server", "engine", "kernels", "configs"}
 """What the links in quire/ lead to: imported as quire.server and so on, never by these names alone."""
 HEAVY = {"torch", "transformers", "flash_attn", "triton"}
+ADAPTED = "engine.models.adapted"
 
 ALLOWED = {
     "quire": {"server", "control"},
@@ -324,13 +325,17 @@ def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
     for found in imports(path):
         top = found.module.split(".")[0]
         fallback = path == Path("engine/text/tokenizer.py") and found.lazy
-        fallback = fallback or path.parent == Path("engine/models/adapted")
+        fallback = fallback or path.parent == Path(*ADAPTED.split("."))
         if top == "transformers":
             if not fallback:
                 wrong.append(
                     f"{found}: it costs seconds; only a function of engine/text/tokenizer.py may, as a fallback, and "
                     "engine/models/adapted, which is imported where transformers' class computes a model"
                 )
+        elif found.module.startswith(f"quire.{ADAPTED}") and not (
+            found.lazy or path.parent == Path(*ADAPTED.split("."))
+        ):
+            wrong.append(f"{found}: it imports transformers; `import_module` does so where a model needs it")
         elif top in HEAVY and part in ("quire", "server", "control"):
             wrong.append(f"{found}: tensors belong to engine/worker and below; hand over plain lists or bytes")
     assert not wrong, "\n".join(wrong)

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.flight.finding import close
 from benchmarks.flight.plan import PLAN
-from benchmarks.flight.process import Run, beside, run_stage
+from benchmarks.flight.process import Run, beside, is_cudas, run_stage
 from benchmarks.flight.table import told
 from tests.tree import ROOT
 
@@ -64,8 +66,35 @@ def test_how_a_stage_ended_is_told(text: str, ended: str, tmp_path: Path) -> Non
     assert run_stage(program(text), os.environ, tmp_path / "log", 60.0).ended == ended
 
 
+@pytest.mark.parametrize(
+    ("ended", "wrong", "again"),
+    [
+        ("killed by SIGABRT: it printed nothing", [], True),
+        ("exit status 1: 2 findings do not hold", ["AcceleratorError: CUDA error: an illegal memory access"], True),
+        ("exit status 1: 1 findings do not hold", ["ValueError: relative error 0.3, at most 0.02"], False),
+        ("exit status 1: 1 findings do not hold", ["_norm_kernel (3)"], False),
+        ("", [], False),
+    ],
+)
+def test_only_what_cuda_says_is_run_again(ended: str, wrong: list[str], again: bool) -> None:
+    assert is_cudas(Run("kernels", "", ended, 1.0), wrong) == again
+    assert not is_cudas(Run("kernels", "", ended, 1.0, late=True), wrong)
+
+
+def test_log_probabilities_are_held_to_what_rounding_changes_in_transformers() -> None:
+    wide = torch.linspace(-9.0, -1.0, 50)
+    said = close(wide + 0.01, wide, wide - 0.009, torch.bfloat16)
+    assert said.startswith(
+        "log probabilities differ by 0.01 in the mean from transformers', its own in torch.bfloat16 by 0.009"
+    )
+    assert close(wide + 1e-5, wide, wide, torch.float32)
+    for far, rounding, kind in ((0.02, 0.009, torch.bfloat16), (2e-4, 1.0, torch.float32)):
+        with pytest.raises(ValueError, match="at most"):
+            close(wide + far, wide, wide + rounding, kind)
+
+
 def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
-    finding = {"what": "attention by triton", "said": "computes something else", "held": False}
+    finding = {"what": "attention by triton", "said": "computes something else", "held": False, "at": 7.5}
     (tmp_path / "kernels.jsonl").write_text(json.dumps(finding) + '\n{"what": "cut of')
     runs = [
         Run("machine", "", "", 1.0),
@@ -75,6 +104,7 @@ def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
     table = told(runs, tmp_path).splitlines()
     assert table[0] == "FIRST TO FAIL: kernels: exit status 1: sticky"
     assert table[1] == "DOES NOT HOLD: kernels: attention by triton: computes something else"
+    assert any(line.startswith("  NO   7.5 s  attention by triton") for line in table)
     assert told(runs[:1], tmp_path).startswith("everything holds")
 
 

@@ -420,9 +420,15 @@ def image_processor(name: str) -> Any:
 
 
 def expected(
-    path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image], answer: list[int]
+    path: Path,
+    name: str,
+    talk: list[dict[str, Any]],
+    images: list[Image.Image],
+    answer: list[int],
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[int], torch.Tensor]:
-    """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer."""
+    """transformers' prompt ids, and the log probabilities [tokens, vocab] at every place of prompt and answer, computed
+    in `dtype`."""
     inputs = prepared(path, name, talk, images)
     ids = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask")
@@ -430,11 +436,11 @@ def expected(
         if key in inputs:
             more = torch.zeros(1, len(answer), dtype=torch.long)
             inputs[key] = torch.cat((torch.as_tensor(inputs[key]), more), dim=1)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, experts_implementation="eager")
     with torch.inference_mode():
-        wide = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
-        found = model(input_ids=torch.tensor([ids + answer]), **wide)
-    return ids, found.logits[0].log_softmax(-1)
+        given = {key: each.to(dtype) if each.is_floating_point() else each for key, each in inputs.items()}
+        found = model(input_ids=torch.tensor([ids + answer]), **given)
+    return ids, found.logits[0].double().log_softmax(-1)
 
 
 def vector(path: Path, name: str, talk: list[dict[str, Any]], images: list[Image.Image]) -> torch.Tensor:

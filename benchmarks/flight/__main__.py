@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.common.options import options
 from benchmarks.flight.plan import PLAN
-from benchmarks.flight.process import Run, beside, run_stage
-from benchmarks.flight.table import told
+from benchmarks.flight.process import Run, beside, is_cudas, run_stage
+from benchmarks.flight.table import read, told
 
 _BUILD = Path(__file__).parents[2] / "kernels" / "cpu" / "build.py"
 _LEAST_SECONDS = 5.0
@@ -38,7 +38,9 @@ def main() -> int:
             for name, seconds in PLAN.items()
             if args.only is None or name in args.only
         ]
-    for run in [each for each in runs if not each.held and not each.late]:
+    for run in [
+        run for run in runs if is_cudas(run, (each["said"] for each in read(args.out, run) if not each["held"]))
+    ]:
         runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "blocking"))
         if args.device == "cuda" and shutil.which("compute-sanitizer"):
             runs.append(_run(run.stage, args.out, args.device, until - time.monotonic(), "sanitizer"))

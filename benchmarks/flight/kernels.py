@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.flight.experts import experts
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.flight.layers import layers
-from benchmarks.flight.machine import select_reason
 from benchmarks.gpu import times
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
+from quire.kernels.probe import Probe
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.select import BACKENDS, select_backend
@@ -24,23 +24,28 @@ from tests.kernels.ragged import page, random_part, to_device
 _SHAPES = ((32, 8, 128), (14, 2, 64), (28, 4, 128), (16, 8, 256), (24, 8, 96))
 """Heads of Llama 3 8B, of Qwen2.5 0.5B and 7B (groups of 7), of Gemma, of Phi."""
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_DTYPES = (torch.bfloat16, torch.float16)
+"""Of the latter two shapes are enough."""
 _KINDS = ("a decode of 32 rows behind 2,048 tokens", "a prompt of 2,048 tokens", "31 decodes beside a prompt of 512")
 
 
 def attention(device: torch.device, say: Say) -> None:
     small = device.type == "cpu"
     names = ("cpu", "reference") if small else tuple(name for name in BACKENDS if name != "cpu")
-    for name, dtype, shape in product_of(names, (torch.bfloat16, torch.float16), _SHAPES[:2] if small else _SHAPES):
+    shapes, right = _SHAPES[:2] if small else _SHAPES, list[tuple[str, Backend, tuple[int, int, int]]]()
+    for dtype, shape, name in (*product_of(_DTYPES[:1], shapes, names), *product_of(_DTYPES[1:], shapes[:2], names)):
         try:
             backend, _ = select_backend(device, dtype, shape[2], name)
         except ValueError:
             continue  # the machine's stage said why
         what = f"{name} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-        reason = select_reason(name, device, dtype, shape)
+        reason = Probe(device, dtype, *shape, windowed=True)(backend)
         say(Finding(what, reason or "as the reference", held=reason is None))
-        if reason is None and dtype == torch.bfloat16 and name != "reference":
-            for kind in _KINDS:
-                tried(say, f"{what}, {kind}", partial(_timed, backend, device, shape, kind, small))
+        if reason is None and dtype == _DTYPES[0] and name != "reference":
+            right.append((what, backend, shape))
+    for what, backend, shape in right:
+        for kind in _KINDS:
+            tried(say, f"{what}, {kind}", partial(_timed, backend, device, shape, kind, small))
 
 
 def _timed(backend: Backend, device: torch.device, shape: tuple[int, int, int], kind: str, small: bool) -> str:
@@ -79,8 +84,6 @@ def _metadata(
 def products(device: torch.device, say: Say) -> None:
     """Quantized linears beside bfloat16's, mixtures of experts, latents and rules with matrices: what they compute, and
     the time of each."""
-    experts(device, say)
-    layers(device, say)
     small = device.type == "cpu"
     outs, inner = (256, 256) if small else (14336, 4096)
     backend, why = select_backend(device, torch.bfloat16, 128)
@@ -100,6 +103,8 @@ def products(device: torch.device, say: Say) -> None:
             ours, other = (_seconds(each, x) for each in (linear, plain))
             said = f"{ours * 1e6:.0f} us, bfloat16 {other * 1e6:.0f} ({other / ours:.2f})"
             say(Finding(f"{name}, {rows} rows", said))
+    experts(device, say)
+    layers(device, say)
 
 
 def by_pytorch(device: torch.device, say: Say) -> None:

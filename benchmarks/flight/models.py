@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.engines import at_once, request
-from benchmarks.flight.finding import Say, tried
+from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine, let_go
 from quire.engine.types import Adapter
@@ -34,6 +34,17 @@ _SHAPE: dict[str, Any] = {
 _WINDOW = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 2, "expand": 2},
+    "deepseek_v2": {
+        "kv_lora_rank": 128,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 4,
+        "rope_parameters": _PLAIN_ROPE,
+    },
     "llama": {},
     "qwen3": {},
     "gemma3_text": _WINDOW | {"query_pre_attn_scalar": 64},
@@ -51,24 +62,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
     },
-    "mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 2, "expand": 2},
-    "deepseek_v2": {
-        "kv_lora_rank": 128,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "num_key_value_heads": 8,
-        "first_k_dense_replace": 4,
-        "rope_parameters": _PLAIN_ROPE,
-    },
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
 _SMALL_STEPS = ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v2")
 """One family of each kind of layers that keep something of sequences."""
-_MOST = {torch.float32: 5e-3, torch.bfloat16: 0.08}
-"""Mean differences of log probabilities: TF32 products, and bfloat16 rounded in other places."""
 _ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
@@ -81,10 +79,10 @@ def compare(device: torch.device, say: Say) -> None:
             tried(say, f"{family}: made", partial(_made, folder, family))
             for dtype in (torch.float32,) if family in _WITH_EXPERTS else (torch.float32, torch.bfloat16):
                 tried(say, f"{family}, {dtype}", partial(_parity, folder, dtype, device))
-            if family == "llama":
-                _features(folder, device, say)
             if family in _SMALL_STEPS:
                 tried(say, f"{family}: small steps with prompts in graphs", partial(_small_steps, folder, device))
+            if family == "llama":
+                _features(folder, device, say)
 
 
 def _made(folder: Path, family: str) -> str:
@@ -98,8 +96,8 @@ def _made(folder: Path, family: str) -> str:
 
 
 def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
-    given = {"max_num_seqs": 16, "skip_tokenizer_init": True, "num_kv_blocks": 512} | options
-    return Engine(EngineConfig(model=str(folder), device=device.type, **given))
+    given = {"max_num_seqs": 16, "skip_tokenizer_init": True, "num_kv_blocks": 512, "warmup_seconds": KERNELS_ALONE}
+    return Engine(EngineConfig(model=str(folder), device=device.type, **given | options))
 
 
 def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) -> dict[str, list[int]]:
@@ -121,26 +119,27 @@ def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) 
 
 def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     """Log probabilities of the prompts' own tokens."""
-    from transformers import AutoModelForCausalLM
-
     engine = _engine(folder, device, dtype=str(dtype).removeprefix("torch."))
     asked = [request(str(index), prompt, 1, prompt_logprobs=0) for index, prompt in enumerate(_PROMPTS)]
-    ours = {
-        name: [each.logprob for each in answer.prompt_logprobs or () if each]
-        for name, answer in run(engine, asked).items()
-    }
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    worst = 0.0
-    with torch.inference_mode():
-        for index, prompt in enumerate(_PROMPTS):
-            ids = torch.tensor([prompt], device=device)
-            found = model(ids).logits[0, :-1].float().log_softmax(-1)
-            theirs = found.gather(1, ids[0, 1:, None]).squeeze(1).cpu()
-            worst = max(worst, (torch.tensor(ours[str(index)]) - theirs).abs().mean().item())
+    answers = run(engine, asked)
+    told = [each.logprob for one in asked for each in answers[one.id].prompt_logprobs or () if each]
+    wide = _by_transformers(folder, torch.float32, device)
+    theirs = wide if dtype == torch.float32 else _by_transformers(folder, dtype, device)
     engine.close()
-    if not worst < _MOST[dtype]:
-        raise ValueError(f"log probabilities differ by {worst:.3g} in the mean, at most {_MOST[dtype]}")
-    return f"log probabilities differ by {worst:.2g} in the mean from transformers'; {engine.info.backend}"
+    return f"{close(torch.tensor(told), wide, theirs, dtype)}; {engine.info.backend}"
+
+
+def _by_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of all prompts, one after the other: log probabilities of their tokens but the first, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), []
+    with torch.inference_mode():
+        for prompt in _PROMPTS:
+            ids = torch.tensor([prompt], device=device)
+            logits = model(ids).logits[0, :-1].float().log_softmax(-1)
+            found.append(logits.gather(1, ids[0, 1:, None]).squeeze(1))
+    return torch.cat(found)
 
 
 def _features(folder: Path, device: torch.device, say: Say) -> None:
@@ -150,6 +149,7 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
+        _engine(folder, device, **fixed).close()  # compiles what eager steps need
         wanted.update(_run(folder, device, enforce_eager=True, **fixed))
         return "eager, deterministic"
 
@@ -182,9 +182,10 @@ def _small_steps(folder: Path, device: torch.device) -> str:
     """The same prompts three times, in parts beside decodes: the first asks for graphs, the last has them all. The same
     tokens as without graphs, and what a step takes."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
-    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "warmup_seconds": 0.0} | fixed
+    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False} | fixed
     found, spent = list[dict[str, list[int]]](), list[float]()
-    for eager in (True, False):
+    captured, notes = 0, list[str]()
+    for eager in (False, True):
         engine = _engine(folder, device, enforce_eager=eager, **options)
         for _ in range(3):
             asked = [request(str(index), prompt, 24, seed=index) for index, prompt in enumerate(_PROMPTS)]
@@ -193,15 +194,16 @@ def _small_steps(folder: Path, device: torch.device) -> str:
             seconds = time.perf_counter() - began
         found.append(answers)
         spent.append(1000 * seconds / (engine.stats.steps - before))
-        captured = engine.stats.captured_prompt_steps
+        if not eager:
+            captured, notes = engine.stats.captured_prompt_steps, [*engine.info.notes]
         engine.close()
         let_go()
     if found[0] != found[1]:
         name = next(name for name in found[0] if found[0][name] != found[1][name])
-        raise ValueError(f"prompt {name}: {found[1][name]} and not {found[0][name]}")
+        raise ValueError(f"prompt {name}: {found[0][name]} and not {found[1][name]}")
     if device.type == "cuda" and not captured:
-        raise ValueError(f"no step with a prompt was a graph's; {engine.info.notes}")
-    return f"the same tokens; {captured} steps with prompts by graphs; {spent[1]:.2f} ms a step, eager {spent[0]:.2f}"
+        raise ValueError(f"no step with a prompt was a graph's; {notes}")
+    return f"the same tokens; {captured} steps with prompts by graphs; {spent[0]:.2f} ms a step, eager {spent[1]:.2f}"
 
 
 def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,12 @@ def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path,
     if code is None:
         return Run("", "", f"its {seconds:.0f} s were over", took, late=True)
     return Run("", "", _reason(code, log), took)
+
+
+def is_cudas(run: Run, wrong: Iterable[str]) -> bool:
+    """Whether it failed by an error of CUDA's, or by a signal: such errors come later than what caused them, which a
+    run that waits behind each launch, and a sanitizer, tell. wrong: what its findings that do not hold said."""
+    return not run.held and not run.late and any("CUDA" in said or "killed by" in said for said in (run.ended, *wrong))
 
 
 def beside(command: Sequence[str], log: Path) -> AbstractContextManager[object]:

@@ -11,7 +11,8 @@ from benchmarks.flight.process import Run
 
 
 def told(runs: Iterable[Run], out: Path) -> str:
-    """What each stage found, line by line, with what failed first above all."""
+    """What each stage found, line by line, each with the seconds after which it was found, and what failed first above
+    all."""
     runs = list(runs)
     lines = []
     first = next((run for run in runs if not run.held), None)
@@ -24,7 +25,7 @@ def told(runs: Iterable[Run], out: Path) -> str:
         name = f"{run.stage} ({run.again})" if run.again else run.stage
         lines.append(f"\n{name}: {'held' if run.held else run.ended}; {run.seconds:.0f} s")
         for each in read(out, run):
-            lines.append(f"  {'ok ' if each['held'] else 'NO '} {each['what']:<58} {each['said']}")
+            lines.append(f"  {'ok ' if each['held'] else 'NO '}{each['at']:5.1f} s  {each['what']:<58} {each['said']}")
     return "\n".join(lines) + "\n"
 
 

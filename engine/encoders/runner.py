@@ -62,7 +62,7 @@ class EncoderRunner:
         if shown:
             assert self._images is not None
             pooled = [PooledRow(row, 0, 1, self._params(row)) for row in shown]
-            vectors = self._images.vectors(shown, self._owner).float()
+            vectors = self._images.vectors(shown, self._owner).float().cpu()
             found |= finished_rows(pooled, vectors, self._pooler.pooling)
         return Computed(StepOutput({}, vectors=found | (self._of_texts(texts) if texts else {})))
 

@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
 
 import msgspec
 
@@ -20,7 +19,7 @@ from quire.engine.core.history import History, Recorder
 from quire.engine.core.stats import EngineSnapshot, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
-from quire.engine.link.output_stream import OutputStream
+from quire.engine.link.output_stream import OutputStream, Reader
 from quire.engine.prefixes.misses import Misses
 from quire.engine.prefixes.turns import LastTurns
 from quire.engine.types import Adapter, Request, RequestOutput
@@ -28,21 +27,9 @@ from quire.engine.types import Adapter, Request, RequestOutput
 log = logging.getLogger("quire.client")
 
 
-class Reader(Protocol):
-    """Takes the outputs of one call's requests: OutputStream in the process that answers the call."""
-
-    ids: Sequence[str]
-    tenant: str
-    call: str
-    """The id of the API call, as `EngineClient.cancel` takes it."""
-    submitted_at: float
-
-    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
-        the event loop, if anything. Raises SlowReader when the call is to be given up."""
-
-    def fail(self, error: QuireError) -> None:
-        """No request of the call is open any more, and this is why."""
+Journal = Callable[[Sequence[int]], None]
+"""Keeps tokens before readers have them. It is given three numbers for each: its request's own in the journal, its
+place in the answer, and its id."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,8 +47,10 @@ class _Entry:
 
     request: Request
     reader: Reader
-    emitted: list[int] = field(default_factory=list)
-    """The tokens that were handed out for it."""
+    emitted: list[int]
+    """The tokens that were handed out for it, behind those that it had when it was submitted."""
+    number: int = 0
+    """Its own in the journal; 0: it is not there."""
     cached_tokens: int | None = None
     """How many prompt tokens the first engine that computed it found cached; None before its first output. Clients are
     told this number also after a replay, which finds a different one."""
@@ -97,6 +86,9 @@ class EngineClient:
         self._held: dict[str, Request] | None = None
         """New requests that the engine is not told of, while there are to be none."""
         self._snapshot: asyncio.Task[EngineSnapshot | None] | None = None
+        self._journal: Journal = _nowhere
+        self._rows: list[int] = []
+        """What it is to be given."""
 
     @property
     def alive(self) -> bool:
@@ -145,9 +137,11 @@ class EngineClient:
 
     # What readers ask
 
-    def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
+    def submit(
+        self, requests: Sequence[Request], call: str = "", emitted: Sequence[list[int]] | None = None
+    ) -> OutputStream:
         """Submit a group of requests, all of one tenant and with new ids, of the API call `call`. A group of none has
-        ended.
+        ended. `emitted`: of each request a list of its emitted_ids, to which the book adds each token that comes.
 
         Raises EngineError when the engine is gone for good.
         """
@@ -155,16 +149,17 @@ class EngineClient:
         tenant = requests[0].tenant if requests else ""
         stream = OutputStream(self.abort, ids, tenant, call, self.link.weights_version)
         if requests:
-            self.add(requests, stream)
+            self.add(requests, stream, emitted)
         return stream
 
-    def add(self, requests: Sequence[Request], reader: Reader) -> None:
+    def add(self, requests: Sequence[Request], reader: Reader, emitted: Sequence[list[int]] | None = None) -> None:
         """As `submit`, with a reader that is there already."""
         if self.failure is not None:
             raise self.failure
-        for request in requests:
+        emitted = [[*request.emitted_ids] for request in requests] if emitted is None else emitted
+        for request, ids in zip(requests, emitted, strict=True):
             assert request.id not in self._open, f"request id {request.id} is in use"
-            self._open[request.id] = _Entry(request, reader)
+            self._open[request.id] = _Entry(request, reader, ids)
             self._queued_tokens += len(request.prompt_ids)
             self.recorder.submitted(request)
         if self._misses is not None:
@@ -174,6 +169,12 @@ class EngineClient:
             self.link.send(requests)
         else:
             self._held |= {request.id: request for request in requests}
+
+    def keep(self, request_id: str, number: int, journal: Journal) -> None:
+        """Give the journal the tokens that come for a request, if it is open, but for its last output. All requests
+        have the same journal."""
+        if (entry := self._open.get(request_id)) is not None:
+            entry.number, self._journal = number, journal
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request whose reader wants no more outputs."""
@@ -266,12 +267,15 @@ class EngineClient:
 
     def request(self, request_id: str) -> Request:
         entry = self._open[request_id]
-        return msgspec.structs.replace(entry.request, emitted_ids=entry.request.emitted_ids + entry.emitted)
+        return msgspec.structs.replace(entry.request, emitted_ids=[*entry.emitted])
 
     def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         if self._misses is not None and step is not None and step.chunks:
             self._misses.stepped(step, engine, self.link.engines[engine].stats, self.link.weights_version)
         outputs = [self._noted(output) for output in outputs]
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._journal(rows)
         self.recorder.stepped(outputs, step, engine)
         version = self.link.weights_version
         for output in outputs:
@@ -296,7 +300,12 @@ class EngineClient:
         entry = self._open.get(output.id)
         if entry is None:
             return output
-        entry.emitted += output.new_ids
+        if entry.number and output.finish_reason is None:
+            for id in output.new_ids:
+                self._rows += (entry.number, len(entry.emitted), id)
+                entry.emitted.append(id)
+        else:
+            entry.emitted += output.new_ids
         if entry.cached_tokens is None:
             entry.cached_tokens = output.cached_tokens
             self._queued_tokens -= len(entry.request.prompt_ids)
@@ -367,10 +376,13 @@ class EngineClient:
         entry = self._open.pop(request_id, None)
         if entry is None:
             return False
-        if self._misses is not None:
-            self._misses.ended(request_id, entry.emitted)
-        if self.turns is not None:
-            self.turns.ended(entry.request, entry.emitted)
+        if self._misses is not None or self.turns is not None:
+            before = len(entry.request.emitted_ids)
+            new = entry.emitted[before:] if before else entry.emitted
+            if self._misses is not None:
+                self._misses.ended(request_id, new)
+            if self.turns is not None:
+                self.turns.ended(entry.request, new)
         if entry.cached_tokens is None:
             self._queued_tokens -= len(entry.request.prompt_ids)
         tenant = entry.reader.tenant
@@ -378,3 +390,7 @@ class EngineClient:
         if not self._open_by_tenant[tenant]:
             del self._open_by_tenant[tenant]  # gateways tell tenants' names, ever new ones
         return True
+
+
+def _nowhere(rows: Sequence[int]) -> None:
+    """The journal where no request has a number."""

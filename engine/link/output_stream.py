@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +21,23 @@ This many take some 20 MB."""
 
 Versions = list[tuple[str, int]]
 """Of the weights that computed an answer's tokens: each version with the number of tokens, in their order."""
+
+
+class Reader(Protocol):
+    """Takes the outputs of one call's requests: OutputStream in the process that answers the call."""
+
+    ids: Sequence[str]
+    tenant: str
+    call: str
+    """The id of the API call, as `EngineClient.cancel` takes it."""
+    submitted_at: float
+
+    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
+        """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
+        the event loop, if anything. Raises SlowReader when the call is to be given up."""
+
+    def fail(self, error: QuireError) -> None:
+        """No request of the call is open any more, and this is why."""
 
 
 class OutputStream:
@@ -57,6 +75,9 @@ class OutputStream:
         """Does what the reader would do with the outputs of an iteration, at once and while the reader waits on, or
         does nothing and returns False: then the reader gets them. What it raises is raised to the reader. It gets
         nothing behind the end of the last request: that the reader must see."""
+        self.ended: Callable[[RequestOutput, bool], None] | None = None
+        """Is told the last output of each request, before the reader has it, and whether the reader will find tokens
+        beside the end."""
         self.weights_version = weights_version
         """Of the weights that computed the last token or vector, unread ones included."""
         self.versions: dict[str, Versions] | None = None
@@ -82,7 +103,7 @@ class OutputStream:
         raise StopAsyncIteration
 
     def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
-        """Add an output for the reader: see Reader in client.py. A reader that has a shortcut waits until the turn of
+        """Add an output for the reader. A reader that has a shortcut waits until the turn of
         the event loop ends, so that the outputs of several steps reach it together."""
         if output.id not in self._open:
             return None
@@ -94,6 +115,8 @@ class OutputStream:
         self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
             self._open.discard(output.id)
+            if self.ended is not None:
+                self.ended(output, bool(self._unread[output.id].new_ids))
         self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
         if self._backlog > MAX_BACKLOG and self._open:
             log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
@@ -105,6 +128,11 @@ class OutputStream:
             return None
         self._due = True
         return self._hand_on
+
+    @property
+    def unread(self) -> Sequence[RequestOutput]:
+        """What has come since the last iteration, by request."""
+        return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, which the reader gets after the outputs before it."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from quire.engine.checkpoint.families import AXES
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, SharedState, State
+from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, PagedState, SharedState, State
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
@@ -83,6 +83,12 @@ class DecoderSpec:
         """What of it cannot be divided among so many ranks; None: all can."""
         parts = (part for layer in self.layers for part in layer)
         return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
+
+    def undivided_tokens(self) -> str | None:
+        """Why ranks cannot divide each sequence's tokens; None: they can."""
+        if all(isinstance(each, PagedState | SharedState) for each in self.states):
+            return None
+        return "layers that keep a state of a whole sequence cannot divide its tokens"
 
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""

@@ -15,13 +15,11 @@ import torch
 
 from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
-from quire.engine.models.adapted.spec import AdaptedSpec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.capture import CudaCapture
@@ -265,10 +263,7 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
     asked, divided = config.speculative_config, backend.divided(config.decode_context_parallel_size)
     refuse(
         "decode_context_parallel_size",
-        isinstance(spec, AdaptedSpec)
-        and "a model by transformers' classes keeps its own keys and values; see --model-impl",
-        not all(isinstance(each, PagedState | SharedState) for each in spec.states)
-        and "layers that keep a state of a whole sequence cannot divide its tokens",
+        spec.undivided_tokens(),
         config.nnodes > 1 and "ranks of one machine alone divide tokens so far (nnodes)",
         asked is not None
         and asked.has_weights

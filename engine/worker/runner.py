@@ -15,7 +15,7 @@ from quire.engine.core.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder, Features, had_numbers
 from quire.engine.types import PoolingParams, SamplingParams
-from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.compiling.steps import launch_every_kind
 from quire.engine.worker.graphs.capture import Left
 from quire.engine.worker.graphs.decodes import DecodeGraphs
@@ -163,7 +163,7 @@ class Runner:
         batch, picks, inputs = begun.batch, begun.picks, begun.inputs
         self._copy(batch)
         if not batch.rows:
-            nothing = Download([torch.empty(0, dtype=torch.int64)], self._downloads)
+            nothing = Download([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
             return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
@@ -217,14 +217,14 @@ class Runner:
             inputs = scratch_prompt(self._slots, length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
 
-    def compile_kernels(self, step_tokens: int) -> int:
-        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch.
-        Returns how many were not there yet."""
+    def compile_kernels(self, step_tokens: int) -> Compiled:
+        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch
+        and that is not there yet."""
         from quire.kernels.gpu.kinds import recorded
 
         model = self._model
         if model.shard.count > 1:  # other ranks would wait in what this one has not begun
-            return 0
+            return Compiled()
         kinds = recorded(partial(launch_every_kind, model, self._kv_cache, self._slots, step_tokens))
         return compile_kinds(kinds, model.progress)
 

@@ -62,4 +62,4 @@ def compile_ahead(runner: Runner, step_tokens: int, clock: Callable[[], float]) 
         compiled = runner.compile_kernels(step_tokens)
     except Exception as error:
         return [f"kernels are compiled when steps first need them: {fault(error)}"]
-    return [f"{compiled} kinds of kernels compiled in {clock() - began:.1f} s"] if compiled else []
+    return [f"in {clock() - began:.1f} s {compiled.said}"] if compiled.count or compiled.failed else []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import torch
 
+_IN_SOURCE = re.compile(r"at \d+:\d+:$")
+"""What Triton's compiler begins with; then comes the source, and what is wrong with it at the end."""
 _APT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
@@ -38,7 +41,8 @@ def fault(error: BaseException) -> str:
     """One sentence on any error of a kernel."""
     if (compiler := compiler_fault(error)) is not None:
         return compiler
-    text = (str(error).strip() or "no message").splitlines()[0]
+    lines = (str(error).strip() or "no message").splitlines()
+    text = lines[-1] if _IN_SOURCE.match(lines[0]) else lines[0]
     if "no kernel image" in text or "no kernel found" in text:
         return f"was not built for this GPU ({text}): install a build for it"
     if isinstance(error, torch.OutOfMemoryError):

@@ -69,8 +69,8 @@ class Download:
     """A copy of tensors to the host, on a stream of its own: later computations do not wait for it."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """`stream` is None where the tensors are on the host already, and where the device has none of CUDA's; there
-        `wait` copies them."""
+        """`stream` is of the tensors' GPU, and None where they are on the host already, and where the device has none
+        of CUDA's; there `wait` copies them."""
         self._tensors = list(tensors)
         self._arrived: torch.cuda.Event | None = None
         if stream is None:

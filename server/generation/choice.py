@@ -53,8 +53,6 @@ class Choice:
         self.prompt = prompt
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.known: list[int] = []
-        """Of a resumable spec: the tokens of this choice in the generation's Progress."""
         self.prefix: PrefixReport | None = None
         """What else of the prompt could have been cached; None where nothing is known."""
         self.logprob_sum = 0.0

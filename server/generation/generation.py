@@ -82,8 +82,13 @@ def times(timeline: Timeline) -> dict[str, float | None]:
 
 
 class Journal(Protocol):
-    def __call__(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None, /) -> None:
-        """`number`: the generation's. `place`: of the first of these tokens in the choice."""
+    """Where tokens are put before they are sent. Tail has it; each choice has a number there, one behind the other."""
+
+    def add(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None) -> None:
+        """`number`: the first choice's. `place`: of the first of these tokens in the choice."""
+
+    def add_step(self, rows: Sequence[int]) -> None:
+        """Tokens of a step: of each the number of its choice, its place there, and its id."""
 
 
 class Sink(Protocol):
@@ -104,11 +109,7 @@ class Generation(ABC):
         self._metrics = metrics
         self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
         self.progress = Progress()
-        """Of a resumable spec: the tokens that its choices have so far."""
-        self.journal: Journal | None = None
-        """Of a resumable spec: where tokens are put before they are sent."""
-        self.number = 0
-        """The call's in the journal."""
+        """Of a resumable spec: the tokens that its choices have so far, those that nobody has read yet among them."""
         self.fresh = True
         """Whether the last step is new, and does not tell again what an answer had before."""
         self.computed = True
@@ -127,6 +128,10 @@ class Generation(ABC):
     def shorten(self, sink: Sink) -> None:  # noqa: B027 - nothing, where a step is not made at once
         """Spare the reader of `deltas` its wake-ups: from now on the sink takes whatever arrives while the reader
         waits. Call it between two steps."""
+
+    def keep(self, journal: Journal, number: int, had: Sequence[int]) -> None:  # noqa: B027 - nothing to go on with
+        """Put what `progress` gets from now on into a journal, and what it has behind `had`: how many tokens of each
+        choice are known. `number`: the first choice's in the journal."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,7 +17,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.generation import Generation, Sink
+from quire.server.generation.generation import Generation, Journal, Sink
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
@@ -37,25 +37,31 @@ class Sampling(Generation):
         again = f".{spec.attempt}" if spec.attempt else ""
         self._by_id = {f"{spec.id}-{choice.index}{again}": choice for choice in self._choices}
         self.progress = self._known()
-        for choice, ids in zip(self._choices, self.progress.ids, strict=True):
-            choice.known = ids
-        self._cached_untold = True
-        """Whether it is still to be noted of some choice how many tokens of its prompt were cached."""
+        self._had = [*zip(self._by_id, map(tuple, self.progress.ids), tuple(self.progress.ends), strict=True)]
+        """What each request has before it is submitted: its tokens, and its end."""
+        self._as_it_comes = False
+        """Whether each output says what was cached when the answer was made first, and that is noted of all choices."""
         self.fresh = False
         seeds = [params.choice_seed(choice.index % params.n) for choice in self._choices]
         requests = [
             spec.request(id, choice.prompt, single, seeds[choice.index], [*known])
-            for (id, choice), known, end in zip(self._by_id.items(), self.progress.ids, self.progress.ends, strict=True)
+            for choice, (id, known, end) in zip(self._choices, self._had, strict=True)
             if end is None
         ]
         self.computed = bool(requests)
-        self._stream = client.submit(requests, spec.answer_id)
+        grows = [ids for ids, end in zip(self.progress.ids, self.progress.ends, strict=True) if end is None]
+        self._stream = client.submit(requests, spec.answer_id, grows)
+        self._stream.ended = self._note_end
+        self._keep = client.keep
+        self._journal: Journal | None = None
+        self._number = 0
+        """Of the first choice in the journal."""
         self._timeline = client.history.find(requests[0].id) if spec.timed and requests else None
         self._records: dict[str, ChoiceReceipt] = {}
         """By request, where they are recorded."""
         if spec.recorded:
             self._stream.versions = {id: [] for id in self._by_id}
-            for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True):
+            for choice, (id, known, _) in zip(self._choices, self._had, strict=True):
                 self._records[id] = ChoiceReceipt(index=choice.index, seed=seeds[choice.index])
                 add_tokens(self._stream.versions[id], self._stream.weights_version, len(known))
         self._turns = turns
@@ -76,9 +82,8 @@ class Sampling(Generation):
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
-            for request_id, known, end in zip(
-                self._by_id, [*map(tuple, self.progress.ids)], [*self.progress.ends], strict=True
-            ):
+            had, self._had = self._had, []
+            for request_id, known, end in had:
                 for delta in self._pushed_again(request_id, known, end):
                     yield [delta]
             self.fresh = True
@@ -123,7 +128,7 @@ class Sampling(Generation):
     def _pushed(self, outputs: list[RequestOutput]) -> Iterator[list[ChoiceDelta]]:
         """The steps that outputs make: one, but of a resumable spec one for each token."""
         now = time.monotonic()
-        if self._spec.resumable:
+        if self._spec.resumable and not (self._as_it_comes and len(outputs) == 1 == len(outputs[0].new_ids)):
             for output in outputs:
                 for single in self._singles(output):
                     if (delta := self._push(single, now)) is not None:
@@ -150,22 +155,36 @@ class Sampling(Generation):
     def _singles(self, output: RequestOutput) -> Sequence[RequestOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        choice, ids, end = self._by_id[output.id], output.new_ids, None
-        if output.finish_reason == "stop" or output.finish_reason == "length":
-            self.progress.ends[choice.index] = end = End(output.finish_reason, output.stop_reason, bool(ids))
-        if self.journal is not None:
-            self.journal(self.number, choice.index, len(choice.known), ids, end)
-        choice.known += ids
-        if self._cached_untold or output.cached_tokens != choice.cached_tokens:
-            output = self._with_cached(choice, output)
-        return (output,) if len(ids) < 2 else _apart(output)
+        cached = self._cached(output)
+        if output.cached_tokens != cached:
+            output = msgspec.structs.replace(output, cached_tokens=cached)
+        return (output,) if len(output.new_ids) < 2 else _apart(output)
 
-    def _with_cached(self, choice: Choice, output: RequestOutput) -> RequestOutput:
-        told = self.progress.cached
-        if told[choice.index] < 0:
-            told[choice.index] = output.cached_tokens
-            self._cached_untold = any(each < 0 for each in told)
-        return msgspec.structs.replace(output, cached_tokens=told[choice.index])
+    def _cached(self, output: RequestOutput) -> int:
+        """How many tokens of the prompt of an output's choice were cached when it was made first. This is noted of the
+        first output."""
+        told, index = self.progress.cached, self._by_id[output.id].index
+        if told[index] < 0:
+            told[index] = output.cached_tokens
+            self._as_it_comes = self._spec.progress is None and min(told) >= 0
+        return told[index]
+
+    def keep(self, journal: Journal, number: int, had: Sequence[int]) -> None:
+        self._journal, self._number = journal, number
+        for choice, count, (id, *_) in zip(self._choices, had, self._had, strict=True):
+            ids, end = self.progress.ids[choice.index], self.progress.ends[choice.index]
+            if len(ids) > count or end is not None:
+                journal.add(number, choice.index, count, ids[count:], end)
+            self._keep(id, number + choice.index, journal.add_step)
+
+    def _note_end(self, output: RequestOutput, with_tokens: bool) -> None:
+        """The last output of a request has come: see OutputStream.ended."""
+        index, end = self._by_id[output.id].index, None
+        if output.finish_reason == "stop" or output.finish_reason == "length":
+            self.progress.ends[index] = end = End(output.finish_reason, output.stop_reason, with_tokens)
+        if self._journal is not None:
+            place = len(self.progress.ids[index]) - len(output.new_ids)
+            self._journal.add(self._number, index, place, output.new_ids, end)
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
         """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
@@ -219,7 +238,10 @@ class Sampling(Generation):
     def close(self) -> None:
         self._deadlines.cancel()
         self._stream.close()
-        self._stream.shortcut = None  # no circle: the spec goes with its last reference, not at a collection
+        for output in self._stream.unread:  # who goes on with the answer has its tokens, and is to tell this too
+            self._cached(output)
+        # No circle: the spec goes with its last reference, not at a collection.
+        self._stream.shortcut = self._stream.ended = None
         self._cut_off(self._deadlines.passed or "abort")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,17 +34,20 @@ _HEAD = _BOOT_BYTES + 2 * 8
 _RECORD = struct.Struct("<II")
 """Before each record: its length, and its check."""
 _TOKEN = struct.Struct("<6I")
-"""The record of a single token, as most are: 0 for its length, its check, and the numbers of a Got."""
+"""The record of a single token, by an earlier version: 0 for its length, its check, and the numbers of a Got."""
 _TOKEN_CHECK = 0x9E3779B9
-"""The check of a token is this one, where all its numbers are 0."""
+"""The check of such a token is this one, where all its numbers are 0."""
+_NUMBERS = "I"
+"""The type of the numbers of a Step in an array."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """A call has this number from here on."""
+    """A call has this number from here on, and its further choices have the next ones."""
 
     number: int
     owner: str
     id: str
+    choices: int = 1
 
 
 class Got(msgspec.Struct, frozen=True, tag="g", array_like=True):
@@ -55,6 +59,13 @@ class Got(msgspec.Struct, frozen=True, tag="g", array_like=True):
     """Of the first of the tokens."""
     ids: Sequence[int]
     end: End | None
+
+
+class Step(msgspec.Struct, frozen=True, tag="s", array_like=True):
+    """What choices of calls got in a step."""
+
+    rows: bytes
+    """Of each token the number of its choice, its place there, and its id."""
 
 
 class Tokens(NamedTuple):
@@ -69,7 +80,7 @@ class Tokens(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Begun | Got).decode
+_decode = msgspec.msgpack.Decoder(Begun | Got | Step).decode
 
 
 class Tail:
@@ -95,33 +106,33 @@ class Tail:
         self._numbers = 0
         self._tell(self._at)
 
-    def begin(self, owner: str, id: str) -> int:
-        """The number of a call."""
-        self._numbers += 1
-        self._write(Begun(self._numbers, owner, id))
-        return self._numbers
+    def begin(self, owner: str, id: str, choices: int = 1) -> int:
+        """The number of a call, and of its first choice; the others have the next ones."""
+        number = self._numbers + 1
+        self._numbers += choices
+        self._write(Begun(number, owner, id, choices))
+        return number
 
     def add(self, number: int, choice: int, place: int, ids: Sequence[int], end: End | None) -> None:
         """Tokens of a call, before they are sent. Where there is no room they are left out."""
-        if end is not None or len(ids) != 1:
-            return self._write(Got(number, choice, place, ids, end))
-        (id,), at = ids, self._at
-        if (behind := at + _TOKEN.size) <= self._end:
-            check = number ^ choice ^ place ^ id ^ _TOKEN_CHECK
-            _TOKEN.pack_into(self._memory, at, 0, check, number, choice, place, id)
-            self._tell(behind)
+        self._write(Got(number, choice, place, ids, end))
 
-    def turn(self, begun: Iterable[tuple[int, str, str]]) -> bool:
+    def add_step(self, rows: Sequence[int]) -> None:
+        """Tokens of a step in one record, for a record of each would cost more than all else that is done for it. Of
+        each token the number of its choice, its place there, and its id."""
+        self._write(Step(array(_NUMBERS, rows).tobytes()))
+
+    def turn(self, begun: Iterable[tuple[int, str, str, int]]) -> bool:
         """Whether all that was written before is to be noted, and `settle` to be called then: the other half is written
-        meanwhile. `begun`: numbers, owners and ids of the calls that go on."""
+        meanwhile. `begun`: numbers, owners, ids and counts of choices of the calls that go on."""
         if self._end and not self._turning and self._end - self._at < HALF // 2:
             self._turning = True
             self._half, self._turn = 1 - self._half, self._turn + 1
             begin = _HEAD + self._half * HALF
             self._end = begin + HALF
             self._tell(begin)
-            for number, owner, id in begun:
-                self._write(Begun(number, owner, id))
+            for each in begun:
+                self._write(Begun(*each))
         return self._turning
 
     def settle(self) -> None:
@@ -136,7 +147,7 @@ class Tail:
         self._memory.close()
         self._path.unlink(missing_ok=True)
 
-    def _write(self, record: Begun | Got) -> None:
+    def _write(self, record: Begun | Got | Step) -> None:
         content = _encode(record)
         begin = self._at + _RECORD.size
         end = begin + len(content)
@@ -169,7 +180,8 @@ def left(path: Path) -> Iterator[Tokens]:
         return
     size = (len(content) - _HEAD) // 2
     places = memoryview(content)[_BOOT_BYTES:_HEAD].cast("Q")
-    calls: dict[int, Begun] = {}
+    calls: dict[int, tuple[Begun, int]] = {}
+    """By number: a call, and its choice."""
     for half in sorted((0, 1), key=lambda half: places[half]):
         at = _HEAD + half * size
         end = at + min(places[half] % (1 << _USED_BITS), size)
@@ -182,8 +194,9 @@ def left(path: Path) -> Iterator[Tokens]:
                 if check != number ^ choice ^ place ^ id ^ _TOKEN_CHECK:
                     return
                 at += _TOKEN.size
-                if (known := calls.get(number)) is not None:
-                    yield Tokens(known.owner, known.id, choice, place, (id,), None)
+                if number in calls:
+                    begun, _ = calls[number]
+                    yield Tokens(begun.owner, begun.id, choice, place, (id,), None)
                 continue
             begin = at + _RECORD.size
             at = begin + length
@@ -192,6 +205,13 @@ def left(path: Path) -> Iterator[Tokens]:
                 return
             match _decode(record):
                 case Begun() as begun:
-                    calls[begun.number] = begun
-                case Got(number, choice, place, ids, ended) if (known := calls.get(number)) is not None:
-                    yield Tokens(known.owner, known.id, choice, place, ids, ended)
+                    calls |= {begun.number + choice: (begun, choice) for choice in range(begun.choices)}
+                case Got(number, choice, place, ids, ended) if number in calls:
+                    begun, _ = calls[number]
+                    yield Tokens(begun.owner, begun.id, choice, place, ids, ended)
+                case Step(rows):
+                    numbers = iter(array(_NUMBERS, rows))
+                    for number, place, id in zip(numbers, numbers, numbers, strict=True):
+                        if number in calls:
+                            begun, choice = calls[number]
+                            yield Tokens(begun.owner, begun.id, choice, place, (id,), None)

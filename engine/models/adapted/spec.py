@@ -45,6 +45,9 @@ class AdaptedSpec(DecoderSpec):
             return self.attention
         return divided_attention(self.given, self.longest, shard)
 
+    def undivided_tokens(self) -> str | None:
+        return "a model by transformers' classes keeps its own keys and values; see --model-impl"
+
     def indivisible(self, ranks: int) -> str | None:
         try:
             self.of_rank(Shard(0, ranks))

@@ -22,7 +22,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.compiling.steps import launch_every_kind
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of
@@ -51,9 +51,10 @@ def main() -> int:
     for model in [read_model_config(each.parent) for each in given.configs] or common_models():
         for page in _PAGES:
             kinds |= dict.fromkeys(kinds_of(model, page))
-    compiled = 0 if given.list else compile_kinds(list(kinds), lambda: None)
+    compiled = Compiled() if given.list else compile_kinds(list(kinds), lambda: None)
     missing = sum(not kind.mark.exists() for kind in kinds)
-    print(f"{len(kinds)} kinds for {given.capability.arch}, {compiled} compiled now, {missing} not there")
+    why = f": {compiled.why}" if compiled.failed else ""
+    print(f"{len(kinds)} kinds for {given.capability.arch}, {compiled.count} compiled now, {missing} not there{why}")
     return 0
 
 

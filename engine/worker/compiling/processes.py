@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from subprocess import DEVNULL
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kinds import Kind
@@ -20,23 +23,50 @@ _MOST_PROCESSES = 8
 _LEAST_KINDS = 4
 """Of a process, whose start takes as long as a few of them."""
 _POLL_SECONDS = 0.1
+_CHILD = "quire.engine.worker.compiling.child"
 
 
-def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> int:
-    """Those that were not compiled before, and how many these are. A kind that does not compile is left to its first
-    launch, whose error says why. `progress` is called meanwhile."""
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Kinds that were not compiled before: how many are now, and how many are not."""
+
+    count: int = 0
+    failed: int = 0
+    why: str = ""
+    """The first error, where some failed."""
+
+    @property
+    def said(self) -> str:
+        if not self.failed:
+            return f"{self.count} kinds of kernels compiled"
+        whole = self.count + self.failed
+        return f"{self.count} of {whole} kinds of kernels compiled, the others when steps first need them: {self.why}"
+
+
+def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> Compiled:
+    """A kind that does not compile is left to its first launch. `progress` is called meanwhile."""
     missing = [kind for kind in kinds if not kind.mark.exists()]
     count = min(_MOST_PROCESSES, os.cpu_count() or 1, -(-len(missing) // _LEAST_KINDS))
-    children: list[Child] = []
-    try:
+    children: list[tuple[Child, IO[bytes]]] = []
+    with ExitStack() as stack:
         for part in range(count):
-            jobs = [astuple(each) for each in missing[part::count]]
-            name = "quire.engine.worker.compiling.child"
-            children.append(Child(module(name), json.dumps(jobs).encode(), stdout=DEVNULL, stderr=DEVNULL))
-        while any(child.returncode is None for child in children):
+            jobs = json.dumps([astuple(each) for each in missing[part::count]]).encode()
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            child = Child(module(_CHILD), jobs, stdout=DEVNULL, stderr=errors.fileno())
+            stack.callback(child.destroy)
+            children.append((child, errors))
+        while any(child.returncode is None for child, _ in children):
             progress()
             time.sleep(_POLL_SECONDS)
-    finally:
-        for child in children:
-            child.destroy()
-    return len(missing)
+        reasons = [_reason(child, errors) for child, errors in children if child.returncode]
+    failed = sum(not kind.mark.exists() for kind in missing)
+    return Compiled(len(missing) - failed, failed, next(iter(reasons), "no error was told") if failed else "")
+
+
+def _reason(child: Child, errors: IO[bytes]) -> str:
+    """The last line that it wrote, which is an exception's message; how it ended, where it wrote none."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").splitlines()
+    assert child.returncode is not None
+    ended = exit_cause(child.returncode, sender=None, oom_kills=None).description
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"a process that compiles {ended}")

@@ -26,6 +26,8 @@ class ChunkWriter(AnswerWriter):
     """The `object` of a chunk."""
     BEFORE_TEXT: ClassVar[bytes]
     """Opens the part of a choice that has the text; %d is the choice's index, and token ids are null."""
+    TEXT: ClassVar[bytes]
+    """Names the text, which follows, where a choice may have none."""
     AFTER_TEXT: ClassVar[bytes]
     """Closes the part of a choice that has the text."""
     UNFINISHED: ClassVar[bytes]
@@ -58,6 +60,12 @@ class ChunkWriter(AnswerWriter):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         return self.events(deltas[0]) if len(deltas) == 1 else b"".join(map(self.events, deltas))
+
+    def text_form(self, index: int) -> bytes | None:
+        if self._spec.token_ids or self._spec.continuous_usage:
+            return None
+        before, after = self._opening_of(index) + self.TEXT, self._running
+        return before.replace(b"%", b"%%") + b"%b" + after.replace(b"%", b"%%")
 
     def last(self, usage: Usage) -> bytes:
         if not self._spec.include_usage and self.receipt is None:
@@ -131,6 +139,7 @@ class ChunkWriter(AnswerWriter):
 class CompletionWriter(ChunkWriter):
     CHUNK = "text_completion"
     BEFORE_TEXT = b'[{"index":%d,"prompt_token_ids":null,"token_ids":null,"text":'
+    TEXT = b""
     AFTER_TEXT = b""
     UNFINISHED = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
 
@@ -153,6 +162,7 @@ class CompletionWriter(ChunkWriter):
 class ChatWriter(ChunkWriter):
     CHUNK = "chat.completion.chunk"
     BEFORE_TEXT = b'[{"index":%d,"token_ids":null,"delta":{'
+    TEXT = b'"content":'
     AFTER_TEXT = b"}"
     UNFINISHED = b',"logprobs":null,"finish_reason":null'
 
@@ -176,7 +186,7 @@ class ChatWriter(ChunkWriter):
         if delta.reasoning:
             parts.append(b'"reasoning":%b,"reasoning_content":%b' % ((encode_json(delta.reasoning),) * 2))
         if delta.calls and delta.text:
-            parts.append(b'"content":' + encode_json(delta.text))
+            parts.append(self.TEXT + encode_json(delta.text))
         parts += [b'"tool_calls":' + encode_json([_call_delta(call)]) for call in delta.calls]
         opening = self._opening_of(delta.index)
         return b"".join([opening + part + self._running for part in parts])
@@ -186,7 +196,7 @@ class ChatWriter(ChunkWriter):
         if self._spec.token_ids:
             ids = encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"token_ids":%b,"delta":{' % (self._opening, delta.index, ids)
-        return self._closed(opening + b'"content":' + encode_json(delta.text) if delta.text else opening, delta)
+        return self._closed(opening + self.TEXT + encode_json(delta.text) if delta.text else opening, delta)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]

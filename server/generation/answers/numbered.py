@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from quire.engine.errors import Conflict
-from quire.server.encoding import END
+from quire.server.encoding import END, encode_json
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer
@@ -54,6 +54,9 @@ class NumberedWriter(AnswerWriter):
         """The kind at hand, its events so far, and those of them that the reader has seen."""
         self._form = b""
         """An event with its id: a form of the count of the kind at hand, and the event."""
+        self._text_form: bytes | None = None
+        """The same of an event of the only choice that has a text alone: a form of the count, and the text's JSON.
+        None: there is no such event, or the reader has seen more of them."""
         self._turn_to(0)
 
     @property
@@ -71,6 +74,17 @@ class NumberedWriter(AnswerWriter):
             self._known = None
             if self._lacks(slice(1, -1)):
                 raise Conflict("What its reader has of this answer is not all kept, and would not come again")
+        if len(deltas) == 1:
+            delta = deltas[0]
+            if (
+                delta.index == self._kind - 1
+                and (form := self._text_form) is not None
+                and delta.text
+                and delta.finish_reason is None
+                and not (delta.tokens or delta.reasoning or delta.calls)
+            ):  # as nearly all are
+                self._count = count = self._count + 1
+                return form % (count, encode_json(delta.text))
         self._writer.weights_version = self.weights_version
         if len(deltas) == 1:
             return self._numbered(1 + deltas[0].index, self._writer.step(deltas))
@@ -112,4 +126,8 @@ class NumberedWriter(AnswerWriter):
         self._kind, self._count, self._skipped = kind, self._sent[kind], self._seen[kind]
         told = [b"%d" % each for each in map(max, self._sent, self._seen)]
         told[kind] = b"%d"
-        self._form = b"id: %b:%b\n%%b" % (self._id, b".".join(told))
+        id = b"id: %b:%b\n" % (self._id, b".".join(told))
+        self._form, self._text_form = id + b"%b", None
+        if kind == 1 == len(self._sent) - 2 and self._count >= self._skipped:  # of several, each token is a turn
+            form = self._writer.text_form(0)
+            self._text_form = None if form is None else id + form

@@ -54,6 +54,11 @@ class AnswerWriter(ABC):
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The events of a step."""
 
+    def text_form(self, index: int) -> bytes | None:
+        """The only event of a step in which a choice gets some text and nothing else, as a form of the text's JSON;
+        None where there is no such form. It is the same for all steps."""
+        return None
+
     @abstractmethod
     def last(self, usage: Usage) -> bytes:
         """The events after the last step."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.images.config import read_vision
 from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.types import PoolingParams, Request, Span
 from quire.engine.worker.images import load
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.images.probe import PatchesProbe
@@ -22,6 +24,8 @@ from quire.kernels.softmax import Softmax
 from tests.engine.harness import run
 from tests.engine.images.test_families import about
 from tests.engine.worker.test_other_device import close, other, registers
+from tests.server.images.test_pairs import save_pair
+from tests.tiny_vision import picture
 from tests.vision_families import FAMILIES, save_family
 
 __all__ = ["other"]
@@ -54,6 +58,32 @@ def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: P
     cut = engine(path, "mps", max_num_batched_tokens=72)  # Gemma 4's images have 70 tokens
     assert not cut.info.no_images
     close(run(cut, asked), wanted)
+
+
+def shown(path: Path, name: str, seed: int) -> Request:
+    """An image alone, as a server asks for its vector."""
+    vision = read_vision(path)
+    assert vision is not None
+    (content,) = vision.layout(70, 50).contents(picture(seed, 70, 50))
+    span = Span(0, 1, content.digest)
+    return Request(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
+
+
+@registers
+def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> None:
+    path = save_pair(tmp_path, "clip")
+    asked = [shown(path, "one", 1), shown(path, "two", 2)]
+
+    def found(made: Engine) -> dict[str, np.ndarray]:
+        for each in asked:
+            made.add(each)
+        outputs = [output for _ in range(9) for output in made.step()]
+        return {output.id: np.frombuffer(output.vector or b"", dtype="<f4") for output in outputs}
+
+    ours, wanted = found(engine(path, "mps")), found(engine(path, "cpu"))
+    assert ours.keys() == {"one", "two"}
+    for name, vector in ours.items():
+        assert vector == pytest.approx(wanted[name], abs=1e-5), name
 
 
 class Wrong(Sdpa):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from quire.engine.config import EngineConfig
@@ -109,3 +110,31 @@ async def test_an_abort_between_a_step_and_its_turn_reaches_the_reader() -> None
     client.cancel("a")
     await reader.task
     assert (reader.taken, reader.read) == ([], [[1]])
+
+
+async def test_a_journal_has_tokens_before_readers_do() -> None:
+    client, rows, ends = Client(), list[int](), list[tuple[list[int], bool]]()
+    before, made = [[8, 9], [1]], [request("a", PROMPT), request("b", PROMPT)]
+    requests = [msgspec.structs.replace(each, emitted_ids=[*ids]) for each, ids in zip(made, before, strict=True)]
+    stream = client.submit(requests, "call", before)
+    reader = Reader(stream)
+    stream.ended = lambda output, with_tokens: ends.append((output.new_ids, with_tokens))
+    await turns()
+    client.step("a", "b", token=5)
+    assert rows == [], "nobody asked for it so far"
+    client.keep("a", 40, rows.extend)
+    client.keep("b", 41, rows.extend)
+    client.keep("none", 42, rows.extend)
+    client.step("a", "b", token=6)
+    client.step("b", token=7)
+    assert rows == [40, 3, 6, 41, 2, 6, 41, 3, 7]
+    assert (reader.taken, reader.read) == ([], [])
+    assert before == [[8, 9, 5, 6], [1, 5, 6, 7]], "the lists grow"
+    assert client.request("a").emitted_ids == before[0], "what another engine goes on from"
+    await turns()
+    client.step("a", token=4, ends="length")
+    client.deliver([RequestOutput("b", [], finish_reason="stop")])
+    assert ends == [([4], True), ([], False)]
+    assert before[0][-1] == 4
+    assert len(rows) == 9, "the end is told with its tokens"
+    await reader.task

@@ -91,6 +91,7 @@ class Waiting(TorchDispatchMode):
                     self.check_untouched(given)
         result = func(*args, **kwargs)
         if pin:
+            assert result.device.type == "cpu", "PyTorch pins the host's memory alone"
             self.pinned.append(result)
         return result
 
@@ -121,6 +122,11 @@ class Waiting(TorchDispatchMode):
         return tensor is not None and tensor.untyped_storage()._cdata in storages
 
 
+def recorded(tensor: Tensor, stream: FakeStream) -> None:
+    """PyTorch has this operator for a GPU's tensors alone."""
+    assert tensor.is_cuda, "record_stream of a tensor on the host"
+
+
 class FakeStream:
     device = DEVICE
 
@@ -148,7 +154,7 @@ class FakeGpu:
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(Tensor, "record_stream", recorded)
         monkeypatch.setattr(transfer, "fill", self._fill)
         monkeypatch.setattr(transfer.Download, "wait", lambda download: [real(each) for each in download._tensors])
         self._replace_triton(monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.worker import inputs, runner
-from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.compiling import processes
+from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
+from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import library
 from tests.engine.harness import request, run
 from tests.engine.worker.test_never_waits import KINDS, capture
@@ -130,6 +133,31 @@ def unused(_: object) -> None:
     pass
 
 
+@dataclass(frozen=True)
+class Named:
+    """In a kind's place: of a kernel that no process knows."""
+
+    folder: str
+
+    @property
+    def mark(self) -> Path:
+        return Path(self.folder, "compiled")
+
+
+def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_CHILD", "quire.engine.worker.compiling.nobody")
+    found = compile_kinds([Named(str(tmp_path))] * 5, lambda: None)  # type: ignore[list-item]
+    assert (found.count, found.failed) == (0, 5)
+    assert found.why.endswith("No module named quire.engine.worker.compiling.nobody")
+    assert found.said.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
+
+
+def test_what_a_kernel_lacks_is_told_without_its_source() -> None:
+    assert (
+        fault(ValueError("at 3:4:\n    x = tl.load(y)\n        ^\ny is not defined")) == "ValueError: y is not defined"
+    )
+
+
 @pytest.mark.slow
 def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
     from quire.kernels.gpu.kinds import recorded
@@ -139,9 +167,12 @@ def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
     kinds = recorded(lambda: unused(silu_mul(x)))
     assert [kind.name for kind in kinds] == ["_gate_kernel"]
     assert _norm_kernel is not kinds[0].kernel
-    assert compile_kinds(kinds, lambda: None) == 1
+    broken = replace(kinds[0], specialization="{}")
+    found = compile_kinds([broken, *kinds, broken], lambda: None)
+    assert (found.count, found.failed) == (1, 2)
+    assert found.why.startswith("_gate_kernel: ")
     assert kinds[0].mark.exists()
-    assert compile_kinds(kinds, lambda: None) == 0, "it is there"
+    assert compile_kinds(kinds, lambda: None) == Compiled(), "it is there"
     kept = sorted(h100.rglob("*"))
     assert any(each.suffix == ".cubin" for each in kept)
     kinds[0].compile()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams
+from quire.server.encoding import encode_json
 from quire.server.generation.answers.chunks import ChatWriter, CompletionWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.generation import Usage
@@ -20,10 +22,10 @@ ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</scrip
 TEXTS = st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories=["Cs"])))
 
 
-def spec(*, usage: bool, token_ids: bool) -> GenerationSpec:
+def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationSpec:
     prompts, params = [Prompt([1], "")], SamplingParams(n=4)
     return GenerationSpec(
-        id="id", model="m", prompts=prompts, params=params, keep=4, include_usage=usage, token_ids=token_ids
+        id="id", model=model, prompts=prompts, params=params, keep=4, include_usage=usage, token_ids=token_ids
     )
 
 
@@ -58,3 +60,15 @@ def test_a_chunk_has_the_bytes_of_its_object(
         counted = Usage(3, 4, 0)
         writer.tell_usage(counted)
         assert one(writer.step([delta]))["usage"] == counted.as_dict()
+
+
+@given(TEXTS.filter(bool), st.integers(0, 3), st.booleans())
+def test_a_form_makes_the_bytes_of_a_chunk(text: str, index: int, usage: bool) -> None:
+    for kind in (ChatWriter, CompletionWriter):
+        made = spec(usage=usage, token_ids=False, model="m%d %b%")
+        writer = kind(made, byte_level_tokenizer().tokenizer, "fp%s")
+        form = writer.text_form(index)
+        assert form is not None
+        assert form % encode_json(text) == writer.step([ChoiceDelta(index, text, [])])
+        for other in (replace(made, token_ids=True), replace(made, continuous_usage=True)):
+            assert kind(other, byte_level_tokenizer().tokenizer, "fp").text_form(index) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,17 @@ def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
     call = Call(path="/v1/completions", body=b"{}", pins=PINS, progress=Progress([[], []], [-1, -1], [None, None]))
     journal.put("me", call, 4e9, "a")
     kept = Tail(tmp_path, "a")
-    number = kept.begin("me", "one")
+    number = kept.begin("me", "one", 2)
     kept.add(number, 0, 0, [5, 6], None)
     journal.note([Note("me", "one", Progress([[5], []], [0, -1], [None, None]), 4e9, answered=False)], "a")
-    kept.add(number, 1, 0, [8], None)
-    kept.add(number, 0, 2, [7], STOP)
+    kept.add_step([number + 1, 0, 8, number, 2, 7, kept.begin("me", "unknown"), 0, 1])
+    kept.add(number, 0, 3, [9], STOP)
     kept.add(kept.begin("me", "unknown"), 0, 0, [1], None)
     database.close()  # as a kill leaves it: the tail is not closed
     database, journal = calls(tmp_path)
     found = journal.find("me", "one")
     assert found is not None
-    assert found.progress == Progress([[5, 6, 7], [8]], [0, -1], [STOP, None])
+    assert found.progress == Progress([[5, 6, 7, 9], [8]], [0, -1], [STOP, None])
     assert not list(tmp_path.glob("tail-*"))
     database.close()
 
@@ -48,11 +49,27 @@ def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.
     kept = Tail(tmp_path, "a")
     number = kept.begin("me", "one")
     for token in range(100):
-        kept.add(number, 0, token, [token], None)
+        kept.add_step([number, token, token])
         if token == 90:
-            assert kept.turn([(number, "me", "one")])
+            assert kept.turn([(number, "me", "one", 1)])
     monkeypatch.undo()
     assert [each.place for each in left(tmp_path / "tail-a")] == list(range(100))
+    kept.close()
+
+
+def test_single_tokens_of_another_version_are_read(tmp_path: Path) -> None:
+    kept, path = Tail(tmp_path, "a"), tmp_path / "tail-a"
+    number = kept.begin("me", "one")
+    content = bytearray(path.read_bytes())
+    (place,) = struct.unpack_from("<Q", content, 36)
+    used = place % (1 << 32)
+    for at in range(3):
+        numbers = number, 1, at, 7
+        check = number ^ 1 ^ at ^ 7 ^ 0x9E3779B9
+        struct.pack_into("<6I", content, 52 + used + 24 * at, 0, check, *numbers)
+    struct.pack_into("<Q", content, 36, place + 3 * 24)
+    path.write_bytes(content)
+    assert list(left(path)) == [Tokens("me", "one", 1, at, (7,), None) for at in range(3)]
     kept.close()
 
 
@@ -61,11 +78,11 @@ def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kept, expected, noted = Tail(tmp_path, "a"), list[int](), 0
     number = kept.begin("me", "one")
     for token in range(2000):
-        if token % 50 == 0 and kept.turn([(number, "me", "one")]):
+        if token % 50 == 0 and kept.turn([(number, "me", "one", 1)]):
             noted = token
             assert [id for each in left(tmp_path / "tail-a") for id in each.ids][-1:] == expected[-1:]
             kept.settle()
-        kept.add(number, 0, token, [token], None)
+        kept.add_step([number, token, token])
         expected.append(token)
     found = [(each.place, *each.ids) for each in left(tmp_path / "tail-a")]
     assert noted > 1500
@@ -80,7 +97,7 @@ def test_nothing_is_taken_of_another_boot_or_beyond_the_room(tmp_path: Path, mon
     kept = Tail(tmp_path, "a")
     number = kept.begin("me", "one")
     for token in range(100):
-        kept.add(number, 0, token, [token], None)
+        kept.add_step([number, token, token])
     found = [each.place for each in left(tmp_path / "tail-a")]
     assert found == list(range(len(found)))
     assert 5 < len(found) < 100
@@ -96,7 +113,7 @@ def test_a_tail_that_is_damaged_ends_there(tmp_path: Path, monkeypatch: pytest.M
     kept, written = Tail(tmp_path, "a"), set[Tokens]()
     number = kept.begin("me", "one")
     for token in range(3):
-        kept.add(number, 0, token, (token,), None)
+        kept.add_step([number, token, token])
         written.add(Tokens("me", "one", 0, token, (token,), None))
 
     def found(content: bytes) -> set[Tokens]:
@@ -115,9 +132,9 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
     kept, rng, path = Tail(tmp_path, "a"), random.Random(1), tmp_path / "tail-a"
     number = kept.begin("me", "one")
     for token in range(60):
-        kept.add(number, 0, token, [token], None)
+        kept.add_step([number, token, token])
         if token == 30:
-            assert kept.turn([(number, "me", "one")])
+            assert kept.turn([(number, "me", "one", 1)])
     content = path.read_bytes()
     assert len(list(left(path))) > 35
     for _ in range(200):
