@@ -59,6 +59,7 @@ from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
 from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
+from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
@@ -124,6 +125,8 @@ class Engine:
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
         self._everywhere, self._offloaded = worker.everywhere, worker.offloaded
+        source = None if worker.draft is None else worker.draft.source
+        self._guesser = source if isinstance(source, DraftRunner) else None
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = msgspec.structs.replace(
@@ -155,7 +158,7 @@ class Engine:
     def prepare(self) -> bool:
         """Do one unit of idle warm-up; False when none is left."""
         self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
-        more = self.runner.warm_up()
+        more = self.runner.warm_up() or (self._guesser is not None and self._guesser.warm_up())
         self._heartbeat.end_step()
         return more
 

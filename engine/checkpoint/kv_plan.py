@@ -33,6 +33,28 @@ LEAST_PAGE_BYTES = 256
 """Of a page where no layer keeps anything in it: what is noted of it, its hash for one. Prefixes are found by pages."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
+GRAPH_ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/prompts.py). A product of up to some
+300 rows reads its weights for longer than it multiplies, on an H100."""
+GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
+MOST_GRAPHS = 32
+GRAPH_BYTES = 8 * 2**20
+"""What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
+
+
+def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
+    """Most tokens in a graph of a step with prompts, all rows counted."""
+    rows = [size for size in GRAPH_ROWS if size < 2 * max_num_seqs] or GRAPH_ROWS[:1]
+    return rows[-1] + max((size for size in GRAPH_TOKENS if size <= max_model_len), default=0)
+
+
+def graphs_bytes(step_bytes: int, tokens: int, most: int | None) -> int:
+    """What CUDA graphs take beside the largest step, which has so many tokens and bytes. most: tokens in a graph of a
+    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's."""
+    if most is None:
+        return step_bytes // 4
+    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * GRAPH_BYTES
 
 
 @dataclass(frozen=True, slots=True)

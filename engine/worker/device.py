@@ -342,6 +342,11 @@ def _of_pages(tokens: int, trial: Trial | None, backend: Backend) -> str | None:
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec) -> Capture | None:
     """What captures steps as graphs; None: nothing does."""
-    attention_alone = not spec.parts(ExpertsSpec) and not spec.needs_snapshots
-    holds = backend.in_graphs == "steps" or (backend.in_graphs == "decodes" and attention_alone)
+    holds = holds_decodes(backend, spec)
     return CudaCapture(device) if holds and device.type == "cuda" and not config.enforce_eager else None
+
+
+def holds_decodes(backend: Backend, spec: DecoderSpec) -> bool:
+    """Whether a graph can hold decodes of such a model."""
+    attention_alone = not spec.parts(ExpertsSpec) and not spec.needs_snapshots
+    return backend.in_graphs == "steps" or (backend.in_graphs == "decodes" and attention_alone)

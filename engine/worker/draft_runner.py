@@ -14,12 +14,18 @@ from quire.engine.core.batch import Admission, CatchUp, Drafted, Row
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
 from quire.engine.worker.costs import CONTEXT, TOKENS, measured
-from quire.engine.worker.inputs import ForwardInputs, Owner, Slots
+from quire.engine.worker.graphs.decodes import DecodeGraphs
+from quire.engine.worker.graphs.forms import Forms
+from quire.engine.worker.inputs import Owner, Slots
 from quire.engine.worker.memory import layers_of
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import rules_of
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.transfer import Download, upload
+from quire.kernels.probe import Capture
+
+_MOST_IN_GRAPHS = 8
+"""Tokens of a sequence that are rows of a graph: each row reads the whole context."""
 
 
 class _Going(NamedTuple):
@@ -30,8 +36,16 @@ class _Going(NamedTuple):
 
 
 class DraftRunner:
-    def __init__(self, model: Decoder, pages: Sequence[Tensor], slots: Slots, eos_token_ids: tuple[int, ...]) -> None:
-        """`pages`: what allocate_pages made."""
+    def __init__(
+        self,
+        model: Decoder,
+        pages: Sequence[Tensor],
+        slots: Slots,
+        eos_token_ids: tuple[int, ...],
+        capture: Capture | None = None,
+    ) -> None:
+        """`pages`: what allocate_pages made. `capture`: how guesses become graphs, if they do; the slots have a scratch
+        page then."""
         self._model = model
         self._kv_cache = layers_of(model, pages, slots.states)
         self._slots = slots
@@ -39,6 +53,8 @@ class DraftRunner:
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         self._going = _Going(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        forms, pick = Forms(model, self._kv_cache, slots, ()), self._likeliest
+        self.graphs = capture and DecodeGraphs(forms.decode, capture, slots, forms.width, model.dtype, pick=pick)
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[CatchUp]) -> list[Drafted]:
@@ -48,37 +64,66 @@ class DraftRunner:
             if (admission := row.admission) is not None:
                 assert isinstance(admission.params, SamplingParams)
                 slots.admit(Owner(admission, rules_of(admission.params, self._eos)))
-            slots.put_pages(row.slot, row.first_page, row.pages)
+        slots.put_pages([(row.slot, row.first_page, row.pages) for row in rows])
         slots.put_drafts([Row("", row.slot, row.start, row.count, [], False, row.token_ids) for row in rows])
         every = np.array([(row.slot, row.start, row.count) for row in rows], dtype=np.int64).T
-        ends, wants = np.cumsum(every[2]), np.array([row.wants_guess for row in rows])
+        wants = np.array([row.wants_guess for row in rows])
         self._going = _Going(every[0][wants], (every[1] + every[2])[wants])
-        inputs = slots.inputs(every[0], every[1], every[2], ends[wants] - 1, NO_ADAPTERS)
-        return _drafted(self._guess(inputs))
+        return _drafted(self._guess(every, np.cumsum(every[2])[wants] - 1))
 
     @torch.inference_mode()
     def another(self, keep: Sequence[int]) -> list[Drafted]:
         """One guess more for these of the last call's, by their places there."""
         before = self._going
         self._going = _Going(before.slots[keep], before.known[keep] + 1)
-        ones = np.ones(len(keep), dtype=np.int64)
-        inputs = self._slots.inputs(self._going.slots, before.known[keep], ones, ones.cumsum() - 1, NO_ADAPTERS)
-        return _drafted(self._guess(inputs))
+        every = np.stack((self._going.slots, before.known[keep], np.ones(len(keep), dtype=np.int64)))
+        return _drafted(self._guess(every, np.arange(len(keep))))
 
-    def _guess(self, inputs: ForwardInputs) -> Download:
-        """Tokens and chances, one of each for each sequence."""
-        hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
-        if not len(self._going.slots):
-            return Download([torch.empty(0, dtype=torch.int64), torch.empty(0)], None)
-        logits, table = self._model.logits(hidden), self._slots.token_ids
+    def _guess(self, every: np.ndarray, last: np.ndarray) -> Download:
+        """Tokens and chances, [2, R] float32, which holds any token's number. every [3, rows] int64: slots, first
+        tokens and counts; last [R] int64: which of all their tokens are to be followed by a guess."""
         where = zip(self._going.slots.tolist(), self._going.known.tolist(), strict=True)
         rows = [self._slots.sampling(slot, position) for slot, position in where]
-        warm = [row.rules.params.temperature or 1.0 for row in rows]
-        picked = self._sample(logits, rows, None)
-        slots, known, temperatures = upload([*self._going, np.array(warm, dtype=np.float32)], logits.device)
-        table[slots, known] = picked.to(torch.int32)
-        chances = torch.softmax(logits / temperatures[:, None], dim=-1).gather(1, picked[:, None])[:, 0]
-        return Download([picked, chances.nan_to_num(0.0)], self._downloads)
+        hidden, found = self._computed(every, last, largest=all(row.rules.largest for row in rows))
+        if not rows:
+            return Download([torch.empty(2, 0)], None)
+        if found is None:
+            logits = self._model.logits(hidden)
+            warm = np.array([row.rules.params.temperature or 1.0 for row in rows], dtype=np.float32)
+            slots, known, temperatures = upload([*self._going, warm], logits.device)
+            picked = self._sample(logits, rows, None)
+            found = _with_chances(picked, logits / temperatures[:, None])
+        else:
+            slots, known = upload([*self._going], found.device)
+        self._slots.token_ids[slots, known] = found[0].to(torch.int32)
+        return Download([found], self._downloads)
+
+    def _computed(self, every: np.ndarray, last: np.ndarray, *, largest: bool) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [R, hidden] of the `last` tokens; and, where a graph makes them, as all guesses are the
+        `largest` logit, these as `_guess` has them. A few tokens of a sequence are rows of a graph, as in
+        DecodeGraphs.fit."""
+        slots, starts, counts = every
+        total = int(counts.sum())
+        if self.graphs is None or total > self.graphs.most or counts.max() > _MOST_IN_GRAPHS:
+            inputs = self._slots.inputs(slots, starts, counts, last, NO_ADAPTERS)
+            return self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled), None
+        contexts = (starts + counts - counts.cumsum()).repeat(counts) + np.arange(1, total + 1)
+        left = self.graphs.run(slots.repeat(counts), contexts, largest=largest)
+        hidden, found = left.before_picks, left.picked
+        if len(last) < total:
+            (kept,) = upload([last], hidden.device)
+            hidden, found = hidden[kept], None if found is None else found[:, kept]
+        return hidden, found
+
+    def _likeliest(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Guesses that are the largest logit, in a form that a graph can hold."""
+        logits = self._model.logits(hidden)
+        return _with_chances(self._model.argmax(logits), logits)
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """As Executor.warm_up."""
+        return self.graphs is not None and self.graphs.warm_up()
 
     @torch.inference_mode()
     def measure_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
@@ -89,7 +134,7 @@ class DraftRunner:
         params = SamplingParams(max_tokens=1)
         for slot in range(min(there, max(TOKENS))):
             self._slots.admit(Owner(Admission(slot, [0] * length, length, params, seed=0), rules_of(params, self._eos)))
-            self._slots.put_pages(slot, 0, list(range(-(-length // size))))
+            self._slots.put_pages([(slot, 0, range(-(-length // size)))])
 
         def step(count: int) -> list[Drafted]:
             self._going = _Going(np.arange(count) % there, np.full(count, length - 1))
@@ -98,6 +143,12 @@ class DraftRunner:
         return measured(step)
 
 
+def _with_chances(picked: Tensor, logits: Tensor) -> Tensor:
+    """[2, R] float32: tokens [R], and how likely these logits [R, vocab] hold each."""
+    chances = torch.softmax(logits, dim=-1).gather(1, picked[:, None])[:, 0]
+    return torch.stack((picked.float(), chances.float().nan_to_num(0.0)))
+
+
 def _drafted(found: Download) -> list[Drafted]:
-    tokens, chances = found.wait()
-    return [Drafted(*each) for each in zip(tokens.tolist(), chances.tolist(), strict=True)]
+    tokens, chances = found.wait()[0].tolist()
+    return [Drafted(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]

@@ -9,7 +9,6 @@ from quire.engine.config import EngineConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
 from quire.engine.worker.loading.drafts.model import (
     DraftModel,
@@ -19,6 +18,7 @@ from quire.engine.worker.loading.drafts.model import (
     start_draft_worker,
 )
 from quire.engine.worker.loading.drafts.mtp import load_head
+from quire.engine.worker.loading.room import Room
 from quire.kernels.backend import Backend
 
 
@@ -37,13 +37,14 @@ def start_drafting(
     draft: DraftModel | LoadedHead | None,
     config: EngineConfig,
     model: Decoder,
-    slots: Slots,
+    room: Room,
     num_blocks: int,
     make_heads: Callable[..., Heads],
 ) -> tuple[DraftWorker[DraftRunner] | DraftWorker[Heads] | None, Heads | None]:
-    """The same with its pages; and the heads, where it is these, which the runner runs beside every step."""
+    """The same with its pages; and the heads, where it is these, which the runner runs beside every step. `room`: the
+    served model's."""
     if isinstance(draft, LoadedHead):
-        heads = start_heads(draft, config, model, slots, num_blocks, make_heads)
-        spare = spare_pages(config, slots.block_size)
+        heads = start_heads(draft, config, model, room.slots, num_blocks, make_heads)
+        spare = spare_pages(config, room.slots.block_size)
         return DraftWorker(heads, spare, model.max_model_len, heads.measure_costs()), heads
-    return None if draft is None else start_draft_worker(draft, config, num_blocks), None
+    return None if draft is None else start_draft_worker(draft, config, num_blocks, room.capture), None

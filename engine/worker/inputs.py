@@ -137,26 +137,24 @@ class Slots:
 
     def take_pages(self, rows: list[Row]) -> None:
         """Put a batch's new pages into the page tables."""
-        for row in rows:
-            if row.new_blocks:
-                have = self._num_blocks[row.slot]
-                self._num_blocks[row.slot] = have + len(row.new_blocks)
-                self._blocks[row.slot, have : self._num_blocks[row.slot]] = row.new_blocks
-        if self._tables is not None and (grown := [row for row in rows if row.new_blocks]):
-            counts = [len(row.new_blocks) for row in grown]
-            new = np.array([block for row in grown for block in row.new_blocks], dtype=np.int32)
-            slots = np.repeat([row.slot for row in grown], counts)
-            index = np.concatenate([np.arange(self._num_blocks[row.slot])[-len(row.new_blocks) :] for row in grown])
-            there = upload([index % self.groups, slots, index // self.groups, new], self.device)
-            self._tables[there[0], there[1], there[2]] = there[3]
+        grown = [row for row in rows if row.new_blocks]
+        self.put_pages([(row.slot, self._num_blocks[row.slot], row.new_blocks) for row in grown])
+        for row in grown:
+            self._num_blocks[row.slot] += len(row.new_blocks)
 
-    def put_pages(self, slot: int, first: int, pages: list[int]) -> None:
-        """A slot's pages from its page `first` on, where there are no tables on the device; those beyond the longest
-        context are left out."""
-        assert self._tables is None
-        assert self.groups == 1
-        room = self.max_pages - first
-        self._blocks[slot, first : first + len(pages)] = pages[:room]
+    def put_pages(self, given: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
+        changed = []
+        for slot, first, pages in given:
+            kept = self._blocks[slot, first : first + len(pages)]
+            new = np.array(pages[: len(kept)], dtype=np.int32)
+            if self._tables is not None and len(at := np.flatnonzero(kept != new)):
+                changed.append((np.full(len(at), slot), first + at, new[at]))
+            kept[:] = new
+        if self._tables is not None and changed:
+            slots, at, new = (np.concatenate(each) for each in zip(*changed, strict=True))
+            there = upload([at % self.groups, slots, at // self.groups, new], self.device)
+            self._tables[there[0], there[1], there[2]] = there[3]
 
     def put_drafts(self, rows: list[Row]) -> None:
         """Write the rows' drafts to their slots' tokens."""

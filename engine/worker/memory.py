@@ -19,6 +19,8 @@ from quire.engine.checkpoint.kv_plan import (
     GIB,
     available_host_bytes,
     device_kv_budget,
+    graph_tokens,
+    graphs_bytes,
     host_kv_budget,
 )
 from quire.engine.checkpoint.page_groups import most_drafts
@@ -30,7 +32,6 @@ from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
-from quire.engine.worker.graphs.prompts import GRAPH_BYTES, MOST_GRAPHS, largest
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
 from quire.kernels.attention.own import Own, whole
@@ -139,10 +140,9 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     torch.cuda.empty_cache()
     if config.enforce_eager:
         return taken
-    if backend.in_graphs != "steps" or config.tensor_parallel_size > 1:
-        return taken + taken // 4  # the graphs' own pool is that of a decode, which has fewer tokens than this step
-    tokens = min(largest(length, config.max_num_seqs), len(ids))
-    return taken + max(taken // 4, taken * tokens // len(ids)) + MOST_GRAPHS * GRAPH_BYTES
+    with_prompts = backend.in_graphs == "steps" and config.tensor_parallel_size == 1
+    most = graph_tokens(length, config.max_num_seqs) if with_prompts else None
+    return taken + graphs_bytes(taken, len(ids), most)
 
 
 def prompts(

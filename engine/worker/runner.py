@@ -273,7 +273,7 @@ class Runner:
             return self._found(self.prompt_graphs.run(begun.planned, every=whole))
         if inputs is None:
             assert self.graphs is not None
-            return self._found(self.graphs.run(begun.picks, largest=largest))
+            return self._found(self.graphs.run(begun.picks.slots, begun.picks.positions, largest=largest))
         if not whole:
             hidden, _ = self._model.forward_tapped(
                 inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled, (), features

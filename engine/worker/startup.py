@@ -131,7 +131,7 @@ def _start(
     room = _allocate(config, chosen, loaded, plan, ranks)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
-    drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
+    drafting, heads = start_drafting(draft, config, model, room, plan.num_blocks, ranks.heads)
     parts = (room.pages, room.slots, grammars, model_config.eos_token_ids, room.capture, pooler, heads, tower.features)
     runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)

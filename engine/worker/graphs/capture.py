@@ -32,7 +32,7 @@ class Left:
     every: Tensor | None  # [T, width], of all tokens in the order of the batch; None: nobody reads them
     captured: bool
     """Whether a graph did compute it, and not its kernels one by one."""
-    picked: Tensor | None = None  # [R] int64, where a graph made the picks
+    picked: Tensor | None = None  # what a graph that makes the picks gave
 
 
 class Captured(Generic[Kind]):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
-from quire.engine.worker.inputs import Picks, Slots
+from quire.engine.worker.inputs import Slots
 from quire.kernels.gpu.transfer import put
 from quire.kernels.probe import Capture
 
@@ -37,7 +37,8 @@ Decode = Callable[[Tensor, int], Tensor]
 """(rows [2 or 3, B] int64, as Slots.decode_inputs takes them; pages that the longest context may have) to hidden states
 [B, width]. Neither may make the host wait, nor read from the host anything that changes."""
 Pick = Callable[[Tensor, Tensor], Tensor]
-"""(The same rows, hidden states) to the picks behind them, [B] int64, which it also writes to the slots."""
+"""(The same rows, hidden states) to the picks behind them, [B] int64, which it also writes to the slots; or to what
+else is to be known of these, [..., B]."""
 _MOST_PICKS = 64
 """Rows. The logits of more take much memory, and their time is not that of starting kernels."""
 
@@ -93,16 +94,22 @@ class DecodeGraphs:
     def fit(self, batch: Batch) -> bool:
         """Whether a graph can compute the batch: every token is followed by a pick. Drafts are rows of their own: every
         layer stores all keys and values before it attends, so a row finds those of the drafts before it."""
-        return sum(row.count for row in batch.rows) <= self._sizes[-1] and not batch.has_prompts
+        return sum(row.count for row in batch.rows) <= self.most and not batch.has_prompts
 
-    def run(self, picks: Picks, *, largest: bool = False) -> Left:
-        """Where all picks are the `largest` logit and a graph has them, that graph makes them too."""
-        count, pages = len(picks.rows), -(-int(picks.positions.max()) // self._slots.block_size)
+    @property
+    def most(self) -> int:
+        """Rows of a step that a graph computes."""
+        return self._sizes[-1]
+
+    def run(self, slots: np.ndarray, contexts: np.ndarray, *, largest: bool = False) -> Left:
+        """Of rows' slots, and tokens up to and including theirs, both [R] int64. Where all picks are the `largest`
+        logit and a graph has them, that graph makes them too."""
+        count, pages = len(slots), -(-int(contexts.max()) // self._slots.block_size)
         size = next(size for size in self._sizes if size >= count)
         pages = next(width for width in self._pages if width >= pages)
-        adapters = self._slots.adapters[picks.slots]
+        adapters = self._slots.adapters[slots]
         rows = np.zeros((3 if adapters.any() else 2, size), dtype=np.int64)
-        rows[0], rows[0, :count], rows[1, :count] = self._slots.scratch_slot, picks.slots, picks.positions - 1
+        rows[0], rows[0, :count], rows[1, :count] = self._slots.scratch_slot, slots, contexts - 1
         rows[2:, :count] = adapters
         graph = self._graph((size, pages, len(rows)))
         pick = self._graph((size, None, len(rows))) if largest and size in self._picked_sizes else None
@@ -116,7 +123,7 @@ class DecodeGraphs:
         if pick is None:
             return Left(hidden, hidden, captured=True)
         pick.replay()
-        picked = pick.result[:count].clone()  # the next step may be computed before it arrives
+        picked = pick.result[..., :count].clone()  # the next step may be computed before it arrives
         return Left(hidden, hidden, captured=True, picked=picked)
 
     def warm_up(self) -> bool:

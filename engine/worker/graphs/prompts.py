@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
 from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Left
 from quire.engine.worker.graphs.decodes import page_counts
@@ -32,15 +33,8 @@ from quire.engine.worker.inputs import Slots, by_pick
 from quire.kernels.gpu.transfer import put, upload
 from quire.kernels.probe import Capture
 
-ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""For decodes. A product of up to some 300 rows reads its weights for longer than it multiplies, on an H100."""
-TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
 SEQUENCES = 8
 """Of prompts, at least one of which fills up."""
-MOST_GRAPHS = 32
-GRAPH_BYTES = 8 * 2**20
-"""What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
 
 Step = Callable[[Tensor, Tensor, int, int], Tensor]
 """(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
@@ -78,12 +72,6 @@ class _Places:
     hidden: Tensor  # [T, width]
 
 
-def largest(max_model_len: int, max_num_seqs: int) -> int:
-    """Most tokens in a graph, all rows counted."""
-    rows = [size for size in ROWS if size < 2 * max_num_seqs] or ROWS[:1]
-    return rows[-1] + max((size for size in TOKENS if size <= max_model_len), default=0)
-
-
 class PromptGraphs:
     def __init__(self, step: Step, capture: Capture, slots: Slots, width: int, dtype: torch.dtype) -> None:
         """Captures nothing yet. width, dtype: of hidden states."""
@@ -91,9 +79,9 @@ class PromptGraphs:
         self._slots = slots
         self._width, self._dtype = width, dtype
         self._pages = page_counts(slots)
-        self._tokens = [size for size in TOKENS if size <= slots.max_model_len]
+        self._tokens = [size for size in GRAPH_TOKENS if size <= slots.max_model_len]
         self._places: dict[tuple[int, int], _Places] = {}
-        first = [Kind(ROWS[0], size, self._pages[0], 2) for size in reversed(self._tokens)]
+        first = [Kind(GRAPH_ROWS[0], size, self._pages[0], 2) for size in reversed(self._tokens)]
         self._wanted = dict.fromkeys(first)
         """Those of a prompt alone come first; then what steps asked for."""
         self._asked: set[Kind] = set()
@@ -102,7 +90,7 @@ class PromptGraphs:
     def plan(self, batch: Batch) -> Planned | None:
         """What computes the batch; None where it runs without a graph."""
         rows = batch.rows
-        if len(rows) > ROWS[-1] + SEQUENCES - 1:
+        if len(rows) > GRAPH_ROWS[-1] + SEQUENCES - 1:
             return None
         decodes = np.array([row.sample and row.count == 1 + len(row.draft_ids) for row in rows])
         if self._slots.keeps_guesses:  # of a new owner's matrices the host says what they have seen, as of prompts'
@@ -120,7 +108,7 @@ class PromptGraphs:
         return None if kind is None or not self._serves(kind) else Planned(batch, kind, decodes)
 
     def _kind(self, decodes: int, tokens: int, context: int, parts: int) -> Kind | None:
-        rows = next((size for size in ROWS if size >= decodes), None)
+        rows = next((size for size in GRAPH_ROWS if size >= decodes), None)
         size = next((size for size in self._tokens if size >= tokens), None)
         if rows is None or size is None:
             return None

@@ -16,6 +16,8 @@ from quire.engine.checkpoint.kv_plan import (
     LEAST_PAGE_BYTES,
     StateShares,
     fit_pages,
+    graph_tokens,
+    graphs_bytes,
     int8_embedding,
 )
 from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, keeps_all, most_drafts, page_groups
@@ -75,7 +77,7 @@ class Estimate:
     device_weight_bytes: int = 0
     """Of the weights as they are kept."""
     step_bytes: int = 0
-    """Of the largest step on a GPU."""
+    """Of the largest step on a GPU, and of graphs."""
     num_blocks: int = 0
     """Pages that the server will allocate when it is started with `flags`."""
     context: int = 0
@@ -167,6 +169,16 @@ def step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
+def planned_graphs(sizes: ModelSizes, machine: Machine, config: EngineConfig, step: int, tokens: int) -> int:
+    """Bytes of CUDA graphs beside the largest step, which has so many bytes and tokens, as the engine counts them."""
+    if not machine.gpu or config.enforce_eager:
+        return 0
+    asked = config.attention_backend
+    of_prompts = asked not in ("sdpa", "reference") and (machine.bf16 or asked != "auto") and machine.count == 1
+    longest = min(tokens, config.max_model_len or sizes.max_position)
+    return graphs_bytes(step, tokens, graph_tokens(longest, config.max_num_seqs) if of_prompts else None)
+
+
 def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:
     """Bytes of a tower for images on each device, all of it on each rank; of stages the first one has it."""
     return sizes.tower_bytes(width, quantized) // machine.stages
@@ -200,6 +212,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     tokens = step_tokens(machine, config)
     step = step_bytes(sizes, width, tokens) + (KEPT_BYTES if machine.gpu and sizes.tower else 0)
+    step += planned_graphs(sizes, machine, config, step, tokens)
     budget = _budget(config, machine, on_device, step)
     seqs = max(config.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching

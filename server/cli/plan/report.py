@@ -300,7 +300,8 @@ def _memory(made: Estimate) -> str:
         left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
     else:
         step, left = max(all_of_it - cuda - kept - cache, 0), f"{cache:,} MiB for the KV cache"
-    return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step = {left}"
+    graphs = "" if made.config.enforce_eager else " and graphs"
+    return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step{graphs} = {left}"
 
 
 def _cache(made: Estimate) -> str:

@@ -38,6 +38,7 @@ from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
 from tests.engine.test_heads import Recorded, drafter_of, made_head
+from tests.engine.test_speculation import always
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.tiny_models import save_tiny_model
@@ -51,7 +52,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeFlashAttn()
     monkeypatch.setattr(flash, "_load", lambda: library)
     monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
-    monkeypatch.setattr(prompts, "TOKENS", ())  # steps with prompts are tests/engine/worker/test_prompt_graphs.py's
+    monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
@@ -238,6 +239,32 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
     again = capture.replays
     assert picked(run(engine, traffic()[5:])) == picked(wanted, traffic()[5:])
     assert capture.replays > again
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash")
+def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same guesses, with as many right, of sequences that have a token more and such that have two, beside prompts;
+    and of an engine whose graphs were captured in idle moments."""
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    options = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    model = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=2, **options)
+    small = save_tiny_model(tmp_path / "small", "llama", num_hidden_layers=1, **options)
+    wanted = run(start(monkeypatch, None, model=str(model)), traffic())
+    for drafts in (model, small):
+        speculative = SpeculativeConfig(method="draft_model", model=str(drafts), num_speculative_tokens=3)
+        found = []
+        for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
+            engine = always(start(monkeypatch, capture, model=str(model), speculative_config=speculative))
+            while idle and engine.prepare():
+                pass
+            assert picked(run(engine, traffic())) == picked(wanted)
+            found.append((engine.stats.draft_tokens, engine.stats.accepted_drafts))
+            graphs = engine._guesser.graphs
+            assert (graphs is None) == (capture is None)
+            assert graphs is None or (len(graphs.captured.graphs) > 3 and not graphs.captured.eager)
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] > 30
 
 
 @pytest.mark.slow
@@ -513,3 +540,23 @@ def test_real_graphs_on_a_gpu(backend: str) -> None:
     graphed = Engine(EngineConfig(dtype="bfloat16", deterministic=True, num_kv_blocks=400, **options))
     wanted = {name: answer.ids for name, answer in run(eager, traffic()).items()}
     assert {name: answer.ids for name, answer in run(graphed, traffic()).items()} == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
+    """For itself, so nearly all of its guesses are right; its own products are not --deterministic's."""
+    shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    path = save_tiny_model(tmp_path, "llama", num_hidden_layers=2, **shape)
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
+    options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
+    wanted = run(Engine(EngineConfig(**options)), traffic())
+    speculative = SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3)
+    made = always(Engine(EngineConfig(speculative_config=speculative, **options)))
+    found = run(made, traffic())
+    assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
+    graphs = made._guesser.graphs
+    assert graphs is not None
+    assert len(graphs.captured.graphs) > 3
+    assert not graphs.captured.eager
+    assert sum(made.stats.accepted_drafts) > 0.8 * made.stats.draft_tokens > 80

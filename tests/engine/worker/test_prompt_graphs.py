@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.engine.checkpoint.kv_plan import graph_tokens
 from quire.engine.config import SpeculativeConfig
 from quire.engine.core.batch import Batch, Row
 from quire.engine.core.steps import Steps
@@ -16,7 +17,7 @@ from quire.engine.loop import Engine
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request
 from quire.engine.worker.graphs import decodes, prompts
-from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs, largest
+from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.runner import Runner
 from tests.engine.harness import Answer, request, run
@@ -45,8 +46,8 @@ def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
-    monkeypatch.setattr(prompts, "ROWS", (4, 16))
-    monkeypatch.setattr(prompts, "TOKENS", (16, 64))
+    monkeypatch.setattr(prompts, "GRAPH_ROWS", (4, 16))
+    monkeypatch.setattr(prompts, "GRAPH_TOKENS", (16, 64))
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
@@ -63,7 +64,7 @@ def twice(engine: Engine, asked: list[Request]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "TOKENS", (16,))
+    monkeypatch.setattr(prompts, "GRAPH_TOKENS", (16,))
     asked = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
     options = {"max_model_len": 256, "max_num_seqs": 1, "enable_prefix_caching": False}
     wanted = picked(run(graphed(monkeypatch, None, **options), asked))
@@ -260,8 +261,8 @@ def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> 
     graphs, _ = made(monkeypatch, max_model_len=40)
     planned = [graphs.plan(Batch([Row("one", 0, 0, count, [], sample=True)])) for count in (25, 25, 26, 26)]
     assert [each and each.kind.tokens for each in planned] == [None, 32, None, None]
-    assert largest(40, 1) == 4 + 32
-    assert largest(8, 300) == 256
+    assert graph_tokens(40, 1) == 4 + 32
+    assert graph_tokens(8, 300) == 256
 
 
 def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:

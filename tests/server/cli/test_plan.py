@@ -21,7 +21,7 @@ from transformers import AutoModel
 
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_plan import GIB, GRAPH_BYTES, MOST_GRAPHS
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
@@ -41,7 +41,7 @@ from quire.server.cli import main as cli
 from quire.server.cli.plan import rates
 from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.drafts import planned_draft
-from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.estimate import Wishes, estimate, step_bytes, step_tokens
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
 from quire.server.cli.plan.rates import machine_key
 from quire.server.cli.plan.report import unserved
@@ -748,6 +748,32 @@ def test_the_memorys_arithmetic_adds_up_as_it_is_printed(args: list[str], capsys
     step = [int(each) for each in re.findall(r"- (\d+) MiB for the largest step", line)]
     assert all(each < 1000 for each in step), "what is left over is no step's"
     assert figures[0] - sum(figures[1:]) == int(result.split(" MiB")[0].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "beside"),
+    [
+        ("h100", {}, 1 / 4),
+        ("h100", {"max_num_batched_tokens": 1024}, (256 + 512) / 1024),
+        ("h100", {"max_num_batched_tokens": 256, "max_num_seqs": 300}, 1.0),
+        ("h100", {"max_model_len": 100, "max_num_batched_tokens": 1024}, (256 + 96) / 1024),
+        ("h100", {"attention_backend": "sdpa"}, None),
+        ("T4", {}, None),
+        ("h100", {"enforce_eager": True}, 0),
+    ],
+)
+def test_a_plan_counts_what_graphs_take_as_the_engine_does(
+    card: str, config: dict[str, Any], beside: float | None
+) -> None:
+    """beside: what graphs share, as a part of the largest step's bytes; None: a quarter, and none is of prompts."""
+    sizes, machine, asked = read_sizes(DEEPSEEK_CODER), find_card(card), EngineConfig(**config)
+    step = step_bytes(sizes, 2, step_tokens(machine, asked))
+    more = 0 if not beside else MOST_GRAPHS * GRAPH_BYTES
+    made = estimate(sizes, machine, Wishes(asked))
+    assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
+    together = asked.model_copy(update={"tensor_parallel_size": 2})
+    of_two = estimate(sizes, divided(machine, 2), Wishes(together)).step_bytes
+    assert of_two == pytest.approx(step * (1 if beside == 0 else 5 / 4), abs=1), "ranks have none of prompts"
 
 
 def test_a_picture_is_an_svg_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import check_attention
+from quire.engine.worker.device import check_attention, holds_decodes
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
@@ -24,6 +24,7 @@ from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.loader import load_weights
 from quire.engine.worker.memory import allocate_pages, allocate_states
 from quire.kernels.backend import Backend
+from quire.kernels.probe import Capture
 from quire.kernels.select import select_backend
 
 
@@ -105,14 +106,21 @@ def spare_pages(config: EngineConfig, block_size: int) -> int:
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)
 
 
-def start_draft_worker(draft: DraftModel, config: EngineConfig, num_blocks: int) -> DraftWorker[DraftRunner]:
-    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+def start_draft_worker(
+    draft: DraftModel, config: EngineConfig, num_blocks: int, capture: Capture | None
+) -> DraftWorker[DraftRunner]:
+    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these. `capture`:
+    what captures the served model's decodes."""
     decoder, block_size = draft.paged, draft.backend.block_size
+    if decoder.made_by or not holds_decodes(draft.backend, decoder.spec):
+        capture = None
     spare = spare_pages(config, block_size)
-    pages = allocate_pages(decoder, num_blocks + spare * config.max_num_seqs)
+    count = num_blocks + spare * config.max_num_seqs
+    pages = allocate_pages(decoder, count + (capture is not None))
     positions = decoder.max_model_len + spare * block_size
     states = allocate_states(decoder, config.max_num_seqs + 1, most_drafts(config))
-    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, states=states)
-    runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids)
+    scratch = None if capture is None else count
+    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, scratch_page=scratch, states=states)
+    runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids, capture)
     costs = runner.measure_costs(num_blocks, decoder.max_model_len)
     return DraftWorker(runner, spare, decoder.max_model_len, costs)
