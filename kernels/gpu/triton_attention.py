@@ -324,12 +324,12 @@ def _store_sums(at, peak, total, acc, d, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits"])
 def reduce_even(
-    out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS."""
+    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
+    split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
     peak = tl.load(peaks + row * splits + split, mask=inside, other=float("-inf"))
     total = tl.load(totals + row * splits + split, mask=inside, other=0.0)

@@ -221,7 +221,7 @@ def paged_attention(
         reduce_fixed[tokens * heads,](*given, *parts, *where, *kept, num_warps=1)
     else:
         kept_even = (heads, dim, padded, MOST_SPLITS, ranks, has_sinks)
-        reduce_even[tokens * heads,](*given, *parts, splits, *kept_even, num_warps=4)
+        reduce_even[tokens * heads, 1](*given, *parts, splits, *kept_even, num_warps=4)
     return out
 
 

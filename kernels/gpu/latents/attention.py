@@ -65,14 +65,15 @@ def attention(
     weighted = torch.empty((tokens * heads, splits, values), dtype=torch.float32, device=q.device)
     peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
     parts = (weighted, peaks, totals)
-    attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, **compiled)
+    looped = programs < splits
+    attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, looped, **compiled)
     padded = sizes[2]
     if fixed:
         kept = (heads, values, padded, page, False, split, ranks, False)
         reduce_fixed[tokens * heads,](out, q, *parts, metadata.positions, splits, 0, rank, *kept, num_warps=1)
     else:
         kept_even = (heads, values, padded, MOST_SPLITS, ranks, False)
-        reduce_even[tokens * heads,](out, q, *parts, splits, *kept_even, num_warps=8)
+        reduce_even[tokens * heads, 1](out, q, *parts, splits, *kept_even, num_warps=8)
     return out
 
 
