@@ -6,6 +6,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 FIXED_SPLIT = 512
 """Keys in a split of deterministic attention."""
@@ -33,20 +35,33 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def wanted_programs(without: int, device: int | None) -> int:
-    """Programs per tile so that two programs run on each multiprocessor, where there are `without` tiles."""
-    return max(1, 2 * processors(device) // without)
+def wanted_programs(without: int, device: int | None, each: int = 2) -> int:
+    """Programs per tile so that `each` programs run on each multiprocessor, where there are `without` tiles."""
+    return max(1, each * processors(device) // without)
 
 
-def even_splits(wanted: int, seen: int, one_token: bool) -> int:
-    """Splits of a tile that sees up to `seen` keys. No split is too short; in a decode step, where one long context
-    would keep all others waiting, none is too long either."""
+def even_splits(
+    wanted: int, seen: int, one_token: bool, *, least: int = _LEAST_EVEN_SPLIT, most: int = MOST_SPLITS
+) -> int:
+    """Splits of a tile that sees up to `seen` keys, at most `most`. None is shorter than `least` keys; in a decode
+    step, where one long context would keep all others waiting, none is too long either."""
     if one_token:
         wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
-    return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), MOST_SPLITS)
+    return min(wanted, cdiv(seen, least), most)
 
 
 @cache
 def processors(device: int | None) -> int:
     """Multiprocessors of a GPU; under the interpreter, any number."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def is_hopper(device: int | None) -> bool:
+    """Whether kernels are compiled for compute capability 9.0, whose tensor cores multiply 64 rows at a time and whose
+    programs have 227 KB of shared memory; a machine that only compiles (`kinds.aim`) says so, too. device: which one
+    this is asked for."""
+    if knobs.runtime.interpret:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90

@@ -23,6 +23,10 @@ SHARED_MEMORY = 99 * 1024
 MOST_SPILLED = 256
 """Bytes a thread, on cards other than the H100, for whose registers the tiles were chosen."""
 
+ON_HOPPER = {"attend_latents": 512, "attend_latent_splits": 32, "attend_expanded": 32}
+"""Kernels that have tiles for an H100 alone, of up to 227 KB, and the bytes that they spill: with them they are faster,
+as measured there."""
+
 LONGEST_SECONDS = 800
 """Of one process here; a minute or two where nothing else computes."""
 
@@ -116,8 +120,8 @@ def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
     *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]
     assert last == {"compiled_anew": 0}
     for kernel in kernels:
-        assert kernel["spilled"] <= 16, kernel
-        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        assert kernel["spilled"] <= ON_HOPPER.get(kernel["name"], 16), kernel
+        assert kernel["shared"] <= (227 * 1024 if kernel["name"] in ON_HOPPER else SHARED_MEMORY), kernel
     attends = [kernel for kernel in kernels if kernel["name"].startswith("attend") and kernel["dtype"] == "bf16"]
     assert len(attends) > 20
     for kernel in attends:

@@ -17,7 +17,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The sequence whose tile this is, and which of its tiles: sequence s begins at tile query_start[s] * HEADS //
     BLOCK_M + s, room enough for its rows, known without the host."""
     low, high = num_seqs * 0, num_seqs
@@ -91,10 +91,10 @@ def _span(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end. The next tile's pages are looked up a tile ahead: so its
-    latents are copied while this tile is computed, which Triton does only where an address does not follow from a load
-    of the same round. All tiles are masked: that costs less than a loop of those that need it, whose instructions would
-    have to be read, too."""
+    """Attention over keys begin, a multiple of BLOCK_N, to end. The next tile's pages are looked up a tile ahead: so
+    its latents are copied while this tile is computed, which Triton does only where an address does not follow from a
+    load of the same round. All tiles are masked: a second loop, of those that need no mask, would take registers and
+    instructions, which have to be read, too."""
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
     acc = tl.zeros([q_low.shape[0], L_PAD], tl.float32)
@@ -122,7 +122,7 @@ def _query_tile(
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
         seq, tile = tile // TILES, tile % TILES
     else:
-        seq, tile = _locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
+        seq, tile = locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
     start = tl.load(query_start + seq)
     queries = tl.load(query_start + seq + 1) - start
     before = tl.load(context_lens + seq) - queries
