@@ -199,7 +199,7 @@ def test_expanding_gives_what_absorbing_gives(
 ) -> None:
     """Where both parts of a key are one, and where they are apart."""
     heads, size = 3, 40
-    backend, lengths = Triton(), (37, 5, 16, 1, 70)
+    backend, lengths = Triton(), (37, 5, 16, 1, 39)
     latent = of_tokens(size, rotated, True, generator, device)
     absorb = torch.randn((heads, size, plain), generator=generator) * plain**-0.5
     expand = torch.randn((heads, value, size), generator=generator) * size**-0.5
@@ -207,7 +207,7 @@ def test_expanding_gives_what_absorbing_gives(
     kv = torch.randn((sum(lengths), size + rotated), generator=generator).to(device)
     parts = [random_part(length, length, 1, 1, 8, torch.float32, generator) for length in lengths]
     metadata = to_device(page(Reference(), parts)[2], device)
-    cache = empty_cache(backend.kv_cache_shape(9, 1, size + rotated, torch.float32), torch.float32).to(device)
+    cache = empty_cache(backend.kv_cache_shape(16, 1, size + rotated, torch.float32), torch.float32).to(device)
     softmax = Softmax(0.3, values=size)
     assert metadata.whole
     halves = [backend.pack_blocks(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))]
