@@ -56,12 +56,16 @@ def processors(device: int | None) -> int:
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
 def is_hopper(device: int | None) -> bool:
     """Whether kernels are compiled for compute capability 9.0, whose tensor cores multiply 64 rows at a time and whose
-    programs have 227 KB of shared memory; a machine that only compiles (`kinds.aim`) says so, too. device: which one
-    this is asked for."""
-    if knobs.runtime.interpret:
+    programs have 227 KB of shared memory: for this device, or what `kinds.aim` names on a machine without one."""
+    try:
+        return not knobs.runtime.interpret and _target(device) == ("cuda", 90)
+    except RuntimeError:  # Triton has no driver, so nothing is launched
         return False
+
+
+@cache
+def _target(device: int | None) -> tuple[str, int | str]:
     target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch == 90
+    return target.backend, target.arch
