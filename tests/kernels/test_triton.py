@@ -23,7 +23,7 @@ SHARED_MEMORY = 99 * 1024
 MOST_SPILLED = 256
 """Bytes a thread, on cards other than the H100, for whose registers the tiles were chosen."""
 
-ON_HOPPER = {"attend_latents": 512, "attend_latent_splits": 32, "attend_expanded": 32}
+ON_HOPPER = {"attend_latents": 512, "attend_latent_splits": 192, "attend_expanded": 32}
 """Kernels that have tiles for an H100 alone, of up to 227 KB, and the bytes that they spill: with them they are faster,
 as measured there."""
 
