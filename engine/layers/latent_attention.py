@@ -21,8 +21,7 @@ from quire.engine.layers.parameters import ParameterTable, parameters_of
 from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, uneven
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
-from quire.kernels.latents.blocks import expandable, stacked
-from quire.kernels.latents.expanded import expanded_attention
+from quire.kernels.latents.blocks import ExpandableBlocks, expandable
 from quire.kernels.latents.latent import Latent
 from quire.kernels.softmax import Softmax
 
@@ -146,7 +145,7 @@ class LatentAttention(Part):
             low, _ = self._latent_norms.read_by((self._q,), run, self._low_norm, low, None)
         q, kv = run.apply(self._q.packed, low, context), run.apply(self._kv.packed, normed, context)
         parts = metadata.parts or (metadata,)
-        expanded = any(self._expands(cache, part) for part in parts)
+        expanded = any(self._expandable(cache, part) is not None for part in parts)
         if expanded:
             found = self._by_parts(run, q, kv, cache, parts)
         else:
@@ -159,12 +158,11 @@ class LatentAttention(Part):
         values = found if expanded else run.apply(self._expand, found, context)
         return run.sum(run.apply(self._out.packed, values, context), self._making.shard.group), residual
 
-    def _expands(self, cache: Tensor, part: AttentionMetadata) -> bool:
-        spec = self._spec
+    def _expandable(self, cache: Tensor, part: AttentionMetadata) -> ExpandableBlocks | None:
         assert self._absorb is not None
         if self._making.shard.divides_tokens:  # this step's latents are on several ranks
-            return False
-        return spec.value <= spec.plain + spec.rotated and expandable(self._absorb, cache, part)
+            return None
+        return expandable(self._absorb, cache, part)
 
     def _by_parts(
         self, run: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
@@ -175,10 +173,9 @@ class LatentAttention(Part):
         assert self._expand is not None
         sizes, found = [len(part.positions) for part in parts], list[Tensor]()
         for part, own_q, own_kv in zip(parts, q.split(sizes), kv.split(sizes), strict=True):
-            if self._expands(cache, part):
+            if (blocks := self._expandable(cache, part)) is not None:
                 heads = run.latent_store(own_q.unflatten(1, (self._heads, -1)), own_kv, self._latent, cache, part)
-                halves = (stacked(self._absorb), stacked(self._expand))
-                found.append(expanded_attention(run, heads, halves, cache, part, self._softmax))
+                found.append(blocks.attend(heads, self._expand, cache, part, self._softmax))
             else:
                 absorbed = run.apply(self._absorb, own_q, NO_ADAPTERS)
                 heads = run.latent_store(absorbed, own_kv, self._latent, cache, part)

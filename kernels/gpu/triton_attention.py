@@ -324,12 +324,12 @@ def _store_sums(at, peak, total, acc, d, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits"])
 def reduce_even(
-    out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS."""
+    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
+    split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
     peak = tl.load(peaks + row * splits + split, mask=inside, other=float("-inf"))
     total = tl.load(totals + row * splits + split, mask=inside, other=0.0)
@@ -351,18 +351,18 @@ def reduce_even(
 @triton.jit(do_not_specialize=["splits", "window", "rank"], do_not_specialize_on_alignment=["positions"])
 def reduce_fixed(
     out, sinks, weighted, peaks, totals, positions, splits, window, rank, HEADS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
     """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts in the order of their keys, as `attend` merges
-    them. Grid: T * HEADS."""
+    them. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, D_PAD)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)
     first = 0
     if WINDOWED:
         first = own_before(tl.maximum(_first_seen(position, window, WINDOWED), 0), rank, RANKS, PAGE) // SPLIT
-    peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
+    peak, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     for split in range(first, tl.cdiv(own_before(position + 1, rank, RANKS, PAGE), SPLIT)):
         at = row * splits + split
         part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)

@@ -6,6 +6,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 FIXED_SPLIT = 512
 """Keys in a split of deterministic attention."""
@@ -33,17 +35,19 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def wanted_programs(without: int, device: int | None) -> int:
-    """Programs per tile so that two programs run on each multiprocessor, where there are `without` tiles."""
-    return max(1, 2 * processors(device) // without)
+def wanted_programs(without: int, device: int | None, each: int = 2) -> int:
+    """Programs per tile so that `each` programs run on each multiprocessor, where there are `without` tiles."""
+    return max(1, each * processors(device) // without)
 
 
-def even_splits(wanted: int, seen: int, one_token: bool) -> int:
-    """Splits of a tile that sees up to `seen` keys. No split is too short; in a decode step, where one long context
-    would keep all others waiting, none is too long either."""
+def even_splits(
+    wanted: int, seen: int, one_token: bool, *, least: int = _LEAST_EVEN_SPLIT, most: int = MOST_SPLITS
+) -> int:
+    """Splits of a tile that sees up to `seen` keys, at most `most`. None is shorter than `least` keys; in a decode
+    step, where one long context would keep all others waiting, none is too long either."""
     if one_token:
         wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
-    return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), MOST_SPLITS)
+    return min(wanted, cdiv(seen, least), most)
 
 
 @cache
@@ -59,3 +63,18 @@ def shared_bytes(device: int | None) -> int:
         return 99 * 1024
     found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
     return found
+
+
+def is_hopper(device: int | None) -> bool:
+    """Whether kernels are compiled for compute capability 9.0, whose tensor cores multiply 64 rows at a time and whose
+    programs have 227 KB of shared memory: for this device, or what `kinds.aim` names on a machine without one."""
+    try:
+        return not knobs.runtime.interpret and _target(device) == ("cuda", 90)
+    except RuntimeError:  # Triton has no driver, so nothing is launched
+        return False
+
+
+@cache
+def _target(device: int | None) -> tuple[str, int | str]:
+    target = driver.active.get_current_target()
+    return target.backend, target.arch

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
+from quire.kernels.softmax import Softmax
 
 
 class ReferenceBlocks:
@@ -28,21 +29,17 @@ class ReferenceBlocks:
 
 @runtime_checkable
 class ExpandableBlocks(Protocol):
-    """Linears of single heads that tell their weights, by which keys and values of all heads are made of latents."""
-
-    weight: Tensor
-    """[B, out, in]"""
+    """Linears of single heads that bring queries into the space of latents, of a backend that need not do so: keys and
+    values of all heads can be made of a prompt's latents."""
 
     def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
         """Whether that is to be done with the latents of these tokens, which are all their keys."""
 
+    def attend(self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax) -> Tensor:
+        """What attention gives, [T, H * V], for turned queries that were not brought there, [T, H, P + R]. expand: the
+        linears that bring values out of it. cache [P, page size, 1, L + R] has all latents of these tokens."""
 
-def expandable(blocks: Linear, cache: Tensor, metadata: AttentionMetadata) -> bool:
-    """The same of any that `Backend.pack_blocks` made."""
-    return isinstance(blocks, ExpandableBlocks) and blocks.expands(cache, metadata)
 
-
-def stacked(blocks: Linear) -> Tensor:
-    """The weights of those that are expandable."""
-    assert isinstance(blocks, ExpandableBlocks)
-    return blocks.weight
+def expandable(blocks: Linear, cache: Tensor, metadata: AttentionMetadata) -> ExpandableBlocks | None:
+    """Those that `Backend.pack_blocks` made, if latents of these tokens are to be expanded."""
+    return blocks if isinstance(blocks, ExpandableBlocks) and blocks.expands(cache, metadata) else None

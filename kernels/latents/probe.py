@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
-from quire.kernels.latents.blocks import expandable, stacked
-from quire.kernels.latents.expanded import expanded_attention
+from quire.kernels.latents.blocks import expandable
 from quire.kernels.latents.latent import Latent
 from quire.kernels.probe import BackendProbe, beside_a_part, last_tokens, replayed, same
 from quire.kernels.reference import Reference
@@ -50,10 +49,9 @@ class LatentProbe(BackendProbe):
         got = backend.paged_attention(stored, cache, cache, prompts, softmax)
         if not same(expand(got.flatten(1), NO_ADAPTERS), expected):
             return "computes something else than the reference for a prompt's latents"
-        if expandable(absorb, cache, prompts) and value <= plain + rotated:
+        if (blocks := expandable(absorb, cache, prompts)) is not None:
             turned = backend.latent_store(own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts)
-            pair = (stacked(absorb), stacked(expand))
-            if not same(expanded_attention(backend, turned, pair, cache, prompts, softmax), expected):
+            if not same(blocks.attend(turned, expand, cache, prompts, softmax), expected):
                 return "computes something else than the reference where latents are expanded"
         rows, part = beside_a_part(self.device, lengths, backend.block_size)
         got = backend.paged_attention(stored[rows.to(self.device)], cache, cache, part, softmax)

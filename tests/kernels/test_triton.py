@@ -25,6 +25,10 @@ OF_AN_H100 = 227 * 1024
 MOST_SPILLED = 256
 """Bytes a thread, on cards other than the H100, for whose registers the tiles were chosen."""
 
+ON_HOPPER = {"attend_latents": 512, "attend_latent_splits": 192, "attend_expanded": 32}
+"""Kernels that have tiles for an H100 alone, of up to 227 KB, and the bytes that they spill: with them they are faster,
+as measured there."""
+
 LONGEST_SECONDS = 800
 """Of one process here; a minute or two where nothing else computes."""
 
@@ -118,7 +122,7 @@ def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
     *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]
     assert last == {"compiled_anew": 0}
     for kernel in kernels:
-        assert kernel["spilled"] <= 16, kernel
+        assert kernel["spilled"] <= ON_HOPPER.get(kernel["name"], 16), kernel
         assert kernel["shared"] <= OF_AN_H100, kernel
     attends = [kernel for kernel in kernels if kernel["name"].startswith("attend") and kernel["dtype"] == "bf16"]
     assert len(attends) > 20

@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, LinearContext
+from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
+from quire.kernels.gpu.latents.expanded import expanded_attention
 from quire.kernels.gpu.triton_sizes import cdiv
 from quire.kernels.kv_codes import KV_CODES
+from quire.kernels.softmax import Softmax
 
 _FIXED_ROWS, _FEW = 64, 16
 """Rows of a tile: where a row is to have the same bits in every batch, and in decodes."""
@@ -62,6 +64,10 @@ class TritonBlocks:
     def expands(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
         whole = metadata.whole and metadata.max_query_len >= _LEAST_EXPANDED
         return whole and not self._fixed and cache.dtype not in KV_CODES
+
+    def attend(self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: Softmax) -> Tensor:
+        assert isinstance(expand, TritonBlocks)
+        return expanded_attention(q, (self.weight, expand.weight), cache, metadata, softmax)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x, (blocks, outs, inner), passed = x.contiguous(), self.weight.shape, self._passed

@@ -17,7 +17,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The sequence whose tile this is, and which of its tiles: sequence s begins at tile query_start[s] * HEADS //
     BLOCK_M + s, room enough for its rows, known without the host."""
     low, high = num_seqs * 0, num_seqs
@@ -31,51 +31,47 @@ def _locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.conste
 
 
 @triton.jit
-def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
+def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
     """[BLOCK_N, SIZE_PAD]. What is outside is 0: where nobody wrote, a page may hold anything."""
-    if MASKED and SIZE != SIZE_PAD:
+    if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
-    elif MASKED:
-        return tl.load(at, mask=inside[:, None], other=0.0)
-    elif SIZE != SIZE_PAD:
-        return tl.load(at, mask=d[None, :] < SIZE, other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _pages_of(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each key from `begin` on, of those before `end`: one number where a tile lies in one page."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + begin // PAGE, mask=begin < end, other=0)
+    else:
+        key = begin + tl.arange(0, BLOCK_N)
+        return tl.load(table + key // PAGE, mask=key < end, other=0)
 
 
 @triton.jit
 def _tile(
-    peak, total, acc, q_low, q_turned, position, begin, end, pages, rules,
+    peak, total, acc, q_low, q_turned, position, begin, end, page, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
-    cache, scales, table, stride = pages
+    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end`; page: _pages_of."""
+    cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
-    inside = key < end
-    if PAGE % BLOCK_N == 0:
-        page = tl.load(table + begin // PAGE).to(tl.int64)
-    elif MASKED:
-        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-    else:
-        page = tl.load(table + key // PAGE).to(tl.int64)
+    inside, page = key < end, page.to(tl.int64)
     own = cache + (page * stride + (key % PAGE) * (L + R))[:, None]
-    low = numbers(_numbers_at(own + d[None, :], inside, d, L, L_PAD, MASKED), HELD, q_low)
-    turned = numbers(_numbers_at(own + L + r[None, :], inside, r, R, R_PAD, MASKED), HELD, q_low)
+    low = numbers(_numbers_at(own + d[None, :], inside, d, L, L_PAD), HELD, q_low)
+    turned = numbers(_numbers_at(own + L + r[None, :], inside, r, R, R_PAD), HELD, q_low)
     scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
     scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee")
     factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
     if HELD == 1:
         at = scales + page * (stride // 2) + PAGE * (L + R) // 2 + key % PAGE
-        if MASKED:
-            factors = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        else:
-            factors = tl.load(at).to(tl.float32)
+        factors = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         scores *= factors[None, :]
-    if MASKED:
-        place = position_of(key, rank, RANKS, PAGE)
-        scores = tl.where(place[None, :] <= position[:, None], scores, float("-inf"))
+    place = position_of(key, rank, RANKS, PAGE)
+    scores = tl.where(place[None, :] <= position[:, None], scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep = tl.exp2(peak - anchor)
@@ -91,25 +87,25 @@ def _tile(
 
 @triton.jit
 def _span(
-    q_low, q_turned, position, begin, full, end, pages, rules,
+    q_low, q_turned, position, begin, end, table, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end; all rows see those before `full`."""
+    """Attention over keys begin, a multiple of BLOCK_N, to end. The next tile's pages are looked up a tile ahead: so
+    its latents are copied while this tile is computed, which Triton does only where an address does not follow from a
+    load of the same round. All tiles are masked: a second loop, of those that need no mask, would take registers and
+    instructions, which have to be read, too."""
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
     acc = tl.zeros([q_low.shape[0], L_PAD], tl.float32)
-    masked = tl.maximum(begin, tl.minimum(full, end) // BLOCK_N * BLOCK_N)
-    for at in range(begin, masked, BLOCK_N):
+    page = _pages_of(table, begin, end, PAGE, BLOCK_N)
+    for at in range(begin, end, BLOCK_N):
+        ahead = _pages_of(table, at + BLOCK_N, end, PAGE, BLOCK_N)
         peak, total, acc = _tile(
-            peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
-            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS, MASKED=False,
+            peak, total, acc, q_low, q_turned, position, at, end, page, pages, rules,
+            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip
-    for at in range(masked, end, BLOCK_N):
-        peak, total, acc = _tile(
-            peak, total, acc, q_low, q_turned, position, at, end, pages, rules,
-            L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS, MASKED=True,
-        )  # fmt: skip
+        page = ahead
     return peak, total, acc
 
 
@@ -120,13 +116,13 @@ def _query_tile(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """This program's sequence, its rows of q in two parts, their positions, the index of each in [T * HEADS], which of
-    them are real, and the keys it needs: up to `full` for all rows, and `end`."""
+    them are real, and the end of the keys it needs."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys: they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
         seq, tile = tile // TILES, tile % TILES
     else:
-        seq, tile = _locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
+        seq, tile = locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
     start = tl.load(query_start + seq)
     queries = tl.load(query_start + seq + 1) - start
     before = tl.load(context_lens + seq) - queries
@@ -136,11 +132,9 @@ def _query_tile(
     at = q + row[:, None] * (L + R)
     q_low = tl.load(at + d[None, :], mask=real[:, None] & (d[None, :] < L), other=0.0)
     q_turned = tl.load(at + L + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
-    full = before + tile * BLOCK_M // HEADS + 1
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries * HEADS) - 1
     end = tl.where(tile * BLOCK_M < queries * HEADS, before + last // HEADS + 1, 0)
-    full, end = own_before(full, rank, RANKS, PAGE), own_before(end, rank, RANKS, PAGE)
-    return seq, q_low, q_turned, before + packed // HEADS, row, real, full, end
+    return seq, q_low, q_turned, before + packed // HEADS, row, real, own_before(end, rank, RANKS, PAGE)
 
 
 @triton.jit(
@@ -155,21 +149,21 @@ def attend_latents(
 ):  # fmt: skip
     """out [T, HEADS, L], of RANKS [T, HEADS, L + 2], of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of
     the softmax; 0: it has one."""
-    seq, q_low, q_turned, position, row, real, full, end = _query_tile(
+    seq, q_low, q_turned, position, row, real, end = _query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
-    pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
+    table, pages = block_table + seq.to(tl.int64) * table_stride, (cache, scales, stride)
     rules, d = (scale * _LOG2E, value_scale, rank), tl.arange(0, L_PAD)
     if SPLIT == 0:
         peak, total, acc = _span(
-            q_low, q_turned, position, 0, full, end, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS
+            q_low, q_turned, position, 0, end, table, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS
         )  # fmt: skip
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, L_PAD], tl.float32)
         for origin in range(0, end, SPLIT):
             peak2, total2, acc2 = _span(
-                q_low, q_turned, position, origin, full, tl.minimum(end, origin + SPLIT), pages, rules,
+                q_low, q_turned, position, origin, tl.minimum(end, origin + SPLIT), table, pages, rules,
                 L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
             )  # fmt: skip
             peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
@@ -183,6 +177,26 @@ def attend_latents(
         tl.store(out + row[:, None] * L + d[None, :], found, mask=real[:, None] & (d[None, :] < L))
 
 
+@triton.jit
+def _store_split(
+    parts, kept, q_low, q_turned, position, split, length, end, table, pages, rules,
+    L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A split of `length` keys of those before `end`. kept: each row's index in [T * HEADS], and whether it is real."""
+    weighted, peaks, totals, splits = parts
+    row, real = kept
+    begin, d = split * length, tl.arange(0, L_PAD)
+    peak, total, acc = _span(
+        q_low, q_turned, position, begin, tl.minimum(end, begin + length), table, pages, rules,
+        L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
+    )  # fmt: skip
+    at = row * splits + split
+    tl.store(peaks + at, peak, mask=real)
+    tl.store(totals + at, total, mask=real)
+    tl.store(weighted + at[:, None] * L + d[None, :], acc, mask=real[:, None] & (d[None, :] < L))
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs", "splits", "rank"],
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
@@ -192,27 +206,30 @@ def attend_latent_splits(
     splits, scale, value_scale, rank,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
-    HELD: tl.constexpr, RANKS: tl.constexpr,
+    HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """Parts of the softmax, for triton_attention.py's reduce_even or reduce_fixed, as its attend_splits stores them.
     Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a tile's keys
-    are split evenly, one split per program; an even split may be empty."""
-    seq, q_low, q_turned, position, row, real, full, end = _query_tile(
+    are split evenly; a split may be empty. LOOPED: a program may have several splits; where it has one, a loop around
+    it would take registers."""
+    seq, q_low, q_turned, position, row, real, end = _query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
-    pages = (cache, scales, block_table + seq.to(tl.int64) * table_stride, stride)
-    rules, d = (scale * _LOG2E, value_scale, rank), tl.arange(0, L_PAD)
+    table, pages = block_table + seq.to(tl.int64) * table_stride, (cache, scales, stride)
+    rules = (scale * _LOG2E, value_scale, rank)
     if SPLIT:
         length, count = SPLIT, tl.cdiv(end, SPLIT)
     else:
         length, count = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N, splits
-    for split in range(tl.program_id(1), count, tl.num_programs(1)):
-        low = split * length
-        peak, total, acc = _span(
-            q_low, q_turned, position, low, full, tl.minimum(end, low + length), pages, rules,
+    parts, kept = (weighted, peaks, totals, splits), (row, real)
+    if LOOPED:
+        for split in range(tl.program_id(1), count, tl.num_programs(1)):
+            _store_split(
+                parts, kept, q_low, q_turned, position, split, length, end, table, pages, rules,
+                L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
+            )  # fmt: skip
+    else:
+        _store_split(
+            parts, kept, q_low, q_turned, position, tl.program_id(1), length, end, table, pages, rules,
             L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip
-        at = row * splits + split
-        tl.store(peaks + at, peak, mask=real)
-        tl.store(totals + at, total, mask=real)
-        tl.store(weighted + at[:, None] * L + d[None, :], acc, mask=real[:, None] & (d[None, :] < L))

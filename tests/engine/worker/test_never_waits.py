@@ -290,7 +290,7 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     ("family", "backend", "kernels"),
     [
         ("qwen3_5", "triton", {"advance_delta", "finish", "_conv_kernel"}),
-        ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend"}),
+        ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend_expanded"}),
         *nightly(
             ("qwen3_5", "torch_varlen", {"advance_delta"}),
             ("falcon_h1", "triton", {"advance_space"}),

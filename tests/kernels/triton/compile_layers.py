@@ -9,10 +9,10 @@ from torch import Tensor
 from quire.kernels.attention.own import Own
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 from quire.kernels.gpu import triton_short_conv
+from quire.kernels.gpu.latents.expanded import expanded_attention
 from quire.kernels.gpu.recurrent.recur import recur
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.kv_codes import KV_CODES, scale_elements
-from quire.kernels.latents.expanded import expanded_attention
 from quire.kernels.latents.latent import Latent
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Guesses, Matrices
@@ -72,6 +72,8 @@ def latents(rows: int = 3) -> None:
     latent(16, [2000], 1, torch.float32)
     latent(16, [2000], 1, torch.bfloat16, page=256)
     expanded()
+    expanded(20, 192, 256)
+    expanded(dtype=torch.float32)
 
 
 def latent(
@@ -110,11 +112,12 @@ def latent(
     expand(backend.paged_attention(q, cache, cache, metadata, rule).flatten(1), NO_ADAPTERS)
 
 
-def expanded() -> None:
+def expanded(heads: int = 16, plain: int = 128, values: int = 128, dtype: torch.dtype = torch.bfloat16) -> None:
+    """DeepSeek-V2-Lite's, and by other sizes GLM-4.7-Flash's."""
     where = torch.arange(600)
     lens = torch.tensor([600], dtype=torch.int32)
     starts = torch.tensor([0, 600], dtype=torch.int32)
     step = AttentionMetadata(starts, lens, starts, lens[None], where, where, 600, 600, whole=True)
-    q, cache = torch.empty((600, 16, 192)).bfloat16(), torch.empty((40, 16, 1, 576)).bfloat16()
-    halves = torch.empty((16, 512, 128)).bfloat16(), torch.empty((16, 128, 512)).bfloat16()
-    expanded_attention(Triton(), q, halves, cache, step, Softmax(0.1, values=512))
+    q, cache = torch.empty((600, heads, plain + 64), dtype=dtype), torch.empty((40, 16, 1, 576), dtype=dtype)
+    halves = torch.empty((heads, 512, plain), dtype=dtype), torch.empty((heads, values, 512), dtype=dtype)
+    expanded_attention(q, halves, cache, step, Softmax(0.1, values=512))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.gpu import triton_sizes
+from quire.kernels.gpu.latents import attention
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latents.blocks import expandable, stacked
-from quire.kernels.latents.expanded import expanded_attention
+from quire.kernels.latents.blocks import expandable
 from quire.kernels.latents.latent import Latent
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
@@ -67,6 +67,26 @@ def test_decodes_and_chunks(
             assert error(out, expected(part, latent, 0.1)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("heads", [20, 40])
+def test_tiles_of_hopper(
+    device: torch.device, heads: int, fixed: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    parts = [random_part(context, count, heads, 1, 48, torch.bfloat16, generator) for context, count in MIX]
+    ones = [part.rows(len(part.q) - 1, len(part.q)) for part in parts]
+    for given in (parts, ones):
+        for part, out in zip(given, attended(made(16, fixed=fixed), given, 32, device), strict=True):
+            assert error(out, expected(part, 32, 0.1)) < TOLERANCE[torch.bfloat16]
+
+
+def test_many_splits(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
+    parts = [random_part(context, 1, 2, 1, 48, torch.float32, generator) for context in (3000, 70)]
+    for part, out in zip(parts, attended(made(16), parts, 32, device), strict=True):
+        assert error(out, expected(part, 32, 0.1)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_of_codes(
@@ -82,7 +102,7 @@ def test_pages_of_codes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("heads", [2, 6, 18])
 def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     device: torch.device,
     dtype: torch.dtype,
@@ -90,7 +110,10 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoded alone, in chunks of any kind, or as one prompt; stored in parts, or merged."""
+    """Decoded alone, in chunks of any kind, or as one prompt; stored in parts, or merged. The most heads have tiles of
+    an H100."""
+    if heads == 18:
+        monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     backend = made(16, fixed=True)
     part = random_part(520, 18, heads, 1, 40, dtype, generator)
     (whole,) = attended(backend, [part], 32, device)
@@ -170,9 +193,13 @@ def test_blocks(
             assert not fixed or torch.equal(found, whole[rows])
 
 
-def test_expanding_gives_what_absorbing_gives(device: torch.device, generator: torch.Generator) -> None:
-    heads, plain, size, rotated, value = 3, 24, 40, 8, 20
-    backend, lengths = Triton(), (37, 5)
+@pytest.mark.parametrize(("plain", "rotated", "value"), [(24, 8, 20), (16, 16, 32)])
+def test_expanding_gives_what_absorbing_gives(
+    device: torch.device, plain: int, rotated: int, value: int, generator: torch.Generator
+) -> None:
+    """Where both parts of a key are one, and where they are apart."""
+    heads, size = 3, 40
+    backend, lengths = Triton(), (37, 5, 16, 1, 39)
     latent = of_tokens(size, rotated, True, generator, device)
     absorb = torch.randn((heads, size, plain), generator=generator) * plain**-0.5
     expand = torch.randn((heads, value, size), generator=generator) * size**-0.5
@@ -180,16 +207,16 @@ def test_expanding_gives_what_absorbing_gives(device: torch.device, generator: t
     kv = torch.randn((sum(lengths), size + rotated), generator=generator).to(device)
     parts = [random_part(length, length, 1, 1, 8, torch.float32, generator) for length in lengths]
     metadata = to_device(page(Reference(), parts)[2], device)
-    cache = empty_cache(backend.kv_cache_shape(9, 1, size + rotated, torch.float32), torch.float32).to(device)
+    cache = empty_cache(backend.kv_cache_shape(16, 1, size + rotated, torch.float32), torch.float32).to(device)
     softmax = Softmax(0.3, values=size)
     assert metadata.whole
     halves = [backend.pack_blocks(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))]
-    assert expandable(halves[0], cache, metadata)
-    assert not expandable(Triton(deterministic=True).pack_blocks(list(absorb), rotated), cache, metadata)
+    blocks = expandable(halves[0], cache, metadata)
+    assert blocks is not None
+    assert None is expandable(Triton(deterministic=True).pack_blocks(list(absorb), rotated), cache, metadata)
     turned = backend.latent_store(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
     attended = backend.paged_attention(turned, cache, cache, metadata, softmax)
     wanted = halves[1](attended.flatten(1), NO_ADAPTERS)
     heads_of_q = backend.latent_store(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
-    pair = (stacked(halves[0]), stacked(halves[1]))
-    found = expanded_attention(backend, heads_of_q, pair, cache, metadata, softmax)
+    found = blocks.attend(heads_of_q, halves[1], cache, metadata, softmax)
     assert error(found.cpu(), wanted.cpu()) < 1e-5
