@@ -1,13 +1,17 @@
 """`Operations.recur` by the Triton kernels beside it. No call waits for the device, and every grid follows from shapes,
-so that a CUDA graph holds it."""
+so that a CUDA graph holds it.
+
+Tokens are computed one after the other; where bits may depend on how a prompt was cut, long prompts of delta rules and
+state spaces by pieces of 64 tokens. Which sequences of a step these are the device decides."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, version
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.recurrent.triton_delta_rule import advance_delta
+from quire.kernels.gpu.recurrent.triton_pieces import PIECE, advance_pieces, weigh_delta, weigh_space
 from quire.kernels.gpu.recurrent.triton_rows import finish, keep_guesses
 from quire.kernels.gpu.recurrent.triton_selective_scan import advance_scan
 from quire.kernels.gpu.recurrent.triton_state_space import advance_space
@@ -26,12 +30,27 @@ _KEPT_AT_ONCE = 1024
 _GATED_AT_ONCE = 1024
 assert EPSILON == 1e-6, "what advance_delta adds"
 
+_LONG = 32
+"""Tokens of a sequence that are computed by pieces, or more."""
+_PIECE_COLUMNS = 32
+_PIECE_STAGES = 2
+_PIECE_WARPS = 4
+_WEIGH_WARPS = 8
+
 Known = DeltaRule | StateSpace | SelectiveScan
 
 
 def recur(
-    given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    given: Tensor,
+    z: Tensor,
+    beside: Tensor,
+    rule: Recurrence,
+    states: Matrices,
+    metadata: AttentionMetadata,
+    *,
+    fixed: bool,
 ) -> Tensor:
+    """fixed: bits do not depend on how sequences were cut into steps."""
     assert isinstance(rule, Known), f"no kernel for {type(rule).__name__}"
     given, z, beside = given.contiguous(), z.contiguous(), beside.contiguous()
     out = torch.empty_like(z)
@@ -44,7 +63,12 @@ def recur(
     guesses = of.guesses if most else None
     bounds = (of.context_lens,) * 2 if guesses is None else (guesses.seen, guesses.known)
     where = (of.query_start, of.context_lens, *bounds, metadata.state_slots)
-    _advance(read, (given, beside), rule, states, where, int(guesses is not None))
+    long = 0
+    if metadata.max_query_len >= _LONG and not fixed and given.dtype == torch.bfloat16 and version.hip is None:
+        long = 0 if isinstance(rule, SelectiveScan) else _LONG
+    if long and isinstance(rule, DeltaRule | StateSpace):
+        _advance_pieces(read, (given, beside), rule, states, where, (int(guesses is not None), long))
+    _advance(read, (given, beside), rule, states, where, (int(guesses is not None), long))
     if guesses is not None:
         sizes = (rule.inputs, rule.beside, most, _KEPT_AT_ONCE)
         keep_guesses[len(where[1]), most](states.guesses, given, beside, *where, *sizes, num_warps=4)
@@ -53,8 +77,14 @@ def recur(
 
 
 def _advance(
-    read: Tensor, numbers: tuple[Tensor, Tensor], rule: Known, states: Matrices, where: tuple[Tensor, ...], guessed: int
+    read: Tensor,
+    numbers: tuple[Tensor, Tensor],
+    rule: Known,
+    states: Matrices,
+    where: tuple[Tensor, ...],
+    asked: tuple[int, int],
 ) -> None:
+    """asked: whether there are guesses; from how many tokens on others compute a sequence, 0: they compute none."""
     value, most = states.matrices.shape[3], states.guesses.shape[1]
     key = power_of_2(rule.key)
     block = min(power_of_2(value), max(_NUMBERS // key, 1), _MOST_COLUMNS)
@@ -62,14 +92,43 @@ def _advance(
     tensors = (read, states.matrices, *numbers, states.guesses, rule.rate, rule.shift)
     sizes = (rule.heads, rule.key, key, value)
     if isinstance(rule, DeltaRule):
-        advance_delta[grid](*tensors, *where, guessed, rule.key_heads, *sizes, most, block, num_warps=1)
+        advance_delta[grid](*tensors, *where, *asked, rule.key_heads, *sizes, most, block, num_warps=1)
     elif isinstance(rule, StateSpace):
-        asked = (*tensors, rule.skip, *where, guessed, *rule.limits)
-        advance_space[grid](*asked, rule.groups, *sizes, most, block, num_warps=1)
+        given = (*tensors, rule.skip, *where, *asked, *rule.limits)
+        advance_space[grid](*given, rule.groups, *sizes, most, block, num_warps=1)
     else:
         norms = [rule.skip if each is None else each for each in (rule.write_norm, rule.read_norm)]
-        asked = (*tensors, rule.skip, *norms, *where, guessed, rule.eps)
-        advance_scan[grid](*asked, *sizes, rule.write_norm is not None, most, block, num_warps=1)
+        given = (*tensors, rule.skip, *norms, *where, asked[0], rule.eps)
+        advance_scan[grid](*given, *sizes, rule.write_norm is not None, most, block, num_warps=1)
+
+
+def _advance_pieces(
+    read: Tensor,
+    numbers: tuple[Tensor, Tensor],
+    rule: DeltaRule | StateSpace,
+    states: Matrices,
+    where: tuple[Tensor, ...],
+    asked: tuple[int, int],
+) -> None:
+    """asked: as of `_advance`."""
+    given, (heads, key, value), seqs = numbers[0], states.matrices.shape[1:], len(where[1])
+    pieces, tiles, pad = len(given) // PIECE + seqs, 4 if isinstance(rule, DeltaRule) else 2, max(power_of_2(key), 16)
+    made = torch.empty((pieces, heads, tiles, PIECE, PIECE), dtype=torch.bfloat16, device=given.device)
+    factors = torch.empty((pieces, heads, 4, PIECE), dtype=torch.float32, device=given.device)
+    tensors = (made, factors, *numbers, rule.rate, rule.shift)
+    if isinstance(rule, DeltaRule):
+        groups, keys = rule.key_heads, (0, rule.key_heads * key, 2 * rule.key_heads * key)
+        sizes = (groups, heads, key, pad, value)
+        weigh_delta[pieces, heads](*tensors, *where[:4], *asked, seqs, *sizes, num_warps=_WEIGH_WARPS)
+    else:
+        groups, after = rule.groups, heads * value
+        keys, sizes = (after + rule.groups * key, after, 0), (groups, heads, key, pad, value)
+        weigh_space[pieces, heads](*tensors, *where[:4], *asked, seqs, *rule.limits, *sizes, num_warps=_WEIGH_WARPS)
+    block = max(min(power_of_2(value), _PIECE_COLUMNS), 16)
+    skip = rule.shift if isinstance(rule, DeltaRule) else rule.skip
+    shape = (rule.inputs, *keys, heads // groups, heads, key, pad, value, block, _PIECE_STAGES)
+    known = (read, states.matrices, made, factors, given, skip, *where, *asked, isinstance(rule, DeltaRule))
+    advance_pieces[seqs, heads, cdiv(value, block)](*known, *shape, num_warps=_PIECE_WARPS)
 
 
 def _finish(out: Tensor, read: Tensor, z: Tensor, rule: Known, value: int) -> None:

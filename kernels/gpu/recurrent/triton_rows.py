@@ -32,6 +32,13 @@ def tokens_of(row, query_start, contexts, seen, known, guessed):
 
 
 @triton.jit
+def by_pieces(first, begin, stop, context, long):
+    """Whether triton_pieces.py computes a sequence: one of `long` tokens or more, where that is not 0, of which none is
+    a guess or was one."""
+    return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
+
+
+@triton.jit
 def token_at(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
