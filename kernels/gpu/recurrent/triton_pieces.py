@@ -27,9 +27,6 @@ from quire.kernels.gpu.recurrent.triton_rows import COUNTS, by_pieces, softplus,
 PIECE = 64
 """Tokens: Hopper's matrix products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(PIECE)
-_BLOCK: tl.constexpr = tl.constexpr(16)
-"""Rows of a triangular matrix that are solved one after the other."""
-_BLOCKS: tl.constexpr = tl.constexpr(PIECE // 16)
 
 
 @triton.jit
@@ -53,27 +50,32 @@ def _piece_of(number, seqs, query_start):
 
 
 @triton.jit
+def _product(a, b):
+    """Of float32, as exact as their halves."""
+    a_high, a_low = halves(a)
+    b_high, b_low = halves(b)
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+
+
+@triton.jit
+def _with_powers(a):
+    """Of 1 + a, whose fourth power is zero, the inverse."""
+    at = tl.arange(0, _SIZE)
+    square = _product(a, a)
+    return tl.where(at[:, None] == at[None, :], 1.0, 0.0) - a + square - _product(a, square)
+
+
+@triton.jit
 def _inverse(a):
-    """Of 1 + a, where a [64, 64] has nothing on its diagonal and above: blocks of 16 rows by substitution, and of what
-    lies below these blocks three powers, for the fourth is zero."""
-    at, i, n = tl.arange(0, _SIZE), tl.arange(0, _BLOCK), tl.arange(0, _BLOCKS)
-    within = (at // _BLOCK)[:, None] == (at // _BLOCK)[None, :]
-    split = tl.reshape(tl.where(within, a, 0.0), (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
-    blocks = tl.sum(split, 2)
-    one = ((i[:, None] == i[None, :])[None, :, :] & (n[:, None, None] >= 0)).to(tl.float32)
-    solved = one
-    for row in range(1, _BLOCK):
-        here = (i == row)[None, :, None]
-        factors = tl.sum(tl.where(here, blocks, 0.0), 1)
-        found = tl.sum(factors[:, :, None] * solved, 1)
-        solved = tl.where(here, one - found[:, None, :], solved)
-    beside = (n[:, None] == n[None, :])[:, None, :, None]
-    whole = tl.reshape(tl.where(beside, solved[:, :, None, :], 0.0), (_SIZE, _SIZE))
-    below = tl.dot(whole, tl.where(within, 0.0, a), input_precision="tf32x3")
-    square = tl.dot(below, below, input_precision="tf32x3")
-    cube = tl.dot(below, square, input_precision="tf32x3")
-    powers = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - below + square - cube
-    return tl.dot(powers, whole, input_precision="tf32x3")
+    """Of 1 + a, where a [64, 64] has nothing on its diagonal and above: of its blocks of 4 rows, then of those of 16,
+    then of all, each time from four of the size before. Powers of more than four would not be small where keys are
+    alike, and their sum is."""
+    at = tl.arange(0, _SIZE)
+    in_4 = (at // 4)[:, None] == (at // 4)[None, :]
+    in_16 = (at // 16)[:, None] == (at // 16)[None, :]
+    inverse = _with_powers(tl.where(in_4, a, 0.0))
+    inverse = _product(_with_powers(_product(inverse, tl.where(in_16 & (in_4 == 0), a, 0.0))), inverse)
+    return _product(_with_powers(_product(inverse, tl.where(in_16, 0.0, a))), inverse)
 
 
 @triton.jit
@@ -114,16 +116,16 @@ def weigh_delta(
         of_k = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
         past = at[:, None] > at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * of_k[None, :]
-        keys = tl.dot(k, tl.trans(k)) * between * (beta * of_k)[:, None]
-        reads = tl.dot(q, tl.trans(k)) * between * of_q[:, None]
-        to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
-        _keep(to, _inverse(tl.where(past, keys, 0.0)) * beta[None, :])
-        _keep(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
         to = factors + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE) + at
         tl.store(to, tl.exp(sums) * of_q)
         tl.store(to + _SIZE, tl.exp(sums) * of_k)
         tl.store(to + 2 * _SIZE, tl.exp(total - sums) * of_k)
         tl.store(to + 3 * _SIZE, tl.exp(total + tl.zeros_like(sums)))
+        to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
+        reads = tl.dot(q, tl.trans(k)) * between * of_q[:, None]
+        _keep(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
+        keys = tl.dot(k, tl.trans(k)) * between * (beta * of_k)[:, None]
+        _keep(to, _inverse(tl.where(past, keys, 0.0)) * beta[None, :])
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
