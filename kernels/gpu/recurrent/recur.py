@@ -11,7 +11,7 @@ from torch import Tensor, version
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.recurrent.triton_delta_rule import advance_delta
-from quire.kernels.gpu.recurrent.triton_pieces import PIECE, advance_pieces, weigh_delta, weigh_space
+from quire.kernels.gpu.recurrent.triton_pieces import PIECE, advance_pieces, solve_delta, weigh_delta, weigh_space
 from quire.kernels.gpu.recurrent.triton_rows import finish, keep_guesses
 from quire.kernels.gpu.recurrent.triton_selective_scan import advance_scan
 from quire.kernels.gpu.recurrent.triton_state_space import advance_space
@@ -33,9 +33,9 @@ assert EPSILON == 1e-6, "what advance_delta adds"
 _LONG = 32
 """Tokens of a sequence that are computed by pieces, or more."""
 _PIECE_COLUMNS = 32
-_PIECE_STAGES = 2
+_PIECE_STAGES = 3
 _PIECE_WARPS = 4
-_WEIGH_WARPS = 8
+_WEIGH_WARPS = 4
 
 Known = DeltaRule | StateSpace | SelectiveScan
 
@@ -119,7 +119,9 @@ def _advance_pieces(
     if isinstance(rule, DeltaRule):
         groups, keys = rule.key_heads, (0, rule.key_heads * key, 2 * rule.key_heads * key)
         sizes = (groups, heads, key, pad, value)
-        weigh_delta[pieces, heads](*tensors, *where[:4], *asked, seqs, *sizes, num_warps=_WEIGH_WARPS)
+        systems = torch.empty((pieces, heads, PIECE, PIECE), dtype=torch.float32, device=given.device)
+        weigh_delta[pieces, heads](systems, *tensors, *where[:4], *asked, seqs, *sizes, num_warps=_WEIGH_WARPS)
+        solve_delta[pieces, heads](made, systems, *where[:4], *asked, seqs, heads, num_warps=1)
     else:
         groups, after = rule.groups, heads * value
         keys, sizes = (after + rule.groups * key, after, 0), (groups, heads, key, pad, value)

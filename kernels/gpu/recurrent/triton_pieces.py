@@ -31,9 +31,10 @@ _SIZE: tl.constexpr = tl.constexpr(PIECE)
 
 @triton.jit
 def halves(x):
-    """Two bfloat16 whose sum is x, but for 2^-17 of it."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    """Two bfloat16 whose sum is x, but for 2^-16 of it. The first is cut off, not rounded: conversions of single
+    numbers are slow."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -50,35 +51,6 @@ def _piece_of(number, seqs, query_start):
 
 
 @triton.jit
-def _product(a, b):
-    """Of float32, as exact as their halves."""
-    a_high, a_low = halves(a)
-    b_high, b_low = halves(b)
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
-
-
-@triton.jit
-def _with_powers(a):
-    """Of 1 + a, whose fourth power is zero, the inverse."""
-    at = tl.arange(0, _SIZE)
-    square = _product(a, a)
-    return tl.where(at[:, None] == at[None, :], 1.0, 0.0) - a + square - _product(a, square)
-
-
-@triton.jit
-def _inverse(a):
-    """Of 1 + a, where a [64, 64] has nothing on its diagonal and above: of its blocks of 4 rows, then of those of 16,
-    then of all, each time from four of the size before. Powers of more than four would not be small where keys are
-    alike, and their sum is."""
-    at = tl.arange(0, _SIZE)
-    in_4 = (at // 4)[:, None] == (at // 4)[None, :]
-    in_16 = (at // 16)[:, None] == (at // 16)[None, :]
-    inverse = _with_powers(tl.where(in_4, a, 0.0))
-    inverse = _product(_with_powers(_product(inverse, tl.where(in_16 & (in_4 == 0), a, 0.0))), inverse)
-    return _product(_with_powers(_product(inverse, tl.where(in_16, 0.0, a))), inverse)
-
-
-@triton.jit
 def _keep(to, x):
     at = tl.arange(0, _SIZE)
     where = at[:, None] * _SIZE + at[None, :]
@@ -89,12 +61,12 @@ def _keep(to, x):
 
 @triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
 def weigh_delta(
-    tiles, factors, given, beside, rate, shift, query_start, contexts, seen, known, guessed, long, seqs,
+    systems, tiles, factors, given, beside, rate, shift, query_start, contexts, seen, known, guessed, long, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """tiles [pieces, HEADS, 4, 64, 64] bfloat16: what makes d of beta's argument, and what tokens read of d, two halves
-    of each; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next matrix, of the matrix itself. Grid:
-    pieces, HEADS."""
+    """systems [pieces, HEADS, 64, 64]: A below the diagonal, beta on it; tiles [pieces, HEADS, 4, 64, 64] bfloat16,
+    the latter two: what tokens read of d, in halves; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next
+    matrix, of the matrix itself. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
     row, piece = _piece_of(number, seqs, query_start)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
@@ -125,7 +97,78 @@ def weigh_delta(
         reads = tl.dot(q, tl.trans(k)) * between * of_q[:, None]
         _keep(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
         keys = tl.dot(k, tl.trans(k)) * between * (beta * of_k)[:, None]
-        _keep(to, _inverse(tl.where(past, keys, 0.0)) * beta[None, :])
+        to = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE) + at[:, None] * _SIZE + at[None, :]
+        tl.store(to, tl.where(past, keys, beta[None, :]), mask=at[:, None] >= at[None, :])
+
+
+@triton.jit
+def _block(system, row: tl.constexpr, column: tl.constexpr):
+    i = tl.arange(0, 16)
+    return tl.load(system + (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :])
+
+
+@triton.jit
+def _times(a, b):
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _keep_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
+    """With a column's beta."""
+    i = tl.arange(0, 16)
+    where = (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :]
+    high, low = halves(x * tl.load(system + (column * 16 + i) * (_SIZE + 1))[None, :])
+    tl.store(to + where, high)
+    tl.store(to + _SIZE * _SIZE + where, low)
+
+
+@triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
+def solve_delta(
+    tiles, systems, query_start, contexts, seen, known, guessed, long, seqs, HEADS: tl.constexpr,
+):  # fmt: skip
+    """tiles, the former two: (1 + A)^-1 beta, in halves, which makes d of v - exp(G) k S. Four blocks of 16 rows on the
+    diagonal row by row, all at once; those below by products of these. One warp. Grid: pieces, HEADS."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    row, piece = _piece_of(number, seqs, query_start)
+    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    if by_pieces(first, begin, stop, context, long) & (piece * _SIZE < context - first):
+        i, n = tl.arange(0, 16), tl.arange(0, 4)
+        system = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE)
+        to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
+        one = ((i[:, None] == i[None, :])[None, :, :] & (n >= 0)[:, None, None]).to(tl.float32)
+        solved = one
+        for at in tl.static_range(1, 16):
+            of_row = system + (n[:, None] * 16 + at) * _SIZE + n[:, None] * 16 + i[None, :]
+            factors = tl.load(of_row, mask=(i < at)[None, :] & (n >= 0)[:, None], other=0.0)
+            found = tl.sum(factors[:, :, None] * solved, 1)
+            solved = tl.where((i == at)[None, :, None], one - found[:, None, :], solved)
+        d0 = tl.sum(tl.where((n == 0)[:, None, None], solved, 0.0), 0)
+        d1 = tl.sum(tl.where((n == 1)[:, None, None], solved, 0.0), 0)
+        d2 = tl.sum(tl.where((n == 2)[:, None, None], solved, 0.0), 0)
+        d3 = tl.sum(tl.where((n == 3)[:, None, None], solved, 0.0), 0)
+        below = _times(-d1, _times(_block(system, 1, 0), d0))
+        two = _times(_block(system, 2, 0), d0) + _times(_block(system, 2, 1), below)
+        three = _times(_block(system, 3, 0), d0) + _times(_block(system, 3, 1), below)
+        _keep_block(to, system, 0, 0, d0)
+        _keep_block(to, system, 1, 0, below)
+        below = _times(-d2, two)
+        _keep_block(to, system, 2, 0, below)
+        _keep_block(to, system, 3, 0, _times(-d3, three + _times(_block(system, 3, 2), below)))
+        below = _times(-d2, _times(_block(system, 2, 1), d1))
+        three = _times(_block(system, 3, 1), d1) + _times(_block(system, 3, 2), below)
+        _keep_block(to, system, 1, 1, d1)
+        _keep_block(to, system, 2, 1, below)
+        _keep_block(to, system, 3, 1, _times(-d3, three))
+        _keep_block(to, system, 2, 2, d2)
+        _keep_block(to, system, 3, 2, _times(-d3, _times(_block(system, 3, 2), d2)))
+        _keep_block(to, system, 3, 3, d3)
+        nothing = tl.zeros_like(d0)
+        _keep_block(to, system, 0, 1, nothing)
+        _keep_block(to, system, 0, 2, nothing)
+        _keep_block(to, system, 0, 3, nothing)
+        _keep_block(to, system, 1, 2, nothing)
+        _keep_block(to, system, 1, 3, nothing)
+        _keep_block(to, system, 2, 3, nothing)
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
