@@ -31,9 +31,9 @@ _SIZE: tl.constexpr = tl.constexpr(PIECE)
 
 @triton.jit
 def halves(x):
-    """Two bfloat16 whose sum is x, but for 2^-16 of it. The first is cut off, not rounded: conversions of single
-    numbers are slow."""
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    """Two bfloat16 whose sum is x, but for 2^-17 of it. The first is rounded by integers: conversions of single numbers
+    are slow."""
+    high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
