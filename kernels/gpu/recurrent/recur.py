@@ -7,11 +7,11 @@ state spaces by pieces of 64 tokens. Which sequences of a step these are the dev
 from __future__ import annotations
 
 import torch
-from torch import Tensor, version
+from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.recurrent.pieces import LONG, advance_by_pieces, are_for
 from quire.kernels.gpu.recurrent.triton_delta_rule import advance_delta
-from quire.kernels.gpu.recurrent.triton_pieces import PIECE, advance_pieces, solve_delta, weigh_delta, weigh_space
 from quire.kernels.gpu.recurrent.triton_rows import finish, keep_guesses
 from quire.kernels.gpu.recurrent.triton_selective_scan import advance_scan
 from quire.kernels.gpu.recurrent.triton_state_space import advance_space
@@ -21,21 +21,14 @@ from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
-_NUMBERS = 1024
-"""Of a matrix, at most, that a program has: 32 registers of each of its 32 threads. What a token takes is then some
-hundred instructions of a warp, and one sequence has a warp for each of an H100's schedulers."""
+_NUMBERS, _FIXED_NUMBERS = 4096, 2048
+"""Of a matrix, at most, that a program of one warp has: 128 registers of each thread. In an H100's decodes 32 columns,
+whose rows are 128 bytes, move two to three times the bytes of 8; where the same kernel computes long prompts too, whose
+tokens wait for each other, 16 are between."""
 _MOST_COLUMNS = 32
-"""Of these: the fewer, the more programs."""
 _KEPT_AT_ONCE = 1024
 _GATED_AT_ONCE = 1024
 assert EPSILON == 1e-6, "what advance_delta adds"
-
-_LONG = 32
-"""Tokens of a sequence that are computed by pieces, or more."""
-_PIECE_COLUMNS = 32
-_PIECE_STAGES = 3
-_PIECE_WARPS = 4
-_WEIGH_WARPS = 4
 
 Known = DeltaRule | StateSpace | SelectiveScan
 
@@ -63,12 +56,12 @@ def recur(
     guesses = of.guesses if most else None
     bounds = (of.context_lens,) * 2 if guesses is None else (guesses.seen, guesses.known)
     where = (of.query_start, of.context_lens, *bounds, metadata.state_slots)
-    long = 0
-    if metadata.max_query_len >= _LONG and not fixed and given.dtype == torch.bfloat16 and version.hip is None:
-        long = 0 if isinstance(rule, SelectiveScan) else _LONG
-    if long and isinstance(rule, DeltaRule | StateSpace):
-        _advance_pieces(read, (given, beside), rule, states, where, (int(guesses is not None), long))
-    _advance(read, (given, beside), rule, states, where, (int(guesses is not None), long))
+    asked = (int(guesses is not None), 0)
+    if not fixed and not isinstance(rule, SelectiveScan) and are_for(rule, given, metadata.max_query_len):
+        asked = (asked[0], LONG)
+        decodes = len(metadata.parts[0].context_lens) if metadata.parts else 0
+        advance_by_pieces(read, (given, beside), rule, states, where, asked, decodes)
+    _advance(read, (given, beside), rule, states, where, asked, fixed=fixed)
     if guesses is not None:
         sizes = (rule.inputs, rule.beside, most, _KEPT_AT_ONCE)
         keep_guesses[len(where[1]), most](states.guesses, given, beside, *where, *sizes, num_warps=4)
@@ -83,11 +76,13 @@ def _advance(
     states: Matrices,
     where: tuple[Tensor, ...],
     asked: tuple[int, int],
+    *,
+    fixed: bool,
 ) -> None:
     """asked: whether there are guesses; from how many tokens on others compute a sequence, 0: they compute none."""
     value, most = states.matrices.shape[3], states.guesses.shape[1]
     key = power_of_2(rule.key)
-    block = min(power_of_2(value), max(_NUMBERS // key, 1), _MOST_COLUMNS)
+    block = min(power_of_2(value), max((_FIXED_NUMBERS if fixed else _NUMBERS) // key, 1), _MOST_COLUMNS)
     grid = (len(where[1]), rule.heads, cdiv(value, block))
     tensors = (read, states.matrices, *numbers, states.guesses, rule.rate, rule.shift)
     sizes = (rule.heads, rule.key, key, value)
@@ -100,37 +95,6 @@ def _advance(
         norms = [rule.skip if each is None else each for each in (rule.write_norm, rule.read_norm)]
         given = (*tensors, rule.skip, *norms, *where, asked[0], rule.eps)
         advance_scan[grid](*given, *sizes, rule.write_norm is not None, most, block, num_warps=1)
-
-
-def _advance_pieces(
-    read: Tensor,
-    numbers: tuple[Tensor, Tensor],
-    rule: DeltaRule | StateSpace,
-    states: Matrices,
-    where: tuple[Tensor, ...],
-    asked: tuple[int, int],
-) -> None:
-    """asked: as of `_advance`."""
-    given, (heads, key, value), seqs = numbers[0], states.matrices.shape[1:], len(where[1])
-    pieces, tiles, pad = len(given) // PIECE + seqs, 4 if isinstance(rule, DeltaRule) else 2, max(power_of_2(key), 16)
-    made = torch.empty((pieces, heads, tiles, PIECE, PIECE), dtype=torch.bfloat16, device=given.device)
-    factors = torch.empty((pieces, heads, 4, PIECE), dtype=torch.float32, device=given.device)
-    tensors = (made, factors, *numbers, rule.rate, rule.shift)
-    if isinstance(rule, DeltaRule):
-        groups, keys = rule.key_heads, (0, rule.key_heads * key, 2 * rule.key_heads * key)
-        sizes = (groups, heads, key, pad, value)
-        systems = torch.empty((pieces, heads, PIECE, PIECE), dtype=torch.float32, device=given.device)
-        weigh_delta[pieces, heads](systems, *tensors, *where[:4], *asked, seqs, *sizes, num_warps=_WEIGH_WARPS)
-        solve_delta[pieces, heads](made, systems, *where[:4], *asked, seqs, heads, num_warps=1)
-    else:
-        groups, after = rule.groups, heads * value
-        keys, sizes = (after + rule.groups * key, after, 0), (groups, heads, key, pad, value)
-        weigh_space[pieces, heads](*tensors, *where[:4], *asked, seqs, *rule.limits, *sizes, num_warps=_WEIGH_WARPS)
-    block = max(min(power_of_2(value), _PIECE_COLUMNS), 16)
-    skip = rule.shift if isinstance(rule, DeltaRule) else rule.skip
-    shape = (rule.inputs, *keys, heads // groups, heads, key, pad, value, block, _PIECE_STAGES)
-    known = (read, states.matrices, made, factors, given, skip, *where, *asked, isinstance(rule, DeltaRule))
-    advance_pieces[seqs, heads, cdiv(value, block)](*known, *shape, num_warps=_PIECE_WARPS)
 
 
 def _finish(out: Tensor, read: Tensor, z: Tensor, rule: Known, value: int) -> None:

@@ -38,16 +38,16 @@ def halves(x):
 
 
 @triton.jit
-def _piece_of(number, seqs, query_start):
-    """The sequence of a piece, and the number of the piece in it. Sequence s has the pieces from number
-    query_start[s] // 64 + s on, so that no two have one; there may be none with this number."""
+def _piece_of(number, decodes, seqs, query_start):
+    """The sequence of a piece, and the number of the piece in it. Of the `seqs` sequences behind `decodes`, s has the
+    pieces from number query_start[s] // 64 + s on, so that no two have one; there may be none with this number."""
     row = 0
     for begin in range(0, seqs, 256):
         s = begin + tl.arange(0, 256)
-        firsts = tl.load(query_start + s, mask=s < seqs, other=0) // _SIZE + s
+        firsts = tl.load(query_start + decodes + s, mask=s < seqs, other=0) // _SIZE + s
         row += tl.sum(((s < seqs) & (firsts <= number)).to(tl.int32), 0)
     row -= 1
-    return row, number - (tl.load(query_start + row) // _SIZE + row)
+    return decodes + row, number - (tl.load(query_start + decodes + row) // _SIZE + row)
 
 
 @triton.jit
@@ -59,16 +59,17 @@ def _keep(to, x):
     tl.store(to + _SIZE * _SIZE + where, low)
 
 
-@triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=COUNTS)
 def weigh_delta(
-    systems, tiles, factors, given, beside, rate, shift, query_start, contexts, seen, known, guessed, long, seqs,
+    systems, tiles, factors, given, beside, rate, shift,
+    query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """systems [pieces, HEADS, 64, 64]: A below the diagonal, beta on it; tiles [pieces, HEADS, 4, 64, 64] bfloat16,
     the latter two: what tokens read of d, in halves; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next
     matrix, of the matrix itself. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, seqs, query_start)
+    row, piece = _piece_of(number, decodes, seqs, query_start)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     inside = piece * _SIZE + at < context - first
@@ -82,7 +83,8 @@ def weigh_delta(
         a = tl.load(beside + token * (2 * HEADS) + HEADS + head, mask=inside, other=0.0).to(tl.float32)
         beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         decays = tl.where(inside, tl.load(rate + head) * softplus(a + tl.load(shift + head)), 0.0)
-        total, sums = tl.sum(decays, 0), tl.cumsum(decays, 0)
+        sums = tl.cumsum(decays, 0)
+        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # not a sum of its own, which would round otherwise
         q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
         of_q = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + 1e-6) * KEY**-0.5
         of_k = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
@@ -122,15 +124,15 @@ def _keep_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
     tl.store(to + _SIZE * _SIZE + where, low)
 
 
-@triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=COUNTS)
 def solve_delta(
-    tiles, systems, query_start, contexts, seen, known, guessed, long, seqs, HEADS: tl.constexpr,
+    tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
     """tiles, the former two: (1 + A)^-1 beta, in halves, which makes d of v - exp(G) k S. Four blocks of 16 rows on the
     diagonal row by row, all at once; those below by products of these. One warp. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, seqs, query_start)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    row, piece = _piece_of(number, decodes, seqs, query_start)
+    _, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
     if by_pieces(first, begin, stop, context, long) & (piece * _SIZE < context - first):
         i, n = tl.arange(0, 16), tl.arange(0, 4)
         system = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE)
@@ -171,15 +173,16 @@ def solve_delta(
         _keep_block(to, system, 2, 3, nothing)
 
 
-@triton.jit(do_not_specialize=["guessed", "long", "seqs"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=COUNTS)
 def weigh_space(
-    tiles, factors, given, beside, rate, shift, query_start, contexts, seen, known, guessed, long, seqs, least, most,
+    tiles, factors, given, beside, rate, shift,
+    query_start, contexts, seen, known, guessed, long, decodes, seqs, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """tiles [pieces, HEADS, 2, 64, 64]: what tokens read of x; factors [pieces, HEADS, 4, 64]: as of delta rules, of c
     S, none, of x in the next matrix, of the matrix. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, seqs, query_start)
+    row, piece = _piece_of(number, decodes, seqs, query_start)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     inside = piece * _SIZE + at < context - first
@@ -193,7 +196,8 @@ def weigh_space(
         step = tl.minimum(tl.maximum(softplus(dt + tl.load(shift + head)), least), most)
         step = tl.where(inside, step, 0.0)
         decays = tl.load(rate + head) * step
-        total, sums = tl.sum(decays, 0), tl.cumsum(decays, 0)
+        sums = tl.cumsum(decays, 0)
+        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # not a sum of its own, which would round otherwise
         past = at[:, None] >= at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * step[None, :]
         to = tiles + (number.to(tl.int64) * HEADS + head) * (2 * _SIZE * _SIZE)
@@ -204,17 +208,17 @@ def weigh_space(
         tl.store(to + 3 * _SIZE, tl.exp(total + tl.zeros_like(sums)))
 
 
-@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long", "decodes"], do_not_specialize_on_alignment=COUNTS)
 def advance_pieces(
-    read, matrices, tiles, factors, given, skip, query_start, contexts, seen, known, slots, guessed, long,
+    read, matrices, tiles, factors, given, skip, query_start, contexts, seen, known, slots, guessed, long, decodes,
     DELTA: tl.constexpr, INPUTS: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """read [T, HEADS, VALUE] and the matrices of the step's sequences that are computed so. A token's numbers are
     [INPUTS]: from Q_AT on q of each SHARING heads, or c; from K_AT on k, or b; from V_AT on v of each head, or x.
-    Grid: sequences, HEADS, blocks of VALUE."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    Grid: sequences behind `decodes`, HEADS, blocks of VALUE."""
+    row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
@@ -236,7 +240,7 @@ def advance_pieces(
             q, k = tl.load(of_key + Q_AT, mask=mask, other=0.0), tl.load(of_key + K_AT, mask=mask, other=0.0)
             of_value = inside[:, None] & (v_at < VALUE)[None, :]
             v = tl.load(numbers + V_AT + head * VALUE + v_at[None, :], mask=of_value, other=0.0)
-            piece = ((start // _SIZE + row + done // _SIZE).to(tl.int64) * HEADS + head)
+            piece = (start // _SIZE + row - decodes + done // _SIZE).to(tl.int64) * HEADS + head
             tile, factor = tiles + piece * (TILES * _SIZE * _SIZE) + where, factors + piece * (4 * _SIZE)
             high, low = halves(state)
             found = tl.dot(q, high, tl.dot(q, low)) * tl.load(factor + at)[:, None]
