@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,23 @@ def test_many_sequences(device: torch.device) -> None:
     found = kept.step([Row(numbers[:count], 0, 0, count, at) for at, count in enumerate(counts)])
     for got, count in zip(found[-3:], counts[-3:], strict=True):
         assert error(got, test_state_space.expected(shape, numbers[:count])) < TOLERANCE[torch.bfloat16]
+
+
+class Parted(Triton):
+    """Says of steps that their first three sequences are decodes."""
+
+    def recur(self, *given: Any) -> Tensor:
+        *others, step = given
+        return super().recur(*others, replace(step, parts=(replace(step, context_lens=step.context_lens[:3]), step)))
+
+
+def test_pieces_behind_decodes(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shape = space(1, 1, 12, 16)(generator)
+    numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 1, 1, PIECE + 9, 40)]
+    found = []
+    for backend in (Triton(), Parted()):
+        kept = Kept(backend, on(shape, device), torch.bfloat16, device=device)
+        found.append(kept.step([Row(each, 0, 0, len(each), at) for at, each in enumerate(numbers)]))
+    for got, wanted in zip(*found, strict=True):
+        assert torch.equal(got, wanted)
