@@ -50,3 +50,9 @@ def even_splits(wanted: int, seen: int, one_token: bool) -> int:
 def processors(device: int | None) -> int:
     """Multiprocessors of a GPU; under the interpreter, any number."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def is_hopper(there: torch.device) -> bool:
+    """An H100 or its kin; under the interpreter, yes."""
+    return there.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(there)[0] == 9)

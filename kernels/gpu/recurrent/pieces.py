@@ -3,11 +3,10 @@ that a CUDA graph holds them; which sequences of a step are long the device deci
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
-from torch import Tensor, device, version
+from torch import Tensor
 
+from quire.kernels.gpu import triton_sizes
 from quire.kernels.gpu.recurrent.triton_pieces import PIECE, advance_pieces, solve_delta, weigh_delta, weigh_space
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -23,18 +22,14 @@ has a program."""
 
 
 def are_for(rule: DeltaRule | StateSpace, given: Tensor, longest: int) -> bool:
-    """Whether a rule's tokens can be computed so, and a sequence of this many may be long."""
-    return longest >= LONG and given.dtype == torch.bfloat16 and _padded(rule) in _TILES and is_hopper(given.device)
+    """Whether a rule's tokens can be computed so, and a sequence of this many may be long. Other GPUs have less shared
+    memory, or other products, and were not tried."""
+    able = given.dtype == torch.bfloat16 and _padded(rule) in _TILES
+    return able and longest >= LONG and triton_sizes.is_hopper(given.device)
 
 
 def _padded(rule: DeltaRule | StateSpace) -> int:
     return max(power_of_2(rule.key), 16)
-
-
-@cache
-def is_hopper(there: device) -> bool:
-    """Others have less shared memory, or other products, and were not tried. The interpreter is one."""
-    return there.type != "cuda" or (version.hip is None and torch.cuda.get_device_capability(there)[0] == 9)
 
 
 def advance_by_pieces(

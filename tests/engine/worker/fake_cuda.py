@@ -187,6 +187,7 @@ class FakeGpu:
             JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
         )
         monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
+        monkeypatch.setattr(triton_sizes, "is_hopper", lambda device: True)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ from quire.kernels.gpu.quantization.packing import laid_for_decodes
 from quire.kernels.gpu.quantization.rounding import Eights
 from quire.kernels.gpu.ranks.divided import merged
 from quire.kernels.gpu.ranks.one_shot import OneShot
-from quire.kernels.gpu.recurrent import pieces
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
@@ -401,7 +400,7 @@ def sinks() -> None:
 def main() -> None:
     driver.set_active(NoGPU())
     triton_sizes.processors = lambda device: 132  # type: ignore[assignment]
-    pieces.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
+    triton_sizes.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
     if chosen := sys.argv[3:]:
         for name in chosen:
