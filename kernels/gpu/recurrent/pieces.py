@@ -58,7 +58,8 @@ def advance_by_pieces(
         solve_delta[pieces, heads](tiles, systems, *bounds, heads, num_warps=1)
     else:
         groups, skip, at = rule.groups, rule.skip, (heads * value + rule.groups * key, heads * value, 0)
-        weigh_space[pieces, heads](*made, *bounds, *rule.limits, groups, heads, key, pad, value, num_warps=2)
-    sizes = (rule.inputs, *at, heads // groups, heads, key, pad, value, block, stages)
+        sizes, warps = (groups, heads, key, pad, value), 2 if pad < 256 else 4
+        weigh_space[pieces, heads](*made, *bounds, *rule.limits, *sizes, num_warps=warps)
+    shape = (rule.inputs, *at, heads // groups, heads, key, pad, value, block, stages)
     tensors = (read, states.matrices, tiles, factors, given, skip)
-    advance_pieces[seqs, heads, cdiv(value, block)](*tensors, *where, *asked, decodes, delta, *sizes, num_warps=4)
+    advance_pieces[seqs, heads, cdiv(value, block)](*tensors, *where, *asked, decodes, delta, *shape, num_warps=4)
