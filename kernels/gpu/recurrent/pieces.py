@@ -15,21 +15,18 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 LONG = 32
 """Tokens of a sequence that is computed so, or more."""
-_TILES = {16: (32, 3), 32: (32, 3), 64: (32, 3), 128: (32, 3), 256: (16, 2)}
-"""By the numbers of a key: columns of a head's matrix in a program, and of how many pieces what they take lies in
-shared memory, up to 218 of an H100's 227 KB. Of one prompt and 32 heads of 128 columns nearly each of its processors
-has a program."""
+_MOST_KEYS = 128
+"""Numbers of a key: more were not proven."""
+_COLUMNS, _STAGES = 32, 3
+"""Of a head's matrix in a program: of one prompt and 32 heads of 128 columns nearly each of an H100's processors has
+one. Of so many pieces what they take lies in shared memory, up to 218 of its 227 KB."""
 
 
 def are_for(rule: DeltaRule | StateSpace, given: Tensor, longest: int) -> bool:
     """Whether a rule's tokens can be computed so, and a sequence of this many may be long. Other GPUs have less shared
     memory, or other products, and were not tried."""
-    able = given.dtype == torch.bfloat16 and _padded(rule) in _TILES
+    able = given.dtype == torch.bfloat16 and rule.key <= _MOST_KEYS
     return able and longest >= LONG and triton_sizes.is_hopper(given.device)
-
-
-def _padded(rule: DeltaRule | StateSpace) -> int:
-    return max(power_of_2(rule.key), 16)
 
 
 def advance_by_pieces(
@@ -48,9 +45,7 @@ def advance_by_pieces(
     tiles = torch.empty((pieces, heads, 4 if delta else 2, PIECE, PIECE), dtype=torch.bfloat16, device=given.device)
     factors = torch.empty((pieces, heads, 4, PIECE), dtype=torch.float32, device=given.device)
     made, bounds = (tiles, factors, *numbers, rule.rate, rule.shift), (*where[:4], *asked, decodes, seqs)
-    pad = _padded(rule)
-    columns, stages = _TILES[pad]
-    block = max(min(power_of_2(value), columns), 16)
+    pad, block = max(power_of_2(key), 16), max(min(power_of_2(value), _COLUMNS), 16)
     if isinstance(rule, DeltaRule):
         groups, skip, at = rule.key_heads, rule.shift, (0, rule.key_heads * key, 2 * rule.key_heads * key)
         systems = torch.empty((pieces, heads, PIECE, PIECE), dtype=torch.float32, device=given.device)
@@ -58,8 +53,7 @@ def advance_by_pieces(
         solve_delta[pieces, heads](tiles, systems, *bounds, heads, num_warps=1)
     else:
         groups, skip, at = rule.groups, rule.skip, (heads * value + rule.groups * key, heads * value, 0)
-        sizes, warps = (groups, heads, key, pad, value), 2 if pad < 256 else 4
-        weigh_space[pieces, heads](*made, *bounds, *rule.limits, *sizes, num_warps=warps)
-    shape = (rule.inputs, *at, heads // groups, heads, key, pad, value, block, stages)
+        weigh_space[pieces, heads](*made, *bounds, *rule.limits, groups, heads, key, pad, value, num_warps=4)
+    shape = (rule.inputs, *at, heads // groups, heads, key, pad, value, block, _STAGES)
     tensors = (read, states.matrices, tiles, factors, given, skip)
     advance_pieces[seqs, heads, cdiv(value, block)](*tensors, *where, *asked, decodes, delta, *shape, num_warps=4)

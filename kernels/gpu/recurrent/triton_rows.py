@@ -4,7 +4,8 @@ gives lies, guesses that are kept, and what becomes of what tokens read.
 A program has a part of the columns of one head's matrix of one sequence, and computes that sequence's tokens one after
 the other: columns share nothing. It is one warp, so that sums over a column's numbers stay within it. There is one kind
 of kernel for steps of one token, for prompts and for guesses, with one body of its loop: a token's bits depend on
-nothing but the matrix before it and what it gives. Where they may depend on more, triton_pieces.py computes long prompts.
+nothing but the matrix before it and what it gives. Where they may depend on more, triton_pieces.py computes long
+prompts.
 """
 
 from __future__ import annotations
