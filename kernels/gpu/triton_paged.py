@@ -140,7 +140,7 @@ class Triton(PagedAttention):
     def recur(
         self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
     ) -> Tensor:
-        return recur.recur(given, z, beside, rule, states, metadata)
+        return recur.recur(given, z, beside, rule, states, metadata, fixed=self.deterministic)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         weight = weight.contiguous()

@@ -15,16 +15,18 @@ from quire.kernels.recurrent.recurrence import Guesses, Matrices
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 
-_COUNTS = (9, 2)
-"""Tokens of two sequences, whose slots are 2 and 0; then come two guesses of the first and one token of the second, and
-then, with one of the guesses right, a token of each."""
+_COUNTS = (70, 2)
+"""Tokens of two sequences, whose slots are 2 and 0: enough for a GPU to compute the first by pieces. Then come two
+guesses of the first and one token of the second, and then, with one of the guesses right, a token of each."""
 _GUESSES = 2
 _WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RuleProbe(BackendProbe):
-    """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it."""
+    """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it. The
+    judge rounds what the convolution gives, and the result, to the model's type too: of a state space of 128 numbers
+    other numbers in the sums change some results by more than a tolerance that finds faults."""
 
     rule: Any
     """A Recurrence."""
@@ -34,16 +36,17 @@ class RuleProbe(BackendProbe):
     def wrong(self, backend: Backend) -> str | None:
         numbers, cpu = self._numbers(), torch.device("cpu")
         mine = _Kept(backend, self.rule, self.value, self.device, self.dtype)
-        judge = _Kept(Reference(), _on(self.rule, cpu), self.value, cpu, torch.float32)
+        judge = _Kept(Reference(), _on(self.rule, cpu), self.value, cpu, self.dtype)
+        first, second = _COUNTS
         steps = (
             ("a prompt", _step([0, 0], _COUNTS, [0, 0], _COUNTS)),
-            ("guesses", _step([9, 2], (12, 3), [9, 2], (10, 3))),
-            ("a step behind guesses", _step([11, 3], (12, 4), [10, 3], (12, 4))),
+            ("guesses", _step([first, second], (first + 3, 3), [first, second], (first + 1, 3))),
+            ("a step behind guesses", _step([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4))),
         )
         for what, metadata in steps:
             if not same(mine.computed(numbers, metadata), judge.computed(numbers, metadata)):
                 return f"computes something else than the reference for {what} of a {type(self.rule).__name__}"
-        last = _step([12, 4], (13, 5), None, None)
+        last = _step([first + 3, 4], (first + 4, 5), None, None)
         decode = mine.decode(numbers, last)
         if self.capture is None:
             return None
@@ -61,7 +64,7 @@ class RuleProbe(BackendProbe):
         """What tokens give side by side, as the model's type has it."""
         width = self.rule.inputs + self.value * self.rule.heads + self.rule.beside
         generator = torch.Generator().manual_seed(3)
-        return (torch.randn((2, 16, width), generator=generator) / 2).to(self.dtype).float()
+        return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
 
 
 def _step(

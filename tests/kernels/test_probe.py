@@ -19,6 +19,8 @@ from quire.kernels.gpu.libraries import flash, torch_varlen
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.probe import Probe
+from quire.kernels.recurrent.probe import RuleProbe
+from quire.kernels.recurrent.state_space import StateSpace
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.kernels.fake_capture import FakeCapture
@@ -216,6 +218,14 @@ def test_a_cpu_is_not_probed() -> None:
     from quire.engine.worker.device import choose_trials
 
     assert choose_trials(EngineConfig(), CPU, torch.bfloat16, None) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_state_space_of_granite_4_in_bfloat16() -> None:
+    """Of which one number of 33,792 was too far from what unrounded inputs give, so no backend passed on any GPU."""
+    some = [torch.linspace(0.1, 1.0, size) for size in (48, 48, 48, 48 * 64)]
+    rule = StateSpace(-some[0], *some[1:], 1e-6, 1, 128, 64)
+    assert RuleProbe(CPU, torch.bfloat16, rule, 64)(Reference()) is None
 
 
 def build(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_rows import COUNTS, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_rows import COUNTS, by_pieces, softplus, token_at, tokens_of
 
 
 @triton.jit
@@ -22,9 +22,9 @@ def _taken(
     return q, k, v, b, a
 
 
-@triton.jit(do_not_specialize=["guessed"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=COUNTS)
 def advance_delta(
-    read, matrices, given, beside, guesses, rate, shift, query_start, contexts, seen, known, slots, guessed,
+    read, matrices, given, beside, guesses, rate, shift, query_start, contexts, seen, known, slots, guessed, long,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,6 +34,7 @@ def advance_delta(
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    context = tl.where(by_pieces(first, begin, stop, context, long), begin, context)
     slot = tl.load(slots + row)
     own = matrices + (slot * HEADS + head) * (KEY * VALUE) + k_at[:, None] * VALUE + v_at[None, :]
     inside = (k_at < KEY)[:, None] & (v_at < VALUE)[None, :]

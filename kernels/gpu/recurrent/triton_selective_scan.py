@@ -32,8 +32,8 @@ def advance_scan(
     HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, NORMED: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE], and the matrices of the step's sequences. What the next token gives is loaded while this
-    one is computed. Grid: sequences, HEADS, blocks of VALUE."""
+    """read [T, HEADS, VALUE], and the matrices of the step's sequences. What a token gives is loaded while the
+    two before it are computed. Grid: sequences, HEADS, blocks of VALUE."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
@@ -51,12 +51,17 @@ def advance_scan(
     INPUTS: tl.constexpr = CHANNELS + 2 * KEY
     numbers, others = token_at(given, beside, guesses, slot, begin, first, start, INPUTS, CHANNELS, MOST)
     x_raw, b_raw, c_raw, dt = _taken(numbers, others, begin < context, k_at, channel, v_inside, KEY, CHANNELS)
+    numbers, others = token_at(given, beside, guesses, slot, begin + 1, first, start, INPUTS, CHANNELS, MOST)
+    x_next, b_next, c_next, dt_next = _taken(
+        numbers, others, begin + 1 < context, k_at, channel, v_inside, KEY, CHANNELS
+    )  # fmt: skip
     for position in range(begin, context):
         x, b, c = x_raw.to(tl.float32), b_raw.to(tl.float32), c_raw.to(tl.float32)
         step = softplus(dt.to(tl.float32) + shifts)
-        numbers, others = token_at(given, beside, guesses, slot, position + 1, first, start, INPUTS, CHANNELS, MOST)
-        x_raw, b_raw, c_raw, dt = _taken(
-            numbers, others, position + 1 < context, k_at, channel, v_inside, KEY, CHANNELS
+        x_raw, b_raw, c_raw, dt = x_next, b_next, c_next, dt_next
+        numbers, others = token_at(given, beside, guesses, slot, position + 2, first, start, INPUTS, CHANNELS, MOST)
+        x_next, b_next, c_next, dt_next = _taken(
+            numbers, others, position + 2 < context, k_at, channel, v_inside, KEY, CHANNELS
         )  # fmt: skip
         if NORMED:
             b, c = _normed(b, writes, eps, KEY), _normed(c, reads, eps, KEY)

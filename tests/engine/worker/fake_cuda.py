@@ -194,6 +194,7 @@ class FakeGpu:
         )
         monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
         monkeypatch.setattr(triton_sizes, "shared_bytes", lambda device: 227 * 1024)
+        monkeypatch.setattr(triton_sizes, "is_hopper", lambda device: True)
 
 
 def real(tensor: Tensor) -> Tensor:

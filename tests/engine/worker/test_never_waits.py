@@ -289,7 +289,7 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 @pytest.mark.parametrize(
     ("family", "backend", "kernels"),
     [
-        ("qwen3_5", "triton", {"advance_delta", "finish", "_conv_kernel"}),
+        ("qwen3_5", "triton", {"advance_delta", "advance_pieces", "finish", "_conv_kernel"}),
         ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend_expanded"}),
         *nightly(
             ("qwen3_5", "torch_varlen", {"advance_delta"}),

@@ -402,6 +402,7 @@ def main() -> None:
     triton_sizes.processors = lambda device: 132  # type: ignore[assignment]
     shared = 227 if CAPABILITY in (90, 100) else 99
     triton_sizes.shared_bytes = lambda device: shared * 1024  # type: ignore[assignment]
+    triton_sizes.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
     if chosen := sys.argv[3:]:
         for name in chosen:

@@ -31,15 +31,15 @@ RULES = {QWEN: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_
 """And the numbers of a head's value."""
 
 
-def step(rows: int, *, guesses: bool = False) -> AttentionMetadata:
+def step(rows: int, *, guesses: bool = False, longest: int = 1) -> AttentionMetadata:
     lens, where = torch.ones(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-    numbers = (lens, lens[1:], lens, torch.zeros((rows, rows), dtype=torch.int32), where, where, 1, 1)
+    numbers = (lens, lens[1:], lens, torch.zeros((rows, rows), dtype=torch.int32), where, where, longest, longest)
     known = Guesses(lens[1:], lens[1:]) if guesses else None
     return AttentionMetadata(*numbers, state_slots=where, guesses=known)
 
 
 def recurrences(rows: int = 3) -> None:
-    """Without guesses and with some, at any alignment of what sequences have."""
+    """Without guesses and with some, token by token and by pieces, at any alignment of what sequences have."""
     for rule, value in RULES.items():
         heads = rule.heads
         given, z, beside = (
@@ -48,7 +48,8 @@ def recurrences(rows: int = 3) -> None:
         for most in (0, 8):
             states = Matrices(torch.empty((2, heads, rule.key, value)), torch.empty((2, most, rule.kept)).bfloat16())
             for guesses in (False, True):
-                recur(given, z, beside, rule, states, step(rows, guesses=guesses))
+                for longest in (1, 100):
+                    recur(given, z, beside, rule, states, step(rows, guesses=guesses, longest=longest), fixed=False)
     wide(rows)
 
 

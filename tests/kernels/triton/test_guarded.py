@@ -151,6 +151,23 @@ def test_matrices(kind: str) -> None:
     held(computed)
 
 
+@pytest.mark.parametrize("kind", ["delta", "space"])
+def test_matrices_by_pieces(kind: str) -> None:
+    """Of a prompt whose last piece is not whole, beside a decode."""
+    generator = torch.Generator().manual_seed(4)
+    shape = KINDS[kind][0](generator)
+    kept = Kept(Triton(), shape, torch.bfloat16)
+    numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 71)]
+    kept.states.matrices.zero_()
+
+    def computed() -> Tensor:
+        kept.states.matrices.zero_()
+        found = torch.cat(kept.step([Row(each, 0, 0, len(each), at) for at, each in enumerate(numbers)])).flatten()
+        return torch.cat([found.float(), kept.states.matrices.flatten()])
+
+    held(computed)
+
+
 def test_convolutions_without_gates(generator: torch.Generator) -> None:
     conv = convolution(40, 4, bias=True, generator=generator, gated=False)
     kept = KeptColumns(Triton(), conv, torch.bfloat16, paged=False, drafts=2)

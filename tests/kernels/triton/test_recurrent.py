@@ -76,7 +76,7 @@ def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> N
 def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)
     for seed in range(3):
-        cut_at_random(Triton(), shape, dtype, seed, device, most=30)
+        cut_at_random(Triton(deterministic=True), shape, dtype, seed, device, most=50)
 
 
 def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
