@@ -32,6 +32,7 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     keys = rule.key_heads * rule.key
     q, k, v = qkv.split([keys, keys, rule.heads * rule.value], dim=1)
     q, k = (each.view(1, len(numbers), rule.key_heads, rule.key) for each in (q, k))
+    q, k = (each.repeat_interleave(rule.heads // rule.key_heads, 2) for each in (q, k))  # later transformers do so
     b, a = ba.view(1, len(numbers), 2, rule.heads).unbind(2)
     decay = rule.rate.double() * torch.nn.functional.softplus(a + rule.shift.double())
     values = v.view(1, len(numbers), rule.heads, rule.value)

@@ -13,6 +13,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.latents.latent import Latent
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import page, random_part, to_device
@@ -47,10 +48,10 @@ def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetada
 def test_keys_and_values(
     device: torch.device, size: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
-    backend = Triton()
-    backend.block_size = size
+    backend, paged = Triton(), Reference()  # pages are made on the CPU
+    backend.block_size = paged.block_size = size
     parts = [random_part(context, count, 4, 2, 64, torch.bfloat16, generator) for context, count in CONTEXTS]
-    k_cache, v_cache, metadata = page(backend, parts, kv_dtype=kv_dtype)
+    k_cache, v_cache, metadata = page(paged, parts, kv_dtype=kv_dtype)
     metadata, k_cache, v_cache = to_device(metadata, device), k_cache.to(device), v_cache.to(device)
     qkv = torch.randn((sum(count for _, count in CONTEXTS), 8 * 64), generator=generator).bfloat16().to(device)
 

@@ -82,7 +82,9 @@ def test_8_bit_floats(
         x = torch.randn((rows, 200), generator=generator).to(dtype)
         seen = rounded(x, floats=True) if linear.parts[0].rounds and rows > FEW else x.double()
         expected = seen @ weight.dequantized().double().T
-        assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < 1e-5
+        # A GPU that multiplies 8-bit floats keeps few bits of their sums: 2.7e-4 on an H100.
+        most = 1e-3 if device.type == "cuda" and linear.parts[0].rounds and rows > FEW else 1e-5
+        assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < most
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
