@@ -71,7 +71,7 @@ async def test_no_stream_notices_that_engines_die(server: Server, expected: dict
 
 async def test_states_of_layers_are_computed_again(tmp_path: Path) -> None:
     """A model with convolutions, whose states die with the engine; with guesses, which make it take states back."""
-    model = ("--model", str(hybrid(tmp_path)), "--max-model-len", "400", *FLAGS)
+    model = ("--model", str(hybrid(tmp_path, "lfm2")), "--max-model-len", "400", *FLAGS)
     plain = Server(tmp_path / "plain", *model, "--no-enable-prefix-caching")
     async with httpx.AsyncClient(base_url=plain.url, timeout=240) as client:
         wanted = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
