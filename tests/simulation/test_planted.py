@@ -29,6 +29,7 @@ from quire.server.store.progress import Progress
 from quire.server.store.shared import TOPIC
 from quire.server.store.store import Store
 from tests.simulation.clients import Batching
+from tests.simulation.clock import Gone
 from tests.simulation.replicas import Replicas
 from tests.simulation.server import Program, ServerProcess
 from tests.simulation.several import SharedServer
@@ -180,6 +181,12 @@ def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))  # of all clients it takes 1,400 seeds
 
 
+def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped took it for a refusal that it heard no answer."""
+    patch.setattr("quire.server.peers.CancelledError", Gone)
+    patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -196,6 +203,7 @@ def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
             (nobody_takes_over, Replicas),
             (nobody_joins_with_what_it_has, Replicas),
             (files_without_their_contents, Replicas),
+            (results_deleted_that_are_known, Replicas),
         ),
     ],
 )

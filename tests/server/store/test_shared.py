@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
@@ -14,7 +16,8 @@ import pytest
 
 from quire.engine.errors import InvalidRequest
 from quire.server.batches.output import finish
-from quire.server.store.batches import Batch, Line, LineError, Result
+from quire.server.peers import asking
+from quire.server.store.batches import Batch, Batches, Line, LineError, Result
 from quire.server.store.calls import Call, Note, Pins
 from quire.server.store.data import Data, open_data
 from quire.server.store.files import new_file
@@ -23,6 +26,7 @@ from quire.server.store.shared import METHODS, answer, shared_data
 from quire.server.store.store import Bounds, Item, Put, Stored
 
 A = "a"
+RESULT = b'{"response":{"body":{}}}'
 
 
 @pytest.fixture
@@ -121,25 +125,69 @@ def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_p
     shared.data.close()
 
 
-def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: Path) -> None:
-    shared = _Replaced(tmp_path)
-    batches, contents = shared.asked.batches, shared.asked.contents
+def _answered(batches: Batches) -> Batch:
+    """A batch of one line, which has its result."""
     batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
     assert batches.add(A, batch, 1)
     now = msgspec.structs.replace(batch, status="in_progress", total=1)
     batches.set_lines(A, now, [Line(0, 1, 0, 2, "x")])
-    batches.put_result("b", Result(0, failed=False, line=b'{"response":{"body":{}}}'))
+    batches.put_result("b", Result(0, failed=False, line=RESULT))
+    return now
+
+
+def _check_results(data: Data) -> None:
+    ended = data.batches.find(A, "b")
+    assert ended is not None
+    assert ended.status == "completed"
+    assert ended.output_file_id is not None
+    assert data.contents.path(ended.output_file_id).read_bytes() == RESULT + b"\n"
+
+
+def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: Path) -> None:
+    shared = _Replaced(tmp_path)
+    batches, contents = shared.asked.batches, shared.asked.contents
+    now = _answered(batches)
     shared.before = b"Batches.end"
     with pytest.raises(FileNotFoundError):
         finish(batches, contents, A, now)
     assert shared.data.batches.open() == [(A, now)], "it is ended later, as when the disk was full"
     finish(batches, contents, A, now)
-    ended = batches.find(A, "b")
-    assert ended is not None
-    assert ended.status == "completed"
-    assert ended.output_file_id is not None
-    assert contents.path(ended.output_file_id).read_bytes() == b'{"response":{"body":{}}}\n'
+    _check_results(shared.data)
     shared.data.close()
+
+
+class _Late:
+    """A Link whose answer to the end of a batch does not come before this process ends."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self.answering: dict[str, Any] = {}
+        self.identity = "0.1"
+        self.done = asyncio.Event()
+
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        said = answer(self._data, body)
+        if b"Batches.end" in body:
+            self.done.set()
+            await asyncio.sleep(3600)
+        return [said]
+
+
+def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(tmp_path: Path) -> None:
+    data = open_data(tmp_path, 1 << 20)
+    now = _answered(data.batches)
+
+    async def live() -> None:
+        link = _Late(data)
+        asked = shared_data(tmp_path, asking(link))
+        asyncio.get_running_loop().run_in_executor(None, finish, asked.batches, asked.contents, A, now)
+        await link.done.wait()
+
+    process = threading.Thread(target=asyncio.run, args=(live(),))
+    process.start()
+    process.join()
+    _check_results(data)
+    data.close()
 
 
 def test_calls_pass(both: tuple[Data, Data]) -> None:
