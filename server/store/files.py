@@ -87,8 +87,8 @@ class Files:
         for owner, _, size in rows:
             self._budget.take(owner, size + ROW)
         known = {id for _, id, _ in rows}
-        # A process that ended between the two left what nobody knows. One of several that share the folder may be between
-        # them now, while this process takes the place of the one that had the data: `insert` says so, and it writes again.
+        # A process that ended between the two left what nobody knows. One of several that share the folder may be
+        # between them while this one takes the place of who had the data: `insert` says so, and it writes again.
         for path in self.contents.folder.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
