@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
 from typing import Protocol
 
 from quire.engine.errors import QuireError
@@ -84,6 +85,9 @@ def asking(link: Link) -> Callable[[bytes], bytes]:
         return said
 
     def in_thread(body: bytes) -> bytes:
-        return asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+        except CancelledError:  # the event loop ends, and the answer may be on its way
+            raise Unanswered("this process ended before it was answered") from None
 
     return in_thread

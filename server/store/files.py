@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -86,7 +87,9 @@ class Files:
         for owner, _, size in rows:
             self._budget.take(owner, size + ROW)
         known = {id for _, id, _ in rows}
-        for path in self.contents.folder.iterdir():  # a process that ended between the two left what nobody knows
+        # A process that ended between the two left what nobody knows. One of several that share the folder may be
+        # between them while this one takes the place of who had the data: `insert` says so, and it writes again.
+        for path in self.contents.folder.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
 
@@ -100,13 +103,15 @@ class Files:
         return self._budget.room(owner) - ROW
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Make a file known whose content is written."""
+        """Make a file known whose content is written. Raises OSError where that is not there any more."""
         with self._database.writing(self.sizes) as connection:
             self.insert(connection, owner, [file])
 
     def insert(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
         """The same as a part of a transaction, which knows of `sizes`."""
         for file in files:
+            if not self.contents.path(file.id).exists():
+                raise FileNotFoundError(errno.ENOENT, _TAKEN_AWAY)
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
             connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)
             self._budget.take(owner, file.bytes + ROW)
@@ -157,4 +162,5 @@ class Files:
             return connection.execute("select owner, id from files where expires <= ?", (time.time(),)).fetchall()
 
 
+_TAKEN_AWAY = "the process that has data_dir was replaced before it knew of the file. Please try again"
 _THERE = "(expires is null or expires > ?)"

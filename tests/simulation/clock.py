@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -162,7 +163,7 @@ class _Awaited:
     def result(self) -> Any:
         self._thread.wait()
         if self._task.cancelled() or (self._process is not None and self._process.dead):
-            raise Gone
+            raise CancelledError  # as asyncio's future where the loop ends
         return self._task.result()
 
 

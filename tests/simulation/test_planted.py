@@ -24,9 +24,12 @@ from quire.server.peers import Peers
 from quire.server.store.calls import Calls
 from quire.server.store.data import Processes
 from quire.server.store.database import Database
+from quire.server.store.files import Files, StoredFile
 from quire.server.store.progress import Progress
 from quire.server.store.shared import TOPIC
 from quire.server.store.store import Store
+from tests.simulation.clients import Batching
+from tests.simulation.clock import Gone
 from tests.simulation.replicas import Replicas
 from tests.simulation.server import Program, ServerProcess
 from tests.simulation.several import SharedServer
@@ -165,6 +168,25 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "hold", lambda self, process, calls: None)
 
 
+def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
+    """The next owner of the data deleted what a replica was about to make known."""
+    insert = Files.insert
+
+    def known(self: Any, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
+        for file in files:
+            self.contents.path(file.id).touch()
+        insert(self, connection, owner, files)
+
+    patch.setattr(Files, "insert", known)
+    patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))  # of all clients it takes 1,400 seeds
+
+
+def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped took it for a refusal that it heard no answer."""
+    patch.setattr("quire.server.peers.CancelledError", Gone)
+    patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -180,6 +202,8 @@ def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
             (asks_that_end_what_asks, SharedServer),
             (nobody_takes_over, Replicas),
             (nobody_joins_with_what_it_has, Replicas),
+            (files_without_their_contents, Replicas),
+            (results_deleted_that_are_known, Replicas),
         ),
     ],
 )

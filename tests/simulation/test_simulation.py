@@ -249,6 +249,12 @@ class World:
             assert counted == kept.processes.look("", {}).sizes
             assert not kept.store.unfinished()
             assert not kept.batches.open()
+            for owner in kept.files.sizes:
+                page = kept.files.page(owner, 10_000, newest_first=True, after=None, purpose=None)
+                assert page is not None
+                for file in page[0]:
+                    size = kept.contents.path(file.id).stat().st_size
+                    assert size == file.bytes, "a file is known without its content"
         finally:
             kept.close()
 
@@ -278,7 +284,14 @@ async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
 FOUND = (240, 1022)
 """Seeds above those of every day that found something."""
 KINDS_OF_SEVERAL = (SharedServer, Replicas)
-FOUND_BY_SEVERAL = ((SharedServer, 85), (Replicas, 31), (Replicas, 40), (Replicas, 84), (Replicas, 631))
+FOUND_BY_SEVERAL = (
+    (SharedServer, 85),
+    (Replicas, 31),
+    (Replicas, 40),
+    (Replicas, 84),
+    (Replicas, 631),
+    (Replicas, 1406),
+)
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND])

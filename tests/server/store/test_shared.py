@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
@@ -13,7 +15,9 @@ import msgspec
 import pytest
 
 from quire.engine.errors import InvalidRequest
-from quire.server.store.batches import Batch, Line, LineError, Result
+from quire.server.batches.output import finish
+from quire.server.peers import asking
+from quire.server.store.batches import Batch, Batches, Line, LineError, Result
 from quire.server.store.calls import Call, Note, Pins
 from quire.server.store.data import Data, open_data
 from quire.server.store.files import new_file
@@ -22,6 +26,7 @@ from quire.server.store.shared import METHODS, answer, shared_data
 from quire.server.store.store import Bounds, Item, Put, Stored
 
 A = "a"
+RESULT = b'{"response":{"body":{}}}'
 
 
 @pytest.fixture
@@ -79,6 +84,110 @@ def test_batches_pass(both: tuple[Data, Data]) -> None:
     with pytest.raises(InvalidRequest, match="is cancelled already"):
         asked.batches.cancel(A, "b")
     assert asked.files.delete(A, file.id)
+
+
+class _Replaced:
+    """Who has the data, replaced by another one while those who ask it go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.data = open_data(folder, 1 << 20)
+        self.asked = shared_data(folder, self._answer)
+        self.before = b"nothing"
+        """The first method that the next one is asked for; once."""
+
+    def _answer(self, asked: bytes) -> bytes:
+        if self.before in asked:
+            self.before = b"nothing"
+            self.replace()
+        return answer(self.data, asked)
+
+    def replace(self) -> None:
+        self.data.close()
+        self.data = open_data(self._folder, 1 << 20, {"0.1"})
+
+
+def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_path: Path) -> None:
+    """The next one deletes what nobody knows, and what a living process has just written is such."""
+    shared = _Replaced(tmp_path)
+    files, contents = shared.asked.files, shared.asked.contents
+    file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
+    contents.write(file.id, BytesIO(b"{}"))
+    shared.replace()
+    with pytest.raises(FileNotFoundError, match="was replaced before it knew of the file"):
+        files.add(A, file)
+    assert files.find(A, file.id) is None
+    assert shared.data.files.size == 0
+    contents.write(file.id, BytesIO(b"{}"))
+    files.add(A, file)
+    shared.replace()
+    assert contents.path(file.id).read_bytes() == b"{}"
+    shared.data.close()
+
+
+def _answered(batches: Batches) -> Batch:
+    """A batch of one line, which has its result."""
+    batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
+    assert batches.add(A, batch, 1)
+    now = msgspec.structs.replace(batch, status="in_progress", total=1)
+    batches.set_lines(A, now, [Line(0, 1, 0, 2, "x")])
+    batches.put_result("b", Result(0, failed=False, line=RESULT))
+    return now
+
+
+def _check_results(data: Data) -> None:
+    ended = data.batches.find(A, "b")
+    assert ended is not None
+    assert ended.status == "completed"
+    assert ended.output_file_id is not None
+    assert data.contents.path(ended.output_file_id).read_bytes() == RESULT + b"\n"
+
+
+def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: Path) -> None:
+    shared = _Replaced(tmp_path)
+    batches, contents = shared.asked.batches, shared.asked.contents
+    now = _answered(batches)
+    shared.before = b"Batches.end"
+    with pytest.raises(FileNotFoundError):
+        finish(batches, contents, A, now)
+    assert shared.data.batches.open() == [(A, now)], "it is ended later, as when the disk was full"
+    finish(batches, contents, A, now)
+    _check_results(shared.data)
+    shared.data.close()
+
+
+class _Late:
+    """A Link whose answer to the end of a batch does not come before this process ends."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self.answering: dict[str, Any] = {}
+        self.identity = "0.1"
+        self.done = asyncio.Event()
+
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        said = answer(self._data, body)
+        if b"Batches.end" in body:
+            self.done.set()
+            await asyncio.sleep(3600)
+        return [said]
+
+
+def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(tmp_path: Path) -> None:
+    data = open_data(tmp_path, 1 << 20)
+    now = _answered(data.batches)
+
+    async def live() -> None:
+        link = _Late(data)
+        asked = shared_data(tmp_path, asking(link))
+        asyncio.get_running_loop().run_in_executor(None, finish, asked.batches, asked.contents, A, now)
+        await link.done.wait()
+
+    process = threading.Thread(target=asyncio.run, args=(live(),))
+    process.start()
+    process.join()
+    _check_results(data)
+    data.close()
 
 
 def test_calls_pass(both: tuple[Data, Data]) -> None:
