@@ -51,17 +51,22 @@ class Kind:
         return GPUTarget(*self.gpu)
 
 
+_NUMBERS: dict[GPUTarget, int] = {}
+
+
 class NoGpu:
     """A driver of which the compiler asks the target alone."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
+        # Triton keeps what it has compiled by the number of the device.
+        self._number = _NUMBERS.setdefault(target, len(_NUMBERS))
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._number
 
     def get_current_stream(self, device: int) -> int:
         return 0
