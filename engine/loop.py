@@ -126,7 +126,7 @@ class Engine:
         self._heartbeat = heartbeat
         self._everywhere, self._offloaded = worker.everywhere, worker.offloaded
         source = None if worker.draft is None else worker.draft.source
-        self._guesser = source if isinstance(source, DraftRunner) else None
+        self._draft_model = source if isinstance(source, DraftRunner) else None
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = msgspec.structs.replace(
@@ -158,7 +158,7 @@ class Engine:
     def prepare(self) -> bool:
         """Do one unit of idle warm-up; False when none is left."""
         self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
-        more = self.runner.warm_up() or (self._guesser is not None and self._guesser.warm_up())
+        more = self.runner.warm_up() or (self._draft_model is not None and self._draft_model.warm_up())
         self._heartbeat.end_step()
         return more
 

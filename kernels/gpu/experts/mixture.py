@@ -54,10 +54,7 @@ class Stack:
         """None where they are of no kind that the kernel knows, or differ."""
         found = [_packed(each) for each in linears]
         known = [each for each in found if each is not None]
-        if (
-            len(known) < len(found)
-            or len({(part.form, part.group, part.step, part.lines, part.codes.dtype) for part, _ in known}) > 1
-        ):
+        if len(known) < len(found) or len({(part.kind, part.lines) for part, _ in known}) > 1:
             return None
         parts = [part for part, _ in known]
         biases = [bias.contiguous() for _, bias in known if bias is not None]

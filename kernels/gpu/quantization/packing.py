@@ -62,6 +62,11 @@ class Packed:
         return sum(each.nbytes for each in tensors if each is not None)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What all weights have in common that one program of a kernel multiplies."""
+        return self.form, self.group, self.step, self.codes.dtype
+
+    @property
     def stride(self) -> int:
         """Words of an output."""
         return self.codes.shape[1]
@@ -115,10 +120,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> Packed | None:
     steps = [step for step in _STEPS if single or weight.inputs % step == 0]
     if not steps:
         return None
-    scales, codes = (
-        weight.scales_by_output(),
-        _in_pairs(weight.codes.view(torch.uint8), step := _pair_step(steps, inner)),
-    )
+    scales, step = weight.scales_by_output(), _pair_step(steps, inner)
+    codes = _in_pairs(weight.codes.view(torch.uint8), step)
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     turned = None if single else scales.t().contiguous()
     rounds = native and (single or weight.inputs % BLOCK == 0)
@@ -187,10 +190,4 @@ def _in_pairs(codes: Tensor, step: int) -> Tensor:
 
 
 def _alike(a: Packed, b: Packed) -> bool:
-    return (a.form, a.group, a.step, a.rounds, a.codes.dtype) == (
-        b.form,
-        b.group,
-        b.step,
-        b.rounds,
-        b.codes.dtype,
-    ) and same_order(a.order, b.order)
+    return (a.kind, a.rounds) == (b.kind, b.rounds) and same_order(a.order, b.order)

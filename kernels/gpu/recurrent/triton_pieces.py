@@ -51,6 +51,16 @@ def _piece_of(number, decodes, seqs, query_start):
 
 
 @triton.jit
+def _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
+    """Of a piece: its first token in the step, and how many tokens of its sequence begin with it; 0 where there is no
+    such piece, or its sequence is not computed so."""
+    row, piece = _piece_of(number, decodes, seqs, query_start)
+    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    count = tl.where(by_pieces(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
+    return start + piece * _SIZE, count
+
+
+@triton.jit
 def _keep(to, x):
     at = tl.arange(0, _SIZE)
     where = at[:, None] * _SIZE + at[None, :]
@@ -69,12 +79,10 @@ def weigh_delta(
     the latter two: what tokens read of d, in halves; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next
     matrix, of the matrix itself. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, decodes, seqs, query_start)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    start, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
-    inside = piece * _SIZE + at < context - first
-    if by_pieces(first, begin, stop, context, long) & (piece * _SIZE < context - first):
-        token = (start + piece * _SIZE + at).to(tl.int64)
+    if count > 0:
+        inside, token = at < count, (start + at).to(tl.int64)
         mask = inside[:, None] & (k_at < KEY)[None, :]
         of_q = given + token[:, None] * (2 * KEY_HEADS * KEY + HEADS * VALUE) + k_at[None, :]
         of_q += (head // (HEADS // KEY_HEADS)) * KEY
@@ -131,9 +139,8 @@ def solve_delta(
     """tiles, the former two: (1 + A)^-1 beta, in halves, which makes d of v - exp(G) k S. Four blocks of 16 rows on the
     diagonal row by row, all at once; those below by products of these. One warp. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, decodes, seqs, query_start)
-    _, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
-    if by_pieces(first, begin, stop, context, long) & (piece * _SIZE < context - first):
+    _, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
+    if count > 0:
         i, n = tl.arange(0, 16), tl.arange(0, 4)
         system = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE)
         to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
@@ -182,12 +189,10 @@ def weigh_space(
     """tiles [pieces, HEADS, 2, 64, 64]: what tokens read of x; factors [pieces, HEADS, 4, 64]: as of delta rules, of c
     S, none, of x in the next matrix, of the matrix. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    row, piece = _piece_of(number, decodes, seqs, query_start)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    start, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
-    inside = piece * _SIZE + at < context - first
-    if by_pieces(first, begin, stop, context, long) & (piece * _SIZE < context - first):
-        token = (start + piece * _SIZE + at).to(tl.int64)
+    if count > 0:
+        inside, token = at < count, (start + at).to(tl.int64)
         mask = inside[:, None] & (k_at < KEY)[None, :]
         of_b = given + token[:, None] * (HEADS * VALUE + 2 * GROUPS * KEY) + k_at[None, :]
         of_b += HEADS * VALUE + (head // (HEADS // GROUPS)) * KEY

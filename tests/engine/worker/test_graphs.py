@@ -260,7 +260,7 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
                 pass
             assert picked(run(engine, traffic())) == picked(wanted)
             found.append((engine.stats.draft_tokens, engine.stats.accepted_drafts))
-            graphs = engine._guesser.graphs
+            graphs = engine._draft_model.graphs
             assert (graphs is None) == (capture is None)
             assert graphs is None or (len(graphs.captured.graphs) > 3 and not graphs.captured.eager)
         assert found[0] == found[1] == found[2]
@@ -555,7 +555,7 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     made = always(Engine(EngineConfig(speculative_config=speculative, **options)))
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
-    graphs = made._guesser.graphs
+    graphs = made._draft_model.graphs
     assert graphs is not None
     assert len(graphs.captured.graphs) > 3
     assert not graphs.captured.eager
