@@ -270,6 +270,11 @@ class EngineConfig(BaseModel):
         asked = None if self.at_load else self.quantization
         return asked and asked.removesuffix("_marlin")
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether something with weights of its own guesses tokens."""
+        return self.speculative_config is not None and self.speculative_config.has_weights
+
     def of_checkpoint(self, method: str | None) -> EngineConfig:
         """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
         if method is None or method != self.at_load or self.load_format == "dummy":

@@ -20,7 +20,7 @@ from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.checkpoint.page_groups import without_windows
 from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Drafter, StepwiseDrafter
+from quire.engine.core.drafter import Drafter
 from quire.engine.core.executor import Executor
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.snapshot import take_snapshot
@@ -28,8 +28,6 @@ from quire.engine.core.state_snapshots import SnapshotPlan
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
-from quire.engine.drafting.heads import HeadDrafter
-from quire.engine.drafting.model import DraftPages, ModelDrafter
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
@@ -59,9 +57,7 @@ from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
 from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
-from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.encoder_startup import start_encoder
-from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.check import check_meaning, check_weights
 from quire.engine.worker.loading.forward import ForwardPass, Logprobs
 from quire.engine.worker.loading.loader import Tensors
@@ -94,7 +90,8 @@ class Engine:
         files = WeightFiles(config) if tensors is None else None
         start = start_encoder if encoder else start_worker
         worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
-        prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens)
+        self._drafting = None if worker.draft is None else worker.draft.source
+        prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens, self._drafting)
         plan = worker.plan
         movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
         tiers, kept = choose_tiers(config, model, *movers)
@@ -125,8 +122,6 @@ class Engine:
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
         self._everywhere, self._offloaded = worker.everywhere, worker.offloaded
-        source = None if worker.draft is None else worker.draft.source
-        self._draft_model = source if isinstance(source, DraftRunner) else None
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = msgspec.structs.replace(
@@ -158,7 +153,7 @@ class Engine:
     def prepare(self) -> bool:
         """Do one unit of idle warm-up; False when none is left."""
         self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
-        more = self.runner.warm_up() or (self._draft_model is not None and self._draft_model.warm_up())
+        more = self.runner.warm_up() or (self._drafting is not None and self._drafting.warm_up())
         self._heartbeat.end_step()
         return more
 
@@ -225,20 +220,8 @@ def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:
     asked = config.speculative_config
     if "generate" not in worker.info.tasks or (asked is None and worker.info.device != "cpu"):
         return None
-    return choose_drafter(asked, worker.step_costs, model_drafter(worker, config), worker.compiler)
-
-
-def model_drafter(
-    worker: Worker, config: EngineConfig
-) -> tuple[Drafter | StepwiseDrafter, list[tuple[int, float]]] | None:
-    """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
-    if (draft := worker.draft) is None:
-        return None
-    size = worker.plan.block_size
-    pages = DraftPages(size, min(size, PIECE), worker.plan.num_blocks, draft.spare, draft.max_model_len)
-    if isinstance(draft.source, Heads):
-        return HeadDrafter(draft.source, pages), draft.step_costs
-    return ModelDrafter(draft.source, pages, config.step_tokens), draft.step_costs
+    model = None if (draft := worker.draft) is None else (draft.drafter, draft.step_costs)
+    return choose_drafter(asked, worker.step_costs, model, worker.compiler)
 
 
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:

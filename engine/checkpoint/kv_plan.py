@@ -42,6 +42,10 @@ MOST_GRAPHS = 32
 GRAPH_BYTES = 8 * 2**20
 """What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
 
+DRAFT_GRAPHS_BYTES = 128 * 2**20
+"""The same of all graphs of a model or heads that draft, some thirty of a smaller model or a hundred of a layer or two:
+an assumption too. They share the memory of the served model's."""
+
 
 def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
     """Most tokens in a graph of a step with prompts, all rows counted."""
@@ -49,12 +53,14 @@ def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
     return rows[-1] + max((size for size in GRAPH_TOKENS if size <= max_model_len), default=0)
 
 
-def graphs_bytes(step_bytes: int, tokens: int, most: int | None) -> int:
+def graphs_bytes(step_bytes: int, tokens: int, most: int | None, *, drafts: bool) -> int:
     """What CUDA graphs take beside the largest step, which has so many tokens and bytes. most: tokens in a graph of a
-    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's."""
+    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's.
+    `drafts`: whether a model or heads draft."""
+    guesses = DRAFT_GRAPHS_BYTES if drafts else 0
     if most is None:
-        return step_bytes // 4
-    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * GRAPH_BYTES
+        return step_bytes // 4 + guesses
+    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * GRAPH_BYTES + guesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,7 @@ def keeps_all(config: EngineConfig) -> str | None:
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # which keep pages of all layers
         if getattr(config, key):
             return key
-    speculative = config.speculative_config  # what drafts has pages of the same numbers
-    own_pages = speculative is not None and speculative.has_weights
-    return "speculative_config" if own_pages else None
+    return "speculative_config" if config.has_drafts else None  # what drafts has pages of the same numbers
 
 
 def without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:

@@ -35,14 +35,14 @@ class DraftPages:
     block_size: int
     piece: int
     """Tokens that are hashed together; a divisor of block_size."""
-    num_blocks: int
-    """Pages that the sequences own. After them come `spare` pages for each slot, for drafts beyond a sequence's pages;
-    what is in these is lost."""
+    first_spare: int
+    """Behind the pages that sequences own there are `spare` pages for each slot, from this one on, for drafts beyond a
+    sequence's pages; what is in these is lost."""
     spare: int
     max_model_len: int
 
     def spare_of(self, slot: int) -> range:
-        first = self.num_blocks + slot * self.spare
+        first = self.first_spare + slot * self.spare
         return range(first, first + self.spare)
 
     def table(self, blocks: list[int], slot: int) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.engine.core.batch import Admission, CatchUp, Drafted, Row
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
+from quire.engine.worker.compiling.steps import launch_every_kind
 from quire.engine.worker.costs import CONTEXT, TOKENS, measured
 from quire.engine.worker.graphs.decodes import DecodeGraphs
 from quire.engine.worker.graphs.forms import Forms
@@ -53,7 +54,7 @@ class DraftRunner:
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         self._going = _Going(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-        forms, pick = Forms(model, self._kv_cache, slots, ()), self._likeliest
+        forms, pick = Forms(model, self._kv_cache, slots), self._likeliest
         self.graphs = capture and DecodeGraphs(forms.decode, capture, slots, forms.width, model.dtype, pick=pick)
 
     @torch.inference_mode()
@@ -124,6 +125,11 @@ class DraftRunner:
     def warm_up(self) -> bool:
         """As Executor.warm_up."""
         return self.graphs is not None and self.graphs.warm_up()
+
+    def launch_every_kind(self, step_tokens: int) -> None:
+        """As Drafting has it. Without graphs there is no page on which it could: they are compiled at first use."""
+        if self.graphs is not None:
+            launch_every_kind(self._model, self._kv_cache, self._slots, step_tokens)
 
     @torch.inference_mode()
     def measure_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:

@@ -91,7 +91,8 @@ class Slots:
         self._seen = np.zeros(num_slots, dtype=np.int64)
         """Tokens that the matrices in each slot have seen; below 0: all before its owner's first ones."""
         self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
-        self._num_blocks = [0] * num_slots
+        self.num_blocks = [0] * num_slots
+        """Pages that each slot's table has of its owner."""
         self._tables: Tensor | None = None
         self._seen_there: Tensor | None = None
         """`_seen` on the device, where graphs need it."""
@@ -108,7 +109,7 @@ class Slots:
         admission = owner.admission
         self.owners[admission.slot] = owner
         self.adapters[admission.slot] = admission.adapter
-        self._num_blocks[admission.slot] = 0
+        self.num_blocks[admission.slot] = 0
         self._seen[admission.slot] = -1
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids
@@ -138,9 +139,9 @@ class Slots:
     def take_pages(self, rows: list[Row]) -> None:
         """Put a batch's new pages into the page tables."""
         grown = [row for row in rows if row.new_blocks]
-        self.put_pages([(row.slot, self._num_blocks[row.slot], row.new_blocks) for row in grown])
+        self.put_pages([(row.slot, self.num_blocks[row.slot], row.new_blocks) for row in grown])
         for row in grown:
-            self._num_blocks[row.slot] += len(row.new_blocks)
+            self.num_blocks[row.slot] += len(row.new_blocks)
 
     def put_pages(self, given: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
@@ -214,13 +215,14 @@ class Slots:
         (there,) = upload([adapters], self.device)
         return LinearContext.of(there)
 
-    def decode_inputs(self, rows: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
+    def decode_inputs(self, rows: Tensor, pages: int, *, seen: bool = True) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
         hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
-        has more than `pages` pages."""
+        has more than `pages` pages. `seen`: whether matrices take the tokens in; they do not where heads read them."""
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
-        return self._made_there(rows, (slots, starts, positions + 1), 1, pages, self._sequences(slots, positions))
+        sequences = self._sequences(slots, positions) if seen else None
+        return self._made_there(rows, (slots, starts, positions + 1), 1, pages, sequences)
 
     def prompt_inputs(self, rows: Tensor, pieces: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
         """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the

@@ -142,7 +142,7 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
         return taken
     with_prompts = backend.in_graphs == "steps" and config.tensor_parallel_size == 1
     most = graph_tokens(length, config.max_num_seqs) if with_prompts else None
-    return taken + graphs_bytes(taken, len(ids), most)
+    return taken + graphs_bytes(taken, len(ids), most, drafts=config.has_drafts)
 
 
 def prompts(

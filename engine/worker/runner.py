@@ -24,6 +24,7 @@ from quire.engine.worker.graphs.prompts import Planned, PromptGraphs
 from quire.engine.worker.heads import Heads, HiddenStates
 from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
+from quire.engine.worker.loading.drafts.started import Drafting
 from quire.engine.worker.memory import Headroom, copy_page, copy_slot, layers_of
 from quire.engine.worker.pages import page_mover
 from quire.engine.worker.pending import LOST, PendingStep, PromptChunk
@@ -87,12 +88,15 @@ class Runner:
         self._pooler = pooler
         self._heads = heads
         self._headroom = Headroom(layers_of(model, pages)) if slots.device.type == "cpu" and capture is None else None
-        self._taps = () if heads is None else heads.head.taps
-        self._forms = Forms(model, self._kv_cache, slots, self._taps)
+        self._taps, observe = ((), None) if heads is None else (heads.head.taps, heads.observe)
+        self._forms, behind = Forms(model, self._kv_cache, slots, self._taps, observe), None
         self.graphs = None if capture is None else self._make_graphs(capture)
         self.prompt_graphs: PromptGraphs | None = None
         if capture is not None and prompts:
-            self.prompt_graphs = PromptGraphs(self._forms.small_step, capture, slots, self._forms.width, model.dtype)
+            if self._heads_read_all:
+                behind = self._forms.small_behind
+            shape = self._forms.width, model.dtype
+            self.prompt_graphs = PromptGraphs(self._forms.small_step, capture, slots, *shape, behind)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
@@ -103,7 +107,8 @@ class Runner:
             self._slots,
             self._forms.width,
             self._model.dtype,
-            pick=self._decode_picks if self._heads is None and self._model.has_head else None,
+            pick=self._decode_picks if self._model.has_head else None,
+            behind=self._forms.decode_behind if self._heads_read_all else None,
             adapters=self._model.adapters is not None,
             alone=self._model.shard.count == 1,
         )
@@ -111,6 +116,10 @@ class Runner:
     @property
     def model(self) -> Decoder:
         return self._model
+
+    @property
+    def _heads_read_all(self) -> bool:
+        return self._heads is not None and self._heads.reads_all
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Pending:
@@ -217,16 +226,18 @@ class Runner:
             inputs = scratch_prompt(self._slots, length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
 
-    def compile_kernels(self, step_tokens: int) -> Compiled:
-        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch
-        and that is not there yet."""
+    def compile_kernels(self, step_tokens: int, drafting: Drafting | None) -> Compiled:
+        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch,
+        and what drafts beside it, and that is not there yet."""
         from quire.kernels.gpu.kinds import recorded
 
         model = self._model
         if model.shard.count > 1:  # other ranks would wait in what this one has not begun
             return Compiled()
         kinds = recorded(partial(launch_every_kind, model, self._kv_cache, self._slots, step_tokens))
-        return compile_kinds(kinds, model.progress)
+        if drafting is not None:
+            kinds += recorded(partial(drafting.launch_every_kind, step_tokens))
+        return compile_kinds(list(dict.fromkeys(kinds)), model.progress)
 
     def mover(self) -> PageMover:
         pages = self._pages if self._heads is None else [*self._pages, *self._heads.pages]
@@ -267,7 +278,7 @@ class Runner:
         if self._model.offload is not None:
             self._model.offload.step()
         inputs, features = begun.inputs, begun.features
-        whole = whole or (self._heads is not None and self._heads.reads_all)
+        whole = whole or self._heads_read_all
         if begun.planned is not None:
             assert self.prompt_graphs is not None
             return self._found(self.prompt_graphs.run(begun.planned, every=whole))
@@ -290,14 +301,14 @@ class Runner:
         if left.every is None:
             return HiddenStates(before, captured=left.captured)
         every, *tapped = self._forms.apart(left.every)
-        return HiddenStates(before, every, tapped, left.picked, left.captured)
+        return HiddenStates(before, every, tapped, left.picked, left.captured, left.behind)
 
     def _decode_picks(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """The picks behind a step of one token per row, which are the largest logit, in a form that a graph can
         hold."""
         slots, positions, *adapters = rows
         context = LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS
-        return self._write_largest(hidden, slots, positions + 1, context)
+        return self._write_largest(self._forms.apart(hidden)[0], slots, positions + 1, context)
 
     def _pick_largest(self, picks: Picks, hidden: HiddenStates) -> Tensor:
         return self._write_largest(hidden.before_picks, picks.slots_there, picks.positions_there, picks.context)

@@ -26,16 +26,13 @@ from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
 from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
-from quire.engine.worker.draft_runner import DraftRunner
-from quire.engine.worker.drafting import load_drafting, start_drafting
-from quire.engine.worker.heads import Heads
+from quire.engine.worker.drafting import load_drafting
 from quire.engine.worker.images.load import load_tower
 from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.drafts.head import LoadedHead
-from quire.engine.worker.loading.drafts.model import DraftModel, DraftWorker, spare_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker, LoadedDraft, spare_pages
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
@@ -75,7 +72,7 @@ class Worker:
     ahead overlaps nothing but what other stages compute, and delays every token by a step."""
     micro_batches: int = 1
     """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
-    draft: DraftWorker[DraftRunner] | DraftWorker[Heads] | None = None
+    draft: DraftWorker | None = None
     """The model or the heads that guess tokens, if some do."""
     adapters: AdapterLoader | None = None
     """What loads adapters, where they are served."""
@@ -131,7 +128,8 @@ def _start(
     room = _allocate(config, chosen, loaded, plan, ranks)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
-    drafting, heads = start_drafting(draft, config, model, room, plan.num_blocks, ranks.heads)
+    drafting = None if draft is None else draft.start(config, room, plan.num_blocks, ranks.heads)
+    heads = None if drafting is None else drafting.heads
     parts = (room.pages, room.slots, grammars, model_config.eos_token_ids, room.capture, pooler, heads, tower.features)
     runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
@@ -307,7 +305,7 @@ def plan_pages(
     model_config: ModelConfig,
     model: Decoder,
     backend: Backend,
-    draft: DraftModel | LoadedHead | None,
+    draft: LoadedDraft | None,
     groups: PageGroups,
     ranks: SingleProcess,
     available_here: Callable[[], int],
@@ -325,9 +323,9 @@ def plan_pages(
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
         # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
-        if count > 1 and (isinstance(draft, LoadedHead) or model.device.type == "cuda"):
+        if count > 1 and (draft.on_all_ranks or model.device.type == "cuda"):
             formula, own = f"{formula} x {count}", own * count
-        states += slot_bytes(draft.paged, config) * (most + 1) if isinstance(draft, DraftModel) else 0
+        states += draft.state_bytes(config)
         each, available = each + own, available - spare_pages(config, backend.block_size) * most * own
     return plan_kv(
         model_config,

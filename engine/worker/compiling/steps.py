@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.inputs import ForwardInputs, Slots
 from quire.engine.worker.scratch import scratch_step
 from quire.kernels.backend import LinearContext
@@ -54,6 +55,23 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
         logits = model.logits(several)
         if model.adapters is not None:
             model.logits(several, _context(several))
+    _launch_sampler(logits, slots)
+
+
+@torch.inference_mode()
+def launch_head(head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: Slots, tokens: int) -> None:
+    """The same of heads beside steps of up to so many `tokens`, which have hidden states of this `size`, and of their
+    guesses."""
+    states = torch.zeros((1, size), dtype=dtype, device=slots.device)
+    for shape in shapes(slots, tokens) if kv_cache else ():
+        inputs = scratch_step(slots, *shape)
+        for each in (inputs, *_variants(inputs, shape, slots)):
+            ids, hidden = each.token_ids, states.expand(len(each.token_ids), -1).contiguous()
+            states = head.observe(ids, hidden, [hidden] * len(head.taps), each.metadata, kv_cache)[:1].contiguous()
+            head.advance(ids, hidden, each.metadata, kv_cache)
+    for guessed in range(head.most or 1):
+        for rows in _LOGIT_ROWS:
+            logits = head.logits(states.expand(rows, -1).contiguous(), guessed)
     _launch_sampler(logits, slots)
 
 

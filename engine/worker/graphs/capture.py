@@ -23,6 +23,11 @@ class Graph:
     replay: Callable[[], None]
     result: Tensor
 
+    def first(self, count: int) -> Tensor:
+        """Run it. Returns so many rows of its result, which the next graph may overwrite."""
+        self.replay()
+        return self.result[:count]
+
 
 @dataclass(frozen=True, slots=True)
 class Left:
@@ -33,6 +38,8 @@ class Left:
     captured: bool
     """Whether a graph did compute it, and not its kernels one by one."""
     picked: Tensor | None = None  # what a graph that makes the picks gave
+    behind: Callable[[], Tensor] | None = None
+    """Runs the graph of what reads the picks, once these are written: what that gives before each, [R, width]."""
 
 
 class Captured(Generic[Kind]):
@@ -44,6 +51,8 @@ class Captured(Generic[Kind]):
         self.graphs: dict[Kind, Graph] = {}
         self.eager: dict[Kind, str] = {}
         """The kinds that could not be captured, and why: such steps run without a graph."""
+        self._rows: dict[Kind, int] = {}
+        """Of these kinds."""
 
     def __contains__(self, kind: Kind) -> bool:
         """Whether it was captured, or that failed."""
@@ -63,9 +72,17 @@ class Captured(Generic[Kind]):
                 wrong = f"several ranks need all decode graphs, and one of {rows} rows failed: {fault(error)}"
                 advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
                 raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
-            self.eager[kind] = fault(error)
+            self.eager[kind], self._rows[kind] = fault(error), rows
         else:
             self.graphs[kind] = Graph(*made)
+
+    def notes(self, what: str) -> list[str]:
+        """On those that failed. `what`: is computed, with a place for how many rows it may have."""
+        found = []
+        for reason in dict.fromkeys(self.eager.values()):
+            sizes = sorted({self._rows[kind] for kind, why in self.eager.items() if why == reason})
+            found.append(f"{what.format(', '.join(map(str, sizes)))} run without graphs: {reason}")
+        return found
 
 
 class CudaCapture:

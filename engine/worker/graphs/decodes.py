@@ -7,7 +7,8 @@ slot, whose only page no sequence has. Where adapters are served there are graph
 one, and with them: their tensor has the slots of the rows' adapters too.
 
 All graphs of a size read their rows in one place and leave hidden states in one place. There a second kind of graph
-finds both, which has the head and the pick of steps whose picks are nothing but the largest logit.
+finds both, which has the head and the pick of steps whose picks are nothing but the largest logit. Behind the picks,
+whoever made them, a third kind computes what reads them and the hidden states: the layers of heads that guess tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ Decode = Callable[[Tensor, int], Tensor]
 Pick = Callable[[Tensor, Tensor], Tensor]
 """(The same rows, hidden states) to the picks behind them, [B] int64, which it also writes to the slots; or to what
 else is to be known of these, [..., B]."""
-_MOST_PICKS = 64
+Behind = Callable[[Tensor, Tensor, int], Tensor]
+"""(The same rows, hidden states and pages) to what is computed once the picks are written, [B, ...]."""
+MOST_PICKS = 64
 """Rows. The logits of more take much memory, and their time is not that of starting kernels."""
 
 
@@ -53,6 +56,12 @@ class _Places:
 
     rows: Tensor  # [2 or 3, B] int64
     hidden: Tensor  # [B, width]
+
+
+def sizes_of(slots: Slots) -> list[int]:
+    """Rows of graphs for as many sequences as there are slots."""
+    largest = next((size for size in SIZES if size >= len(slots.owners)), SIZES[-1])
+    return [size for size in SIZES if size <= largest]
 
 
 def page_counts(slots: Slots) -> list[int]:
@@ -73,22 +82,25 @@ class DecodeGraphs:
         dtype: torch.dtype,
         *,
         pick: Pick | None = None,
+        behind: Behind | None = None,
         adapters: bool = False,
         alone: bool = True,
     ) -> None:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`. width, dtype:
-        of hidden states. `pick`: of rows whose picks are the largest logit; None: no graph has it. `adapters`: whether
-        rows may have some. `alone`: no other rank captures the same graphs."""
-        self._decode, self._pick = decode, pick
+        of hidden states. `pick`: of rows whose picks are the largest logit; None: no graph has it. `behind`: what reads
+        the picks, if something does. `adapters`: whether rows may have some. `alone`: no other rank captures the same
+        graphs."""
+        self._decode, self._pick, self._behind = decode, pick, behind
         self._width, self._dtype = width, dtype
         self.captured: Captured[_Kind] = Captured(capture, alone=alone)
+        self.behind: Captured[tuple[int, int]] = Captured(capture, alone=alone)
+        """By rows and pages, captured with the first graph that has as many."""
         self._slots = slots
-        largest = next((size for size in SIZES if size >= len(slots.owners)), SIZES[-1])
-        self._sizes = [size for size in SIZES if size <= largest]
+        self._sizes = sizes_of(slots)
         self._pages = page_counts(slots)
         self._parts = (2, 3) if adapters else (2,)
         """Rows of the static tensors: slots and positions, and the slots of adapters."""
-        self._picked_sizes = [] if pick is None else [size for size in self._sizes if size <= _MOST_PICKS]
+        self._picked_sizes = [] if pick is None else [size for size in self._sizes if size <= MOST_PICKS]
         self._places: dict[int, _Places] = {}
 
     def fit(self, batch: Batch) -> bool:
@@ -119,12 +131,11 @@ class DecodeGraphs:
             hidden = self._decode(places.rows[: len(rows), :count].contiguous(), pages)
             return Left(hidden, hidden, captured=False)
         graph.replay()
-        hidden = places.hidden[:count]
-        if pick is None:
-            return Left(hidden, hidden, captured=True)
-        pick.replay()
-        picked = pick.result[..., :count].clone()  # the next step may be computed before it arrives
-        return Left(hidden, hidden, captured=True, picked=picked)
+        hidden, picked, behind = places.hidden[:count], None, self.behind.graphs.get((size, pages))
+        if pick is not None:
+            pick.replay()
+            picked = pick.result[..., :count].clone()  # the next step may be computed before it arrives
+        return Left(hidden, hidden, True, picked, None if behind is None else partial(behind.first, count))
 
     def warm_up(self) -> bool:
         """Capture one more graph; False when there is none left.
@@ -163,6 +174,8 @@ class DecodeGraphs:
                 self.captured.add(kind, size, partial(self._pick, rows, places.hidden))
             else:
                 self.captured.add(kind, size, lambda: places.hidden.copy_(self._decode(rows, pages)))
+                if self._behind is not None and (size, pages) not in self.behind:
+                    self.behind.add((size, pages), size, partial(self._behind, rows[:2], places.hidden, pages))
         return self.captured.graphs.get(kind)
 
     def _place(self, size: int) -> _Places:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
 from quire.engine.core.batch import Batch
-from quire.engine.worker.graphs.capture import Captured, Left
+from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.graphs.decodes import page_counts
 from quire.engine.worker.inputs import Slots, by_pick
 from quire.kernels.gpu.transfer import put, upload
@@ -40,6 +41,10 @@ Step = Callable[[Tensor, Tensor, int, int], Tensor]
 """(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as Slots.decode_inputs and prompt_inputs take them; how many
 of the rows are decodes; pages that the longest context may have) to hidden states [T, width]. Neither may make the host
 wait, nor read from the host anything that changes."""
+
+Behind = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
+"""(The same, and hidden states) to what is computed once the picks are written, [T, ...]. It may note what Guesses says
+once more."""
 
 
 class Kind(NamedTuple):
@@ -73,9 +78,17 @@ class _Places:
 
 
 class PromptGraphs:
-    def __init__(self, step: Step, capture: Capture, slots: Slots, width: int, dtype: torch.dtype) -> None:
-        """Captures nothing yet. width, dtype: of hidden states."""
-        self._step = step
+    def __init__(
+        self,
+        step: Step,
+        capture: Capture,
+        slots: Slots,
+        width: int,
+        dtype: torch.dtype,
+        behind: Behind | None = None,
+    ) -> None:
+        """Captures nothing yet. width, dtype: of hidden states. `behind`: what reads the picks, if something does."""
+        self._step, self._behind = step, behind
         self._slots = slots
         self._width, self._dtype = width, dtype
         self._pages = page_counts(slots)
@@ -86,6 +99,7 @@ class PromptGraphs:
         """Those of a prompt alone come first; then what steps asked for."""
         self._asked: set[Kind] = set()
         self.captured: Captured[Kind] = Captured(capture)
+        self.behind: Captured[Kind] = Captured(capture)
 
     def plan(self, batch: Batch) -> Planned | None:
         """What computes the batch; None where it runs without a graph."""
@@ -144,7 +158,9 @@ class PromptGraphs:
             places.hidden.copy_(self._computed(kind, places))
         found = upload([picked, order] if every else [picked], self._slots.device)
         before, *rest = (places.hidden.index_select(0, index) for index in found)
-        return Left(before, rest[0] if rest else None, captured=graph is not None)
+        behind = None if graph is None else self.behind.graphs.get(kind)
+        followed = None if behind is None else partial(_rows_of, behind, found[0])
+        return Left(before, rest[0] if rest else None, captured=graph is not None, behind=followed)
 
     def warm_up(self) -> bool:
         """Capture one more graph; False when there is none that somebody may want."""
@@ -159,10 +175,11 @@ class PromptGraphs:
         places = self._place(kind)
         put(self._blank(kind, 0, 0), places.given)
         self.captured.add(kind, kind.total, lambda: places.hidden.copy_(self._computed(kind, places)))
+        if self._behind is not None and kind in self.captured.graphs:
+            self.behind.add(kind, kind.total, partial(self._behind, *_asked(kind, places), places.hidden))
 
     def _computed(self, kind: Kind, places: _Places) -> Tensor:
-        rows, pieces = places.given.split((3 * kind.total, 5 * SEQUENCES))
-        return self._step(rows.view(3, -1)[: kind.parts], pieces.view(5, -1), kind.rows, kind.pages)
+        return self._step(*_asked(kind, places))
 
     def _place(self, kind: Kind) -> _Places:
         size = kind.rows, kind.tokens
@@ -206,3 +223,15 @@ class PromptGraphs:
         sequences[:, : int(pieces.sum())] = np.stack((slots, counts, contexts, seen, known))[:, pieces]
         sampling = np.array([row.sample for row in rows])
         return laid, order[by_pick([row for row in rows if row.sample], ends[sampling]) - 1], order
+
+
+def _asked(kind: Kind, places: _Places) -> tuple[Tensor, Tensor, int, int]:
+    """As Step takes it."""
+    rows, pieces = places.given.split((3 * kind.total, 5 * SEQUENCES))
+    return rows.view(3, -1)[: kind.parts], pieces.view(5, -1), kind.rows, kind.pages
+
+
+def _rows_of(graph: Graph, places: Tensor) -> Tensor:
+    """Run it. Returns these rows of its result."""
+    graph.replay()
+    return graph.result.index_select(0, places)

@@ -22,7 +22,7 @@ from quire.engine.worker.heads import Heads
 from quire.engine.worker.images.load import LoadedTower, load_tower
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.drafts.head import LoadedHead, start_heads
+from quire.engine.worker.loading.drafts.head import LoadedHead
 from quire.engine.worker.loading.drafts.mtp import load_head
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler
@@ -154,7 +154,7 @@ class TensorRank(Rank):
     def _make_runner(self, room: Room, pages: int) -> Runner:
         part, config, heads = self._part, self._config, None
         if self._head is not None:
-            heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
+            heads = self._heads = self._head.heads(config, room, pages)
         pooler = choose_pooler(config, self._path, part)
         eos = self._model_config.eos_token_ids
         grammars, features = SlotGrammars(_no_grammars), self._tower.features

@@ -176,7 +176,8 @@ def planned_graphs(sizes: ModelSizes, machine: Machine, config: EngineConfig, st
     asked = config.attention_backend
     of_prompts = asked not in ("sdpa", "reference") and (machine.bf16 or asked != "auto") and machine.count == 1
     longest = min(tokens, config.max_model_len or sizes.max_position)
-    return graphs_bytes(step, tokens, graph_tokens(longest, config.max_num_seqs) if of_prompts else None)
+    most = graph_tokens(longest, config.max_num_seqs) if of_prompts else None
+    return graphs_bytes(step, tokens, most, drafts=config.has_drafts)
 
 
 def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:

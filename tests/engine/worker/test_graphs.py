@@ -260,7 +260,7 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
                 pass
             assert picked(run(engine, traffic())) == picked(wanted)
             found.append((engine.stats.draft_tokens, engine.stats.accepted_drafts))
-            graphs = engine._draft_model.graphs
+            graphs = engine._drafting.graphs
             assert (graphs is None) == (capture is None)
             assert graphs is None or (len(graphs.captured.graphs) > 3 and not graphs.captured.eager)
         assert found[0] == found[1] == found[2]
@@ -270,7 +270,10 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
-def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_heads_guess_by_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same guesses: from hidden states that graphs leave, by graphs behind these, and one after the other, greedy
+    and drawn, beyond a sequence's pages; and of an engine whose graphs were captured in idle moments."""
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     model = save_tiny_model(
         tmp_path / "model", "llama", hidden_size=256, max_position_embeddings=1024, dtype=torch.bfloat16
     )
@@ -278,14 +281,23 @@ def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pyte
     wanted = run(start(monkeypatch, None, model=str(model)), traffic())
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     guesses = []
-    for capture in (None, FakeCapture()):
+    for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
         engine = start(monkeypatch, capture, model=str(model), speculative_config=speculative)
         recorded = Recorded(drafter_of(engine), 3)
         engine.scheduler._drafter = recorded
+        while idle and engine.prepare():
+            pass
         assert picked(run(engine, traffic())) == picked(wanted)
         guesses.append(recorded.guesses)
-        assert capture is None or capture.replays > 0
-    assert guesses[0] == guesses[1]
+        assert (engine._drafting.graphs is None) == (capture is None)
+        if capture is not None:
+            graphs, behind = engine._drafting.graphs.captured, engine.runner.graphs.behind
+            assert {kind.pages is None for kind in graphs.graphs} == ({True} if method == "medusa" else {True, False})
+            assert bool(behind.graphs) == (method != "medusa")
+            assert not graphs.eager
+            assert not behind.eager
+    assert guesses[0] == guesses[1] == guesses[2]
+    assert len(guesses[0]) > 40
 
 
 class Gathered(AdaptedLinear):
@@ -555,7 +567,7 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     made = always(Engine(EngineConfig(speculative_config=speculative, **options)))
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
-    graphs = made._draft_model.graphs
+    graphs = made._drafting.graphs
     assert graphs is not None
     assert len(graphs.captured.graphs) > 3
     assert not graphs.captured.eager

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
@@ -28,9 +29,9 @@ from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
 from quire.engine.models.spec import base_spec
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.inputs import Slots
-from quire.engine.worker.loading.drafts.model import spare_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker, draft_pages
 from quire.engine.worker.loading.loader import load_weights, present, stored_tensors, unpickled
+from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import allocate_pages
 from quire.kernels.backend import Backend
 
@@ -45,20 +46,24 @@ _UNUSED = ("embed_tokens.weight", "t2d")
 class LoadedHead:
     paged: DraftHead
     weight_bytes: int
+    decoder: Decoder
+    on_all_ranks: ClassVar[bool] = True
 
+    def state_bytes(self, config: EngineConfig) -> int:
+        return 0
 
-def start_heads(
-    loaded: LoadedHead,
-    config: EngineConfig,
-    decoder: Decoder,
-    slots: Slots,
-    num_blocks: int,
-    make: Callable[..., Heads] = Heads,
-) -> Heads:
-    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
-    assert config.speculative_config is not None
-    pages = allocate_pages(loaded.paged, num_blocks + spare_pages(config, slots.block_size) * config.max_num_seqs)
-    return make(loaded.paged, decoder, pages, slots, config.speculative_config.num_speculative_tokens)
+    def start(self, config: EngineConfig, room: Room, num_blocks: int, make_heads: Callable[..., Heads]) -> DraftWorker:
+        heads = self.heads(config, room, num_blocks, make_heads)
+        return DraftWorker(heads, HeadDrafter(heads, heads.drafts), heads.measure_costs(), heads)
+
+    def heads(self, config: EngineConfig, room: Room, num_blocks: int, make: Callable[..., Heads] = Heads) -> Heads:
+        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        assert config.speculative_config is not None
+        slots, nobodys = room.slots, room.capture is not None  # the served model's scratch page has its number here too
+        drafts = draft_pages(config, slots.block_size, num_blocks + nobodys, self.decoder.max_model_len)
+        pages = allocate_pages(self.paged, drafts.first_spare + drafts.spare * config.max_num_seqs)
+        most = config.speculative_config.num_speculative_tokens
+        return make(self.paged, self.decoder, pages, slots, drafts, most, room.capture)
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
@@ -77,7 +82,7 @@ def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) ->
     head = _head(speculative, path, tensors, scheme, decoder, backend)
     with torch.inference_mode():
         size = load_weights(head.parameters(), iter(tensors.items()), device=decoder.device)
-    return LoadedHead(head, size)
+    return LoadedHead(head, size, decoder)
 
 
 def _head(

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import ClassVar
 
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
+from quire.engine.drafting.model import ModelDrafter
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import check_attention, holds_decodes
 from quire.engine.worker.draft_runner import DraftRunner
-from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.checkpoint import open_weights
+from quire.engine.worker.loading.drafts.started import DraftWorker, draft_pages
 from quire.engine.worker.loading.loader import load_weights
-from quire.engine.worker.memory import allocate_pages, allocate_states
+from quire.engine.worker.loading.room import Room
+from quire.engine.worker.memory import allocate_pages, allocate_states, slot_bytes
 from quire.kernels.backend import Backend
-from quire.kernels.probe import Capture
 from quire.kernels.select import select_backend
 
 
@@ -36,21 +37,26 @@ class DraftModel:
     backend: Backend
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
+    on_all_ranks: ClassVar[bool] = False
 
+    def state_bytes(self, config: EngineConfig) -> int:
+        return slot_bytes(self.paged, config) * (config.max_num_seqs + 1)
 
-Source = TypeVar("Source", bound=DraftRunner | Heads, covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftWorker(Generic[Source]):
-    """What drafts with weights of its own, with its KV cache."""
-
-    source: Source
-    spare: int
-    """Pages of each slot beyond those that the sequences own."""
-    max_model_len: int
-    step_costs: list[tuple[int, float]]
-    """What one guess more costs, by the number of sequences."""
+    def start(self, config: EngineConfig, room: Room, num_blocks: int, make_heads: object) -> DraftWorker:
+        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        decoder, block_size, capture = self.paged, self.backend.block_size, room.capture
+        if decoder.made_by or not holds_decodes(self.backend, decoder.spec):
+            capture = None
+        drafts = draft_pages(config, block_size, num_blocks, decoder.max_model_len)
+        count = num_blocks + drafts.spare * config.max_num_seqs
+        pages = allocate_pages(decoder, count + (capture is not None))
+        positions = decoder.max_model_len + drafts.spare * block_size
+        states = allocate_states(decoder, config.max_num_seqs + 1, most_drafts(config))
+        scratch = None if capture is None else count
+        slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, scratch_page=scratch, states=states)
+        runner = DraftRunner(decoder, pages, slots, self.eos_token_ids, capture)
+        costs = runner.measure_costs(num_blocks, decoder.max_model_len)
+        return DraftWorker(runner, ModelDrafter(runner, drafts, config.step_tokens), costs)
 
 
 def load_draft_model(
@@ -98,29 +104,3 @@ def load_draft_model(
     except (QuireError, ValueError) as error:
         raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
     return DraftModel(decoder, own, model.eos_token_ids, size)
-
-
-def spare_pages(config: EngineConfig, block_size: int) -> int:
-    """Of each slot, for drafts beyond the pages of its sequence."""
-    assert config.speculative_config is not None
-    return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)
-
-
-def start_draft_worker(
-    draft: DraftModel, config: EngineConfig, num_blocks: int, capture: Capture | None
-) -> DraftWorker[DraftRunner]:
-    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these. `capture`:
-    what captures the served model's decodes."""
-    decoder, block_size = draft.paged, draft.backend.block_size
-    if decoder.made_by or not holds_decodes(draft.backend, decoder.spec):
-        capture = None
-    spare = spare_pages(config, block_size)
-    count = num_blocks + spare * config.max_num_seqs
-    pages = allocate_pages(decoder, count + (capture is not None))
-    positions = decoder.max_model_len + spare * block_size
-    states = allocate_states(decoder, config.max_num_seqs + 1, most_drafts(config))
-    scratch = None if capture is None else count
-    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, scratch_page=scratch, states=states)
-    runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids, capture)
-    costs = runner.measure_costs(num_blocks, decoder.max_model_len)
-    return DraftWorker(runner, spare, decoder.max_model_len, costs)

@@ -47,4 +47,4 @@ def _load_mtp(config: EngineConfig, served: ModelConfig, backend: Backend, decod
     stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
     with torch.inference_mode():
         read = load_weights(table, stream, device=decoder.device)
-    return LoadedHead(head, held_bytes(table, config, backend, read))
+    return LoadedHead(head, held_bytes(table, config, backend, read), decoder)
