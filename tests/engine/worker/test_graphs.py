@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -267,37 +268,85 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
         assert found[0][0] > 30
 
 
+def with_heads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, capture: FakeCapture | None, **options: Any
+) -> tuple[Engine, Recorded]:
+    """An engine of a small model all of whose heads' guesses are tried."""
+    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    model, head = tmp_path / "model", tmp_path / "head"
+    if not head.exists():
+        save_tiny_model(model, "llama", **shape)
+        made_head(head, method)
+    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
+    options = {"model": str(model), "speculative_config": speculative, "max_num_seqs": 3} | options
+    engine = start(monkeypatch, capture, **options)
+    for each in engine._drafting.pages:
+        each.zero_()
+    engine.scheduler._drafter = recorded = Recorded(drafter_of(engine), 3)
+    return engine, recorded
+
+
+def few() -> list[Request]:
+    """One of them is drawn, and one goes on beyond a page."""
+    shapes = ((1, 14, 0.0), (20, 9, 0.8), (255, 6, 0.0), (5, 5, 0.0))
+    prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, (length, *_) in enumerate(shapes)]
+    return [
+        request(str(index), prompts[index], max_tokens=tokens, temperature=warm, seed=index)
+        for index, (_, tokens, warm) in enumerate(shapes)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
-def test_heads_guess_by_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same guesses: from hidden states that graphs leave, by graphs behind these, and one after the other, greedy
-    and drawn, beyond a sequence's pages; and of an engine whose graphs were captured in idle moments."""
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
-    model = save_tiny_model(
-        tmp_path / "model", "llama", hidden_size=256, max_position_embeddings=1024, dtype=torch.bfloat16
-    )
-    head, _ = made_head(tmp_path / "head", method, 256)
-    wanted = run(start(monkeypatch, None, model=str(model)), traffic())
-    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
-    guesses = []
-    for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
-        engine = start(monkeypatch, capture, model=str(model), speculative_config=speculative)
-        recorded = Recorded(drafter_of(engine), 3)
-        engine.scheduler._drafter = recorded
+@pytest.mark.parametrize(("method", "idle"), [("eagle3", False), ("medusa", False), *nightly(("eagle", True))])
+def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same guesses, from hidden states that graphs leave, by graphs behind these; the same in their pages; and of
+    an engine whose graphs were captured in idle moments."""
+    found = []
+    for capture in (None, FakeCapture()):
+        engine, recorded = with_heads(monkeypatch, tmp_path, method, capture)
         while idle and engine.prepare():
             pass
-        assert picked(run(engine, traffic())) == picked(wanted)
-        guesses.append(recorded.guesses)
-        assert (engine._drafting.graphs is None) == (capture is None)
-        if capture is not None:
-            graphs, behind = engine._drafting.graphs.captured, engine.runner.graphs.behind
-            assert {kind.pages is None for kind in graphs.graphs} == ({True} if method == "medusa" else {True, False})
-            assert bool(behind.graphs) == (method != "medusa")
-            assert not graphs.eager
-            assert not behind.eager
-    assert guesses[0] == guesses[1] == guesses[2]
-    assert len(guesses[0]) > 40
+        answers = run(engine, few())
+        found.append((picked(answers), recorded.guesses))
+        heads, behind = engine._drafting, engine.runner.graphs and engine.runner.graphs.behind
+        pages = [each[:, : engine.info.num_blocks].float() for each in heads.pages]
+        if capture is None:
+            assert heads.graphs is behind is None
+            without = pages
+            continue
+        assert {kind.pages is None for kind in heads.graphs.captured.graphs} == {True, method == "medusa"}
+        assert bool(behind.graphs) == (method != "medusa")
+        assert not heads.graphs.captured.eager
+        assert not behind.eager
+        assert all(torch.equal(*pair) for pair in zip(pages, without, strict=True))
+    assert found[0] == found[1]
+    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash")
+def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", None)
+    wanted = picked(run(engine, few())), recorded.guesses
+
+    class Without(FakeCapture):
+        """Of memory that ends at what heads compute."""
+
+        def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            called = function.func.__name__ if isinstance(function, partial) else ""
+            if called in ("decode_behind", "_computed"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().__call__(function)
+
+    engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", Without(), warmup_seconds=60.0)
+    assert (picked(run(engine, few())), recorded.guesses) == wanted
+    reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")
+    assert engine.info.notes[-2:] == [f"{each} run without graphs: {reason}" for each in whose]
+    assert engine.info.notes[-3].startswith("9 of 9 decode graphs, and 0 of 9 of guesses, captured in")
+    assert not engine.prepare(), "nothing is tried again"
 
 
 class Gathered(AdaptedLinear):
