@@ -4,8 +4,9 @@ and that they are then found. Triton's compiler needs no GPU; nothing is launche
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
-from quire.engine.worker import inputs, runner
+from quire.engine.worker import draft_runner, heads, inputs, runner
 from quire.engine.worker.compiling import processes
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.loading import room
@@ -26,8 +27,11 @@ from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import library
 from tests.engine.harness import request, run
+from tests.engine.test_heads import drafter_of, made_head
+from tests.engine.test_speculation import always
 from tests.engine.worker.test_never_waits import KINDS, capture
 from tests.tiny_models import save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import nightly
 
 pytest.importorskip("triton.backends.nvidia", reason="there is no Triton for this platform")
@@ -57,11 +61,15 @@ def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     return [torch.from_numpy(np.ascontiguousarray(array)).clone() for array in arrays]
 
 
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **options: Any) -> Engine:
-    """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do."""
+def start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, path: Path | None = None, **options: Any
+) -> Engine:
+    """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
+    `path`: where the model is, if it is there."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
-    monkeypatch.setattr(runner, "choose_sampler", lambda *_: sample_on_device)
-    for each in (runner, inputs, device_sampler, sampling_rules):
+    for each in (runner, heads, draft_runner):
+        monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
+    for each in (runner, heads, draft_runner, inputs, device_sampler, sampling_rules):
         monkeypatch.setattr(each, "upload", aligned)
     options = {
         "num_kv_blocks": 200,
@@ -69,7 +77,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **option
         "max_num_batched_tokens": 600,
         "dtype": "bfloat16",
     } | options
-    path = save_tiny_model(tmp_path, family, max_position_embeddings=1024)
+    path = path or save_tiny_model(tmp_path, family, max_position_embeddings=1024)
     config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
     return Engine(config)
 
@@ -90,20 +98,56 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, **option
 def test_steps_launch_nothing_else(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
+    monkeypatch.setattr(library, "why_not", lambda *_: None)
+    launched_alike(monkeypatch, lambda: start(monkeypatch, tmp_path, family, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("method", "family", "options"),
+    [
+        ("eagle3", "llama", {}),
+        ("draft_model", "llama", {}),
+        *nightly(("medusa", "llama", {}), ("eagle", "llama", {"deterministic": True})),
+        *nightly(("mtp", "qwen3_5", {}), ("mtp", "glm4_moe", {}), ("mtp", "deepseek_v3", {})),
+        *nightly(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
+    ],
+)
+def test_what_drafts_launches_nothing_else(
+    h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, family: str, options: dict[str, Any]
+) -> None:
+    """Of a smaller model of other widths, and of heads: beside steps, and in guesses."""
+    monkeypatch.setattr(library, "why_not", lambda *_: None)
+    model = None
+    if method == "draft_model":
+        shape = {"max_position_embeddings": 1024, "hidden_size": 96, "intermediate_size": 160}
+        model = str(save_tiny_model(tmp_path / "small", family, **shape))
+    elif method != "mtp":
+        model = str(made_head(tmp_path / "head", method)[0])
+    speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=3)
+
+    def started() -> Engine:
+        path = save_tiny_mtp(tmp_path / "model", family) if method == "mtp" else None
+        made = start(monkeypatch, tmp_path / "model", family, path, speculative_config=speculative, **options)
+        if method == "draft_model":
+            return always(made)
+        drafter_of(made)
+        return made
+
+    launched_alike(monkeypatch, started, drafts=True)
+
+
+def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine], *, drafts: bool = False) -> None:
+    """That steps of an engine launch no other kinds than those that are compiled before it is ready."""
     from triton.runtime.jit import JITFunction
 
     from quire.engine.worker.compiling.steps import launch_every_kind
     from quire.kernels.gpu.kinds import Kind, recorded
 
     found: dict[str, list[Kind]] = {}
-    monkeypatch.setattr(library, "why_not", lambda *_: None)
 
     def nothing() -> None:
-        engine = start(monkeypatch, tmp_path, family, **options)
-        worker = engine.runner
-        assert isinstance(worker, Runner)
-        every = recorded(lambda: launch_every_kind(worker.model, worker._kv_cache, worker._slots, 600))
-        found["every"] = every
         launch = JITFunction.run
 
         def picks(kernel: Any, *args: Any, **named: Any) -> Any:
@@ -112,13 +156,21 @@ def test_steps_launch_nothing_else(
                 args[0].fill_(PICKED)
 
         monkeypatch.setattr(JITFunction, "run", picks)
-        lengths = (3, 17, 90, 700)
+        engine = started()
+        worker, longest = engine.runner, engine.info.max_model_len
+        assert isinstance(worker, Runner)
+        every = recorded(lambda: launch_every_kind(worker.model, worker._kv_cache, worker._slots, 600))
+        if engine._drafting is not None:
+            every += recorded(partial(engine._drafting.launch_every_kind, 600))
+        found["every"] = every
         asked = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
-            for length in lengths
+            for length in (3, 17, 90, 700)
+            if length < longest
         ]
         found["steps"] = recorded(lambda: unused(run(engine, asked)))
+        assert (sum(engine.stats.accepted_drafts) > 10) == drafts
 
     recorded(nothing)
     others = {(kind.name, kind.specialization) for kind in found["steps"]} - {

@@ -229,17 +229,27 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     options = {"model": str(path), "speculative_config": speculative, "attention_backend": "triton"}
     engine = start(gpu, monkeypatch, graphs=graphs, **options)
     drafter_of(engine)
-    guess = Heads._guess
+    name = "_guess_by_graphs" if graphs else "_guess"
+    guess, calls = getattr(Heads, name), list[int]()
 
     def guessed(heads: Heads, rows: Any) -> Any:
+        calls.append(len(rows))
         with gpu.never_waits():
             return guess(heads, rows)
 
-    monkeypatch.setattr(Heads, "_guess", guessed)
+    monkeypatch.setattr(Heads, name, guessed)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
     assert (engine.stats.captured_prompt_steps > 10) == graphs
+    assert len(calls) > 10
+    if graphs:
+        made = engine.runner
+        every = (engine._drafting.graphs.captured, made.graphs.captured, made.prompt_graphs.captured)
+        behind = made.graphs.behind, made.prompt_graphs.behind
+        assert all(each.graphs for each in every)
+        assert all(bool(each.graphs) == (method != "medusa") for each in behind)
+        assert not any(each.eager for each in (*every, *behind))
 
 
 @pytest.mark.slow
