@@ -128,8 +128,10 @@ def test_what_drafts_launches_nothing_else(
     speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=3)
 
     def started() -> Engine:
-        path = save_tiny_mtp(tmp_path / "model", family) if method == "mtp" else None
-        made = start(monkeypatch, tmp_path / "model", family, path, speculative_config=speculative, **options)
+        path, shape = None, options | {"speculative_config": speculative}
+        if method == "mtp":
+            path, shape = save_tiny_mtp(tmp_path / "model", family), shape | {"max_model_len": 512}
+        made = start(monkeypatch, tmp_path / "model", family, path, **shape)
         if method == "draft_model":
             return always(made)
         drafter_of(made)

@@ -621,3 +621,29 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     assert len(graphs.captured.graphs) > 3
     assert not graphs.captured.eager
     assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 2 > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) -> None:
+    """Of random weights, so nearly all their guesses are wrong, but for a request that allows one token alone."""
+    shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    path = save_tiny_model(tmp_path / "model", "llama", **shape)
+    head, _ = made_head(tmp_path / "head", method, 256)
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
+    options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
+    requests = [*traffic(), request("one", [7, 9, 11], max_tokens=60, allowed_token_ids=(40,))]
+    wanted = {name: answer.ids for name, answer in run(Engine(EngineConfig(**options)), requests).items()}
+    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
+    for eager in (True, False):
+        made = Engine(EngineConfig(speculative_config=speculative, enforce_eager=eager, **options))
+        drafter_of(made)
+        assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
+        assert sum(made.stats.accepted_drafts) > 20
+        graphs = made._drafting.graphs
+        assert (graphs is None) == eager
+    assert len(graphs.captured.graphs) > 3
+    assert bool(made.runner.graphs.behind.graphs) == (method != "medusa")
+    for each in (graphs.captured, made.runner.graphs.captured, made.runner.graphs.behind):
+        assert not each.eager
