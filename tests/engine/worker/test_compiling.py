@@ -109,7 +109,7 @@ def test_steps_launch_nothing_else(
     [
         ("eagle3", "llama", {}),
         ("draft_model", "llama", {}),
-        *nightly(("medusa", "llama", {}), ("eagle", "llama", {"deterministic": True})),
+        *nightly(("medusa", "llama", {}), ("eagle", "llama", {})),
         *nightly(("mtp", "qwen3_5", {}), ("mtp", "glm4_moe", {}), ("mtp", "deepseek_v3", {})),
         *nightly(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
     ],
@@ -119,6 +119,8 @@ def test_what_drafts_launches_nothing_else(
 ) -> None:
     """Of a smaller model of other widths, and of heads: beside steps, and in guesses."""
     monkeypatch.setattr(library, "why_not", lambda *_: None)
+    # What no kernel has written may be no number.
+    monkeypatch.setattr(runner, "had_numbers", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
     model = None
     if method == "draft_model":
         shape = {"max_position_embeddings": 1024, "hidden_size": 96, "intermediate_size": 160}
