@@ -20,7 +20,7 @@ from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.checkpoint.page_groups import without_windows
 from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Drafter
+from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.core.executor import Executor
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.snapshot import take_snapshot
@@ -28,6 +28,8 @@ from quire.engine.core.state_snapshots import SnapshotPlan
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
+from quire.engine.drafting.heads import HeadDrafter
+from quire.engine.drafting.model import DraftPages, ModelDrafter
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
@@ -220,8 +222,21 @@ def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:
     asked = config.speculative_config
     if "generate" not in worker.info.tasks or (asked is None and worker.info.device != "cpu"):
         return None
-    model = None if (draft := worker.draft) is None else (draft.drafter, draft.step_costs)
-    return choose_drafter(asked, worker.step_costs, model, worker.compiler)
+    return choose_drafter(asked, worker.step_costs, model_drafter(worker, config), worker.compiler)
+
+
+def model_drafter(
+    worker: Worker, config: EngineConfig
+) -> tuple[Drafter | StepwiseDrafter, list[tuple[int, float]]] | None:
+    """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
+    if (draft := worker.draft) is None:
+        return None
+    size = worker.plan.block_size
+    pages = DraftPages(size, min(size, PIECE), *draft.pages)
+    if draft.heads is not None:
+        return HeadDrafter(draft.heads, pages), draft.step_costs
+    assert draft.model is not None
+    return ModelDrafter(draft.model, pages, config.step_tokens), draft.step_costs
 
 
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:

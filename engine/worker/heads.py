@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.core.batch import Admission, Batch, DraftRow
-from quire.engine.drafting.model import DraftPages
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.compiling.steps import launch_head
 from quire.engine.worker.costs import CONTEXT, measured
 from quire.engine.worker.graphs.guesses import GuessGraphs
 from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
+from quire.engine.worker.loading.drafts.started import SparePages
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.kernels.backend import AttentionMetadata
@@ -59,7 +59,7 @@ class Heads:
         decoder: Decoder,
         pages: Sequence[Tensor],
         slots: Slots,
-        drafts: DraftPages,
+        drafts: SparePages,
         most: int,
         capture: Capture | None = None,
     ) -> None:

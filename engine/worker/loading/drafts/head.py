@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
@@ -29,7 +28,7 @@ from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
 from quire.engine.models.spec import base_spec
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.drafts.started import DraftWorker, draft_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker, SparePages, spare_pages
 from quire.engine.worker.loading.loader import load_weights, present, stored_tensors, unpickled
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import allocate_pages
@@ -54,13 +53,13 @@ class LoadedHead:
 
     def start(self, config: EngineConfig, room: Room, num_blocks: int, make_heads: Callable[..., Heads]) -> DraftWorker:
         heads = self.heads(config, room, num_blocks, make_heads)
-        return DraftWorker(heads, HeadDrafter(heads, heads.drafts), heads.measure_costs(), heads)
+        return DraftWorker(heads, heads.drafts, heads.measure_costs(), heads=heads)
 
     def heads(self, config: EngineConfig, room: Room, num_blocks: int, make: Callable[..., Heads] = Heads) -> Heads:
         """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
         assert config.speculative_config is not None
         slots, nobodys = room.slots, room.capture is not None  # the served model's scratch page has its number here too
-        drafts = draft_pages(config, slots.block_size, num_blocks + nobodys, self.decoder.max_model_len)
+        drafts = SparePages(num_blocks + nobodys, spare_pages(config, slots.block_size), self.decoder.max_model_len)
         pages = allocate_pages(self.paged, drafts.first_spare + drafts.spare * config.max_num_seqs)
         most = config.speculative_config.num_speculative_tokens
         return make(self.paged, self.decoder, pages, slots, drafts, most, room.capture)

@@ -11,7 +11,6 @@ import torch
 from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
-from quire.engine.drafting.model import ModelDrafter
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
@@ -21,7 +20,7 @@ from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.checkpoint import open_weights
-from quire.engine.worker.loading.drafts.started import DraftWorker, draft_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker, SparePages, spare_pages
 from quire.engine.worker.loading.loader import load_weights
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import allocate_pages, allocate_states, slot_bytes
@@ -47,7 +46,7 @@ class DraftModel:
         decoder, block_size, capture = self.paged, self.backend.block_size, room.capture
         if decoder.made_by or not holds_decodes(self.backend, decoder.spec):
             capture = None
-        drafts = draft_pages(config, block_size, num_blocks, decoder.max_model_len)
+        drafts = SparePages(num_blocks, spare_pages(config, block_size), decoder.max_model_len)
         count = num_blocks + drafts.spare * config.max_num_seqs
         pages = allocate_pages(decoder, count + (capture is not None))
         positions = decoder.max_model_len + drafts.spare * block_size
@@ -56,7 +55,7 @@ class DraftModel:
         slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, scratch_page=scratch, states=states)
         runner = DraftRunner(decoder, pages, slots, self.eos_token_ids, capture)
         costs = runner.measure_costs(num_blocks, decoder.max_model_len)
-        return DraftWorker(runner, ModelDrafter(runner, drafts, config.step_tokens), costs)
+        return DraftWorker(runner, drafts, costs, model=runner)
 
 
 def load_draft_model(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Drafter, StepwiseDrafter
-from quire.engine.drafting.model import DraftPages
 from quire.engine.worker.graphs.capture import Captured
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import Paged
 
 if TYPE_CHECKING:
+    from quire.engine.worker.draft_runner import DraftRunner
     from quire.engine.worker.heads import Heads
 
 
@@ -43,6 +41,14 @@ class Drafting(Protocol):
         computes is nothing, under `recorded`."""
 
 
+class SparePages(NamedTuple):
+    """As DraftPages of engine/drafting/model.py has them."""
+
+    first_spare: int
+    spare: int
+    max_model_len: int
+
+
 class LoadedDraft(Protocol):
     """A model or heads that draft, before there are pages."""
 
@@ -66,20 +72,16 @@ class LoadedDraft(Protocol):
 @dataclass(frozen=True, slots=True)
 class DraftWorker:
     source: Drafting
-    drafter: Drafter | StepwiseDrafter
-    """What asks it."""
+    pages: SparePages
     step_costs: list[tuple[int, float]]
     """What one guess more costs, by the number of sequences."""
     heads: Heads | None = None
-    """The same, where it runs beside every step."""
+    """The same, where it runs beside every step,"""
+    model: DraftRunner | None = None
+    """or is a model."""
 
 
 def spare_pages(config: EngineConfig, block_size: int) -> int:
     """Of each slot, for drafts beyond the pages of its sequence."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)
-
-
-def draft_pages(config: EngineConfig, block_size: int, first_spare: int, max_model_len: int) -> DraftPages:
-    spare = spare_pages(config, block_size)
-    return DraftPages(block_size, min(block_size, PIECE), first_spare, spare, max_model_len)
