@@ -467,7 +467,7 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
         return torch.zeros(1)
 
     runner.graphs._decode = decode  # hundreds of rows would take gigabytes to record
-    notes = warm_up(runner, 30.0, 64, lambda: next(times))
+    notes = warm_up(runner, 30.0, 64, clock=lambda: next(times))
     assert captured == [384, 256, 192]
     assert notes == ["3 of 21 decode graphs captured in 30.5 s"]
     assert engine.prepare(), "the rest follow in idle moments"
