@@ -20,8 +20,8 @@ namespace {
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
                                     // (docs/cpu.md)
 
-// Rows of x as they are multiplied: floats where no instruction multiplies pairs of bfloat16, which would be taken apart
-// for each panel anew.
+// Rows of x as they are multiplied: floats where no instruction multiplies pairs of bfloat16, which would be taken
+// apart for each panel anew.
 template <class T>
 using Row = std::conditional_t<kHalvesApart, float, T>;
 
@@ -243,7 +243,9 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
-      const bool fetch = next < l.panels() && end - begin > kRows;
+      // Where registers hold the sums of a whole panel, few rows read it once: the CPU sees what follows.
+      constexpr int kOnce = std::min(kRows, kAccumulators / kPanelColumns);
+      const bool fetch = next < l.panels() && end - begin > kOnce;
       multiply_rows(l, begin, end - begin, panel, fetch ? stream + next * panel_bytes : nullptr);
     });
   });

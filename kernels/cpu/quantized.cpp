@@ -59,7 +59,7 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
       UNROLLED for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
       if (kNibbles && keep)
         UNROLLED for (int c = 0; c < C; ++c)
-          wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
+            wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
       multiply_step(acc, weights, x + 4 * kCodeBytes * i);
     }
   }
@@ -72,7 +72,8 @@ INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Ve
     if (left <= 0) break;
     const Vec factor = vload_first(panel.factors + at, left);
     const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
-    UNROLLED for (int r = 0; r < R; ++r) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
+    UNROLLED for (int r = 0; r < R; ++r)
+        vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
   }
 }
 
@@ -82,11 +83,10 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   const int block = panel.block, steps = block / 4;
   const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
   // As in linear.cpp: stores that miss the cache would delay the next tile.
-  UNROLLED for (int r = 0; r < R; ++r)
-    UNROLLED for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
+  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; c += kPack<O>)
+      __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
   Vec sums[R][C];
-  UNROLLED for (int r = 0; r < R; ++r)
-    UNROLLED for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
+  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
   Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
   uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
   const uint8_t* group = panel.groups;
@@ -98,21 +98,20 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
-      UNROLLED for (int r = 0; r < R; ++r)
-        UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = wset(kCodeBytes == 2 ? of_row[r].start : 0);
+      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
+          wset(kCodeBytes == 2 ? of_row[r].start : 0);
       multiply_block(acc, codes, x, column, steps, keep, ahead);
       if constexpr (kCodeBytes == 1) {
-        UNROLLED for (int r = 0; r < R; ++r)
-          UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
+        UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
+            wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
         if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
       }
-      UNROLLED for (int r = 0; r < R; ++r)
-        UNROLLED for (int c = 0; c < C; ++c) {
-          const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
-          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
-          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
-        }
+      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) {
+        const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
+        if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
+        sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
+                                     : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+      }
       x += block * kCodeBytes * R;
       of_row += R;
       codes.at += code_bytes;

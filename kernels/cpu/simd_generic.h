@@ -401,8 +401,8 @@ INLINE Vec vload(const half* p) {
 
 #undef EACH
 
-// One Vec accumulator each: with AVX2 they take 10 of 16 registers (of 12 some would be kept in memory), with NEON 24 of
-// 32.
+// One Vec accumulator each: with AVX2 they take 10 of 16 registers (of 12 some would be kept in memory), with NEON 24
+// of 32.
 #ifdef __aarch64__
 constexpr int kRows = 6;
 #else
