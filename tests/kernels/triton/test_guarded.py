@@ -204,7 +204,9 @@ def test_experts_in_few_bits(form: Callable[[Tensor], GroupedWeight], generator:
     given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
     backend = Triton()
     of = experts(backend, given, form=form)
-    packed = [part for linear in (*of.gate_up, *of.down) if isinstance(linear, QuantizedLinear) for part in linear.parts]
+    packed = [
+        part for linear in (*of.gate_up, *of.down) if isinstance(linear, QuantizedLinear) for part in linear.parts
+    ]
     held(partial(backend.mixture(of), x), *given.values(), *(each.codes for each in packed), *scales_of(packed))
 
 
