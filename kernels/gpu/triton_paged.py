@@ -185,8 +185,7 @@ def paged_attention(
     out, (rank, ranks) = made_for(q, dim, own), (0, 1) if own is None else (own.rank, own.count)
     page, kv_heads = k_cache.shape[1:3]
     seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
-    hopper = is_hopper(q.device.index)
-    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed, hopper=hopper)
+    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed, hopper=is_hopper(q.device.index))
     one_token = metadata.max_query_len == 1
     count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
     split = FIXED_SPLIT if fixed else 0
