@@ -68,8 +68,17 @@ def shared_bytes(device: int | None) -> int:
 def is_hopper(device: int | None) -> bool:
     """Whether kernels are compiled for compute capability 9.0, whose tensor cores multiply 64 rows at a time and whose
     programs have 227 KB of shared memory: for this device, or what `kinds.aim` names on a machine without one."""
+    return _is(device, 90)
+
+
+def is_consumers_blackwell(device: int | None) -> bool:
+    """Whether they are for 12.0, whose compiler needs more registers than others for the same tiles; likewise."""
+    return _is(device, 120)
+
+
+def _is(device: int | None, capability: int) -> bool:
     try:
-        return not knobs.runtime.interpret and _target(device) == ("cuda", 90)
+        return not knobs.runtime.interpret and _target(device) == ("cuda", capability)
     except RuntimeError:  # Triton has no driver, so nothing is launched
         return False
 
