@@ -173,7 +173,7 @@ def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: K
     """What the plan says, here and on the other ranks."""
     shares = StateShares(plan.sequences, plan.snapshots)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares, prompts=room.eager_prompts is None))
     return room
 
 
