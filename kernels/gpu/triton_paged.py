@@ -213,7 +213,9 @@ def paged_attention(
         attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
     weighted = q.new_empty((tokens * heads, splits, dim), dtype=torch.float32)
-    parts = (weighted, *q.new_empty((2, tokens * heads, splits), dtype=torch.float32))  # and peaks, and totals
+    # Apart: in one tensor totals would begin where a product of three numbers says, and be another kind of kernel's.
+    peaks, totals = (q.new_empty((tokens * heads, splits), dtype=torch.float32) for _ in range(2))
+    parts = (weighted, peaks, totals)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
         kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)

@@ -70,7 +70,8 @@ def attention(
         attend_latents[count,](out, *inputs, *strides, *rules, *sizes, *kinds, **compiled)
         return out
     weighted = torch.empty((tokens * heads, splits, values), dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
+    # Apart, as in triton_paged.py.
+    peaks, totals = (torch.empty((tokens * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
     parts, looped = (weighted, peaks, totals), programs < splits
     attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, looped, **compiled)
     if fixed:
