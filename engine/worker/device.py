@@ -270,6 +270,7 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
         and f"speculative_config: {asked.method!r} has pages of its own; ngram, suffix and grammar have none",
     )
     assert divided is not None
+    divided.in_graphs = backend.in_graphs
     return divided
 
 

@@ -25,7 +25,7 @@ from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
-from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
+from quire.engine.worker.device import Chosen, choose, choose_device, holds_decodes, kept_in, set_up_cpu
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
@@ -296,6 +296,8 @@ def start_ranks(
     told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     told["kv_cache_dtype"] = kept_in(config, chosen)
+    if chosen.device.type == "cuda" and not holds_decodes(chosen.backend, chosen.spec):
+        told["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, chosen, progress, on_end)

@@ -31,7 +31,15 @@ def choose_trials(
         return []
     captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
     ranks = config.decode_context_parallel_size
-    return [_trial(types, device, spec, capture, ranks=ranks) for capture in captures]
+    first, *others = (_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
+    return [first, *(partial(_without_graphs, trial) for trial in others)]
+
+
+def _without_graphs(trial: Trial, backend: Backend) -> str | None:
+    """Of one that a graph does not hold, or computes something else in one."""
+    if (why := trial(backend)) is None:
+        backend.in_graphs = "nothing"
+    return why
 
 
 def why_eager_prompts(

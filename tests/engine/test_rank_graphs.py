@@ -3,7 +3,9 @@ what they hold is what steps without compute. On a fake of CUDA graphs (tests/ke
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,28 @@ def test_what_one_rank_cannot_capture_runs_without_on_all(failing: int, caplog: 
     assert "out of memory" in found[failing].eager["first"]
     assert found[1 - failing].eager == {"first": "another rank cannot capture it"}
     assert "steps of 4 rows run without a graph" in caplog.text
+
+
+def test_a_graph_that_is_not_used_keeps_the_pool_for_others() -> None:
+    """PyTorch (c10/cuda/CUDACachingAllocator.cpp) takes no capture into a pool whose last graph has gone."""
+    kept = list[weakref.ref[Any]]()
+
+    def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        def replay() -> None:
+            pass
+
+        kept.append(weakref.ref(replay))
+        return replay, function()
+
+    def rank(group: DistributedCollective) -> Captured[str]:
+        made: Captured[str] = Captured(capture if group.rank == 0 else refused, CPU, group)
+        made.add("kind", 4, lambda: torch.zeros(1))
+        return made
+
+    found = together(2, rank)
+    gc.collect()
+    assert found[0].eager
+    assert kept[0]() is not None
 
 
 def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:

@@ -47,6 +47,8 @@ class Captured(Generic[Kind]):
         """`group`: the ranks that capture the same graphs; None: this one alone."""
         self._capture, self._device, self._group = capture, device, group
         self.graphs: dict[Kind, Graph] = {}
+        self._unused: list[object] = []
+        """Kept, for with a pool's last graph PyTorch gives up the pool, into which others are to be captured."""
         self.eager: dict[Kind, str] = {}
         """The kinds that could not be captured, and why: such steps run without a graph."""
 
@@ -78,6 +80,7 @@ class Captured(Generic[Kind]):
                 advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
                 raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
         if self._group is not None and not self._group.agree(made is not None, self._device):
+            self._unused.append(made)
             made, why = None, why or "another rank cannot capture it"
         if made is None:
             self.eager[kind] = why

@@ -347,9 +347,10 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
     stay_on(cores)
     for process in processes:
         process.end()
+    until = time.monotonic() + _STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
     for process in processes:
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.destroy()
 
