@@ -293,7 +293,7 @@ def start_ranks(
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
-    told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
+    told: dict[str, Any] = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     told["kv_cache_dtype"] = kept_in(config, chosen)
     if chosen.device.type == "cuda" and not holds_decodes(chosen.backend, chosen.spec):

@@ -37,6 +37,7 @@ from quire.kernels.gpu.triton_sizes import (
     cdiv,
     even_splits,
     power_of_2,
+    split_parts,
     wanted_programs,
 )
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
@@ -212,10 +213,7 @@ def paged_attention(
     if programs == 1:
         attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
-    weighted = q.new_empty((tokens * heads, splits, dim), dtype=torch.float32)
-    # Apart: in one tensor totals would begin where a product of three numbers says, and be another kind of kernel's.
-    peaks, totals = (q.new_empty((tokens * heads, splits), dtype=torch.float32) for _ in range(2))
-    parts = (weighted, peaks, totals)
+    parts = split_parts(tokens * heads, splits, dim, q.device)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
         kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)
