@@ -41,6 +41,10 @@ GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 MOST_GRAPHS = 32
 GRAPH_BYTES = 8 * 2**20
 """What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
+CALL_BYTES = 16 * 2**10
+"""Of each call of NCCL's in a graph: the same. By its sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0)
+it allocates 512 bytes for each of up to 32 channels before 2.22; since then an all-reduce or an all-gather lies in its
+kernel's arguments, up to 4 KB."""
 
 
 def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
@@ -49,12 +53,20 @@ def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
     return rows[-1] + max((size for size in GRAPH_TOKENS if size <= max_model_len), default=0)
 
 
-def graphs_bytes(step_bytes: int, tokens: int, most: int | None) -> int:
+def graph_calls(layers: int, ranks: int, *, divides_tokens: bool) -> int:
+    """NCCL's calls in a step of a model of so many layers, where so many GPUs compute it: the embedding's sum, and of
+    each layer two; where ranks divide the tokens of sequences, its queries' and what attention finds of them, too."""
+    return 0 if ranks == 1 else 1 + layers * (4 if divides_tokens else 2)
+
+
+def graphs_bytes(step_bytes: int, tokens: int, most: int | None, calls: int = 0) -> int:
     """What CUDA graphs take beside the largest step, which has so many tokens and bytes. most: tokens in a graph of a
-    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's."""
+    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's. calls:
+    see graph_calls."""
     if most is None:
         return step_bytes // 4
-    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * GRAPH_BYTES
+    each = GRAPH_BYTES + calls * CALL_BYTES
+    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * each
 
 
 @dataclass(frozen=True, slots=True)

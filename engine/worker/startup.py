@@ -25,7 +25,7 @@ from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
-from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
+from quire.engine.worker.device import Chosen, choose, choose_device, holds_decodes, kept_in, set_up_cpu
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
@@ -173,7 +173,7 @@ def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: K
     """What the plan says, here and on the other ranks."""
     shares = StateShares(plan.sequences, plan.snapshots)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares, prompts=room.eager_prompts is None))
     return room
 
 
@@ -293,9 +293,11 @@ def start_ranks(
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
-    told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
+    told: dict[str, Any] = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     told["kv_cache_dtype"] = kept_in(config, chosen)
+    if chosen.device.type == "cuda" and not holds_decodes(chosen.backend, chosen.spec):
+        told["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, chosen, progress, on_end)

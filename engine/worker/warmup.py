@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from quire.engine.core.executor import Executor
+from quire.engine.errors import QuireError
 from quire.engine.worker.graphs.prompts import Kind
 from quire.engine.worker.runner import Runner
 from quire.kernels.gpu.faults import fault
@@ -60,6 +61,8 @@ def compile_ahead(runner: Runner, step_tokens: int, clock: Callable[[], float]) 
     began = clock()
     try:
         compiled = runner.compile_kernels(step_tokens)
+    except QuireError:  # a rank has ended
+        raise
     except Exception as error:
         return [f"kernels are compiled when steps first need them: {fault(error)}"]
     return [f"in {clock() - began:.1f} s {compiled.said}"] if compiled.count or compiled.failed else []

@@ -38,6 +38,7 @@ from quire.kernels.gpu.triton_sizes import (
     even_splits,
     is_hopper,
     power_of_2,
+    split_parts,
     wanted_programs,
 )
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
@@ -213,8 +214,7 @@ def paged_attention(
     if programs == 1:
         attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
-    weighted = q.new_empty((tokens * heads, splits, dim), dtype=torch.float32)
-    parts = (weighted, *q.new_empty((2, tokens * heads, splits), dtype=torch.float32))  # and peaks, and totals
+    parts = split_parts(tokens * heads, splits, dim, q.device)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
         kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
@@ -87,3 +88,12 @@ def _is(device: int | None, capability: int) -> bool:
 def _target(device: int | None) -> tuple[str, int | str]:
     target = driver.active.get_current_target()
     return target.backend, target.arch
+
+
+def split_parts(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what splits of attention give, of so many numbers: weighted values, peaks and totals, float32. Each is a
+    tensor of its own: within one, totals would begin where rows and splits say, and kernels come in kinds by whether
+    that is a multiple of 16 bytes."""
+    shapes = (rows, splits, width), (rows, splits), (rows, splits)
+    weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    return weighted, peaks, totals

@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.inputs import Slots
+from quire.kernels.collective import Collective
 from quire.kernels.gpu.transfer import put
 from quire.kernels.probe import Capture
 
@@ -74,14 +75,14 @@ class DecodeGraphs:
         *,
         pick: Pick | None = None,
         adapters: bool = False,
-        alone: bool = True,
+        group: Collective | None = None,
     ) -> None:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`. width, dtype:
         of hidden states. `pick`: of rows whose picks are the largest logit; None: no graph has it. `adapters`: whether
-        rows may have some. `alone`: no other rank captures the same graphs."""
+        rows may have some. `group`: see Captured."""
         self._decode, self._pick = decode, pick
         self._width, self._dtype = width, dtype
-        self.captured: Captured[_Kind] = Captured(capture, alone=alone)
+        self.captured: Captured[_Kind] = Captured(capture, slots.device, group)
         self._slots = slots
         largest = next((size for size in SIZES if size >= len(slots.owners)), SIZES[-1])
         self._sizes = [size for size in SIZES if size <= largest]

@@ -30,6 +30,7 @@ from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Left
 from quire.engine.worker.graphs.decodes import page_counts
 from quire.engine.worker.inputs import Slots, by_pick
+from quire.kernels.collective import Collective
 from quire.kernels.gpu.transfer import put, upload
 from quire.kernels.probe import Capture
 
@@ -73,8 +74,18 @@ class _Places:
 
 
 class PromptGraphs:
-    def __init__(self, step: Step, capture: Capture, slots: Slots, width: int, dtype: torch.dtype) -> None:
-        """Captures nothing yet. width, dtype: of hidden states."""
+    def __init__(
+        self,
+        step: Step,
+        capture: Capture,
+        slots: Slots,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        group: Collective | None = None,
+    ) -> None:
+        """Captures nothing yet. width, dtype: of hidden states. group: see Captured. What is captured follows from the
+        batches alone, and from which captures failed, so that ranks which get the same batches do the same."""
         self._step = step
         self._slots = slots
         self._width, self._dtype = width, dtype
@@ -85,7 +96,7 @@ class PromptGraphs:
         self._wanted = dict.fromkeys(first)
         """Those of a prompt alone come first; then what steps asked for."""
         self._asked: set[Kind] = set()
-        self.captured: Captured[Kind] = Captured(capture)
+        self.captured: Captured[Kind] = Captured(capture, slots.device, group)
 
     def plan(self, batch: Batch) -> Planned | None:
         """What computes the batch; None where it runs without a graph."""
