@@ -122,11 +122,9 @@ TABLE: Mapping[str, SpecOf] = {
     # Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1.
     "gemma": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),
+        attention=biased("attention_bias"),
         mlp={"activation": "gelu_tanh"},
-        decoder={
-            "tie_embeddings": lambda config: bool(config.raw.get("tie_word_embeddings", True)),
-            "embedding_scale": lambda config: config.hidden_size**0.5,
-        },
+        decoder={"embedding_scale": lambda config: config.hidden_size**0.5},
     ),
     # Gemma 2 (Gemma Team, 2024): norms behind attention and the MLP too, capped scores and logits, and a sliding window
     # in every other layer.
