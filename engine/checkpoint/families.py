@@ -231,6 +231,8 @@ AXES: dict[str, tuple[int, ...]] = {
 }
 """Those whose rotations tell rows and columns of an image apart. Not (): the frequencies of these take turns, and so
 many are theirs where mrope_section does not say it."""
+PHI = ("phi3", "phimoe")
+"""Those whose LongRoPE is computed."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
@@ -372,6 +374,6 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
 def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
     """A rope_type that is not computed; "" where it is."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    of_phi = raw.get("model_type") in ("phi3", "phimoe")
+    of_phi = raw.get("model_type") in PHI
     served = {"mrope": True, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind

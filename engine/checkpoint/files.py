@@ -83,6 +83,8 @@ class ModelConfig:
     """Each field of its declared type, or None."""
     context: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
+    rope_context: int | None = None
+    """Tokens of the context for which rotations are chosen; None: they depend on none."""
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By our names of fields, those in the file, where these are others."""
     given: Mapping[str, Any] | None = None

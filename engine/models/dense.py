@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.alike.rope import LONGROPE
 from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
@@ -89,14 +90,14 @@ def _granite_swa(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
 def phi3_rope(config: ModelConfig) -> dict[str, Any]:
     """LongRoPE, in the names of today."""
     raw, rope = config.raw, dict(config.rope)
-    if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names
+    if rope["rope_type"] not in LONGROPE:
         return rope
     old = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
     trained = raw.get("max_position_embeddings") or config.max_position
     return rope | {
         "rope_type": "longrope",
         "original_max_position_embeddings": old,
-        "max_position_embeddings": config.context or config.max_position,
+        "max_position_embeddings": config.rope_context or config.context or config.max_position,
         "factor": rope.get("factor") or trained / old,
     }
 

@@ -136,8 +136,7 @@ def _start(
     runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     info = info_of(
-        config,
-        plan,
+        *(config, plan, model_config.rope_context),
         dtype=str(chosen.dtype).removeprefix("torch."),
         kv_cache_dtype=kept_in(config, chosen),
         device=str(device),
@@ -181,9 +180,10 @@ def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bo
     return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
 
 
-def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
+def info_of(config: EngineConfig, plan: KVPlan, rope_context: int | None, **told: Any) -> EngineInfo:
     """What is told of an engine with this cache. `told`: other fields of it."""
     return EngineInfo(
+        rope_context=rope_context,
         model=config.model,
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.page_groups import without_windows
+from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch
 from quire.engine.layers.shard import Shard
@@ -79,7 +79,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = without_windows(read_model_config(self._path, config.model_impl), config)
+        self._model_config = as_configured(read_model_config(self._path, config.model_impl), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
