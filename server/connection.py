@@ -47,16 +47,20 @@ class Parser(httptools.HttpRequestParser):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class of connections
         self._connection = connection
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        parser = self
         while True:
             try:
-                return super().feed_data(data)
+                return httptools.HttpRequestParser.feed_data(parser, data)
             except httptools.HttpParserUpgrade as upgrade:
-                if self.get_method() == b"CONNECT":
+                if parser.get_method() == b"CONNECT":
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
+                # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
+                parser = self._connection.parser = Parser(self._connection)
 
 
 class Connection(HttpToolsProtocol):
@@ -79,7 +83,6 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.parser = Parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class
         self._bounds = bounds
         self._bursts = bursts
         self._in_head = False

@@ -211,6 +211,19 @@ async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: by
     assert answer.count(b'"completion_tokens":3') == 3
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol: bytes) -> None:
+    body = b'{"prompt": "Hi", "max_tokens": 3}'
+    head = POST + b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n"
+    plain = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    async with serving(FakeEngine(LETTERS), read_timeout=2) as port:
+        for sent in (plain, chunked):
+            answer = await port.send(sent)
+            assert statuses(answer) == [200]
+            assert b"connection: close" in answer.lower()
+
+
 async def metric(url: str, name: str) -> float:
     async with httpx.AsyncClient(base_url=url) as http:
         lines = (await http.get("/metrics")).text.splitlines()
