@@ -102,11 +102,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = BurstTransport(transport, self.loop, self._bursts)
+        self.transport = BurstTransport(transport, self.loop, self._bursts, self._receiving)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self.transport.is_closing():
             return
         if self._in_head:
             self._received += len(data)
@@ -180,12 +180,18 @@ class Connection(HttpToolsProtocol):
             self._reading.cancel()
             self._reading = None
 
+    def _receiving(self) -> bool:
+        """Whether a part of a request has come, and more of it may come."""
+        return self._refused or (self._reading is not None and (self._received > 0 or not self._in_head))
+
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _late(self) -> None:
         self._reading = None
+        if self.transport.is_closing():
+            return
         ours_to_wait = bool(self.pipeline) or (self._in_head and self._answering)
         moving = not self._in_head and self._answering and self._received >= BODY_PIECE
         if ours_to_wait or moving:
