@@ -303,6 +303,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}]}, "messages[0].content"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": True}]}]},
+        "messages[0].content[0].cache_control: Input should be an object",
+    ),
+    (
+        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1m"}}]},
+        "system[0].cache_control.ttl",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text: "),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": None, "max_token": 1}, "got max_token: did you mean max_tokens?"),
