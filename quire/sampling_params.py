@@ -3,3 +3,9 @@
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "GuidedDecodingParams":  # in programs for older versions of vLLM; an AttributeError's text is not shown
+        raise ImportError("GuidedDecodingParams: use StructuredOutputsParams, as SamplingParams.structured_outputs")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
