@@ -161,7 +161,7 @@ def hub_model(name: str) -> HubName:
     found = hub_name(name)
     if found is None:
         sized = [each for each in known if each.startswith(f"{name.lower()}:")]
-        advice = f"it is in {len(sized)} sizes: {', '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
+        advice = f"write it with a size: {' or '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"

@@ -116,7 +116,18 @@ def _said(detail: Any, value: Any) -> str:
         kind = str(value.get("type"))
         if any(each in kind for each in _UNREAD):
             return f"only text and images are read, got a content part of type {kind[:50]}"
+    match detail:
+        case {"type": "union_tag_invalid", "loc": ("tools", int())}:
+            return _no_tool(value["type"])
+        case {"type": "literal_error", "loc": ("tools", int(), "type")} if isinstance(value, str):
+            return _no_tool(value)
+        case {"type": "too_short", "loc": ("messages",)}:
+            return "must not be empty"
     return "Input should be an object" if detail["type"] in _OBJECT else str(detail["msg"])
+
+
+def _no_tool(kind: object) -> str:
+    return f"tools of type {str(kind)[:50]} are not supported: this server runs no tools, callers define and run them"
 
 
 def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:

@@ -364,7 +364,7 @@ async def test_errors_have_anthropics_form() -> None:
         api.http.headers["x-api-key"] = "secret"
         assert "does not exist" in await refused(api, {**HELLO, "model": "x"}, 404)
         assert "larger than" in await refused(api, {**HELLO, "system": "x" * 100_000}, 413)
-        assert "Unknown request URL" in await refused(api, {}, 404, "/v1/messages/batches")
+        assert "This server has no" in await refused(api, {}, 404, "/v1/messages/batches")
         assert "tripped" in await refused(api, HELLO, 500)
         events = named_events((await api.http.post(PATH, json={**HELLO, "stream": True})).text)
         assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the engine tripped"}}
