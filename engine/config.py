@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from quire.engine.types import EngineInfo
+
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 DEMO_MODEL = str(PRESETS / "demo")
 """The embedded model."""
@@ -35,6 +37,12 @@ Stored = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
 """vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
+
+
+def fitted(info: EngineInfo) -> dict[str, int]:
+    """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
+    found = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
+    return found if info.rope_context is None else found | {"rope_context": info.rope_context}
 
 
 class SpeculativeConfig(BaseModel):
@@ -141,6 +149,12 @@ class EngineConfig(BaseModel):
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"
+    )
+    rope_context: int | None = Field(
+        None,
+        ge=1,
+        description="Context length for which rotations are chosen where it decides (LongRoPE, dynamic scaling); "
+        "default: --max-model-len, or else all positions of the model",
     )
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Most sequences in one step")
     max_num_batched_tokens: int | None = Field(
@@ -338,7 +352,7 @@ class EngineConfig(BaseModel):
             raise ValueError(f"{why}: it is not served; cpu, cuda, mps and xpu are")
         return value
 
-    @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
+    @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def with_unit(cls, value: object) -> object:
         """As vLLM reads them: 32k is 32,000 and 32K is 32,768."""

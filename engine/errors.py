@@ -119,4 +119,5 @@ def refuse(param: str, *reasons: str | bool | None) -> None:
 def check_serves(task: str, tasks: Collection[str]) -> None:
     """Raise InvalidRequest for a task that is not one of the model's."""
     if task not in tasks:
-        raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}", param="model")
+        hint = "; with pooling_type='last' it makes vectors" if task == "embed" and "generate" in tasks else ""
+        raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

@@ -17,9 +17,9 @@ import zmq
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.page_groups import without_windows
+from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.checkpoint.parts.states import PIECE
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.core.executor import Executor
 from quire.engine.core.scheduler import Scheduler
@@ -81,7 +81,7 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
-        model = without_windows(read_model_config(path, config.model_impl), config)
+        model = as_configured(read_model_config(path, config.model_impl), config)
         config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         config = for_card(config)
         if config.weights is not None:
@@ -251,8 +251,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
     try:
         engine, failure = Engine(config, heartbeat), None
         # One that is built anew has the same context and pages, whatever memory is free then.
-        fitted = {"max_model_len": engine.info.max_model_len, "num_kv_blocks": engine.info.num_blocks}
-        config = config.model_copy(update=fitted)
+        config = config.model_copy(update=fitted(engine.info))
         while True:
             _send(socket, Ready(engine.info, failure))
             engine.runner.load_grammars()

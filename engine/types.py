@@ -381,6 +381,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     quantization: str = ""
     """How the weights are stored in few bits, for people to read; "" where they are not."""
     page_groups: int = 1
+    rope_context: int | None = None
+    """Tokens of the context for which rotations were chosen; None: they depend on none."""
     context_pages: int = 1
     """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
     state_bytes: int = 0

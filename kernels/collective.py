@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-from torch import Tensor
+from torch import Tensor, device
 
 
 class RankEnded(Exception):
@@ -43,6 +44,16 @@ class Collective(ABC):
     def exchange(self, x: Tensor) -> Tensor:
         """x [ranks, ...] has something for each rank; what the ranks have for this one, in their order: of the same
         shape. Likewise."""
+        raise NotImplementedError
+
+    def agree(self, well: bool, device: device) -> bool:
+        """Whether all ranks say that it went well, the same on each of them; the host waits for them. device: the
+        ranks' tensors are on it. Likewise."""
+        raise NotImplementedError
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Meanwhile this rank meets no other, and what a method gives has the right shape and no meaning. It is for
+        `recorded` (kernels/gpu/kinds.py), under which no kernel runs, not even one that sums. Likewise."""
         raise NotImplementedError
 
     @abstractmethod

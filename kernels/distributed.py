@@ -4,7 +4,8 @@ CPUs (sockets.py)."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -61,6 +62,7 @@ class DistributedCollective(Collective):
         self._group: Group = None
         self._near: NearSums | None = None
         self._in_order = in_order
+        self._apart = False
         self._closed = threading.Event()
 
     def sum(self, x: Tensor) -> Tensor:
@@ -103,6 +105,17 @@ class DistributedCollective(Collective):
         self._do(lambda: self._group.alltoall_base(found.flatten(), x.flatten(), [], []), x.is_cuda)
         return found
 
+    def agree(self, well: bool, device: torch.device) -> bool:
+        return bool(self.every(torch.tensor([well], dtype=torch.int64, device=device)).all())
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
     def send(self, x: Tensor, rank: int) -> None:
         """To that rank, which must `receive` as much. May wait for it. Raises RankEnded."""
         self._do(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
@@ -130,6 +143,8 @@ class DistributedCollective(Collective):
         """begin: what to do once all have joined; None: nothing."""
         if self._closed.is_set():
             raise RankEnded
+        if self._apart:
+            return
         try:
             if self._group is None:
                 self._group = self._join()

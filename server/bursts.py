@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from time import monotonic
 
 log = logging.getLogger("quire.server")
@@ -15,6 +16,8 @@ log = logging.getLogger("quire.server")
 MOST_HELD = 16 * 1024
 """Bytes that a connection holds; what is more is written at once, so that backpressure is noticed."""
 
+LINGER = 10.0
+"""Seconds in which a client that still sends may read why nobody wants it."""
 TRANSPORT = "quire.transport"
 """Names the BurstTransport of a connection of ours in the scope."""
 
@@ -39,14 +42,24 @@ class Bursts:
 class BurstTransport(asyncio.Transport):
     """A connection's transport that holds what is written until the loop's turn ends. It has what uvicorn uses."""
 
-    __slots__ = ("_bursts", "_held", "_loop", "_transport", "chunk_written", "writable")
+    __slots__ = ("_bursts", "_held", "_lingering", "_loop", "_sending", "_transport", "chunk_written", "writable")
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, bursts: Bursts) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        bursts: Bursts,
+        sending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`sending`: whether the client is in the middle of a request."""
         super().__init__()
         self._transport = transport
         self._loop = loop
         self._bursts = bursts
+        self._sending = sending
         self._held = b""
+        self._lingering = False
+        """Whether nothing more is written, and what comes is only dropped."""
         self.writable = True
         """Whether the client is there and reads; kept by the connection."""
         self.chunk_written = 0.0
@@ -72,15 +85,23 @@ class BurstTransport(asyncio.Transport):
         """Write what is held."""
         if self._held:
             held, self._held = self._held, b""
-            if not self._transport.is_closing():
+            if not self.is_closing():
                 self._transport.write(held)
 
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self._lingering or self._transport.is_closing()
 
     def close(self) -> None:
+        """At once, unless the client still sends. What it sends is then read a while longer: otherwise the system would
+        reset the connection, and the client would lose the answer, too (RFC 9112, 9.6)."""
         self.flush()
-        self._transport.close()
+        if self.is_closing() or not self._sending():
+            return self._transport.close()
+        self._lingering = True
+        if self._transport.can_write_eof():  # TLS has no half that could be closed
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        self._loop.call_later(LINGER, self._transport.close)
 
     def abort(self) -> None:
         self._held = b""

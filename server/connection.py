@@ -47,16 +47,20 @@ class Parser(httptools.HttpRequestParser):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class of connections
         self._connection = connection
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        parser = self
         while True:
             try:
-                return super().feed_data(data)
+                return httptools.HttpRequestParser.feed_data(parser, data)
             except httptools.HttpParserUpgrade as upgrade:
-                if self.get_method() == b"CONNECT":
+                if parser.get_method() == b"CONNECT":
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
+                # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
+                parser = self._connection.parser = Parser(self._connection)
 
 
 class Connection(HttpToolsProtocol):
@@ -79,7 +83,6 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.parser = Parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class
         self._bounds = bounds
         self._bursts = bursts
         self._in_head = False
@@ -99,11 +102,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = BurstTransport(transport, self.loop, self._bursts)
+        self.transport = BurstTransport(transport, self.loop, self._bursts, self._receiving)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self.transport.is_closing():
             return
         if self._in_head:
             self._received += len(data)
@@ -177,12 +180,18 @@ class Connection(HttpToolsProtocol):
             self._reading.cancel()
             self._reading = None
 
+    def _receiving(self) -> bool:
+        """Whether a part of a request has come, and more of it may come."""
+        return self._refused or (self._reading is not None and (self._received > 0 or not self._in_head))
+
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _late(self) -> None:
         self._reading = None
+        if self.transport.is_closing():
+            return
         ours_to_wait = bool(self.pipeline) or (self._in_head and self._answering)
         moving = not self._in_head and self._answering and self._received >= BODY_PIECE
         if ours_to_wait or moving:

@@ -57,6 +57,25 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 """Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
+ABSENT = {
+    "/v1/audio/": "its models read text and images and write text: no sound",
+    "/v1/images/": "its models write text: no pictures",
+    "/v1/videos": "its models write text: no films",
+    "/v1/realtime": "its models read text and images and write text: no sound",
+    "/v1/moderations": "it judges no texts; /v1/decisions asks a model about one",
+    "/v1/fine_tuning/": "it trains nothing; an adapter that was trained elsewhere is loaded by /v1/load_lora_adapter",
+    "/v1/assistants": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
+    "/v1/threads": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
+    "/v1/vector_stores": "it keeps no vectors; /v1/embeddings makes them",
+    "/v1/uploads": "a file is sent whole, to /v1/files",
+    "/v1/messages/batches": "/v1/batches is what it has for batches",
+    "/api/copy": "`quire serve --served-model-name` gives a model another name",
+    "/api/create": "models are made by others; `quire serve MODEL` serves one",
+    "/api/delete": "`quire rm MODEL` deletes one",
+    "/api/push": "it uploads no models",
+    "/api/blobs": "it takes no models from requests",
+}
+"""What others' APIs have and this server has not: how its path begins, and why, or what to use instead."""
 SYSTEM_ONE = "/v1/systemone"
 """The route of TypeSafe's API."""
 OLLAMA = "/api/"
@@ -186,7 +205,10 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
-    if error.status_code == HTTPStatus.NOT_FOUND:
+    absent = next((why for begin, why in ABSENT.items() if path.startswith(begin)), None)
+    if error.status_code == HTTPStatus.NOT_FOUND and absent:
+        told = Failure(404, f"This server has no {method} {path}: {absent}", INVALID, None, "unknown_url")
+    elif error.status_code == HTTPStatus.NOT_FOUND:
         near = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
         hint = f"did you mean {near[0]}?" if near else "/openapi.json lists what is served"
         told = Failure(404, f"Unknown request URL: {method} {path}; {hint}", INVALID, None, "unknown_url")

@@ -139,7 +139,8 @@ def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) ->
         config.activation_bits,
         config.tensor_parallel_size,
     )
-    digest = hashlib.blake2b("\n".join((*parts, repr(asked))).encode(), digest_size=6).hexdigest()
+    context = "" if info.rope_context is None else f"\n{info.rope_context}"
+    digest = hashlib.blake2b(("\n".join((*parts, repr(asked))) + context).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 
 

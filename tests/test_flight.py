@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.flight.finding import close
 from benchmarks.flight.plan import PLAN
-from benchmarks.flight.process import Run, beside, is_cudas, run_stage
+from benchmarks.flight.process import Run, beside, in_order, is_cudas, run_stage
 from benchmarks.flight.table import told
 from tests.tree import ROOT
 
@@ -41,6 +41,21 @@ def test_a_stage_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> Non
     while not gone(pid):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_stage_has_what_those_before_it_left() -> None:
+    given, takes = list[float](), {"short": 2.0, "late": 13.0, "last": 1.0}
+
+    def run(name: str, seconds: float) -> Run:
+        given.append(seconds)
+        return Run(name, "", "", takes[name])
+
+    assert [each.stage for each in in_order({"short": 5.0, "late": 10.0, "last": 4.0}, run)] == list(takes)
+    assert given == [5.0, 13.0, 4.0]
+
+
+def test_the_stages_fit_into_a_flight() -> None:
+    assert sum(PLAN.values()) == 560.0
 
 
 def test_what_runs_beside_ends_with_the_stages(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ DISTIL = {"dim": 64, "hidden_dim": 160, "n_layers": 4, "n_heads": 4}
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {"model_type": "bert"},
     "bert-relu": {"model_type": "bert", "hidden_act": "relu"},
+    "bert-silu": {"model_type": "bert", "hidden_act": "silu"},
     "bert-tanh": {"model_type": "bert", "hidden_act": "gelu_new"},
     "distilbert": {"model_type": "distilbert", **DISTIL},
     "modernbert": {"model_type": "modernbert", "local_attention": 32, "classifier_pooling": "mean"},

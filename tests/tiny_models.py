@@ -322,6 +322,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma-biased": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
     "gemma2": {
         **GEMMA,
         "model_type": "gemma2",
@@ -410,6 +411,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "head_dim": 32,
         "sliding_window": 20,
+        "attention_bias": True,
         "tie_word_embeddings": True,
     },
     "lfm3-ungated": {"model_type": "lfm3", "num_hidden_layers": 6, "head_dim": 16, "use_attention_gate": False},

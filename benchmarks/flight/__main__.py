@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.common.options import options
 from benchmarks.flight.plan import PLAN
-from benchmarks.flight.process import Run, beside, is_cudas, run_stage
+from benchmarks.flight.process import Run, beside, in_order, is_cudas, run_stage
 from benchmarks.flight.table import read, told
 
 _BUILD = Path(__file__).parents[2] / "kernels" / "cpu" / "build.py"
@@ -33,11 +33,10 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.seconds
     with beside([sys.executable, str(_BUILD)], args.out / "build.log"):  # what the last stage tries
-        runs = [
-            _run(name, args.out, args.device, min(seconds, until - time.monotonic()))
-            for name, seconds in PLAN.items()
-            if args.only is None or name in args.only
-        ]
+        runs = in_order(
+            {name: seconds for name, seconds in PLAN.items() if args.only is None or name in args.only},
+            lambda name, seconds: _run(name, args.out, args.device, min(seconds, until - time.monotonic())),
+        )
     for run in [
         run for run in runs if is_cudas(run, (each["said"] for each in read(args.out, run) if not each["held"]))
     ]:

@@ -12,21 +12,22 @@ from benchmarks.gpu import times
 from quire.kernels.backend import Backend, Experts
 from quire.kernels.reference import Reference
 from quire.kernels.routing import Mixture, Routing
-from quire.kernels.select import select_backend
 
 _SHAPES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral": (4096, 14336, 8, 2)}
 """Hidden size, width of an expert, experts, those of a token."""
 _ROWS = (1, 16, 256, 4096)
 
 
-def experts(device: torch.device, say: Say) -> None:
+def experts(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
+    """timed: how fast; else what they compute."""
     small = device.type == "cpu"
-    backend, _ = select_backend(device, torch.bfloat16, 128)
     for name, shape in {"a small one": (64, 96, 8, 2)}.items() if small else _SHAPES.items():
         weights = [_weights(shape, device), _weights(shape, device, down=True)]
         router = torch.randn((shape[2], shape[0]), device=device).bfloat16() * shape[0] ** -0.5
         routing = Routing(shape[3])
-        tried(say, f"experts of {name}", partial(_right, backend, weights, router, routing))
+        if not timed:
+            tried(say, f"experts of {name}", partial(_right, backend, weights, router, routing))
+            continue
         mixture = _mixture(backend, weights, router, routing)
         for rows in _ROWS[: 2 if small else None]:
             x = torch.randn((rows, shape[0]), device=device).bfloat16()

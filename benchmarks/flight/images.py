@@ -60,14 +60,17 @@ _PICTURES = ((90, 60), (31, 80), (48, 48))
 
 
 def images(device: torch.device, say: Say) -> None:
+    """Each thing of all families before the next one."""
     torch.backends.cuda.matmul.allow_tf32 = False
     tried(say, "an image for a tower of Qwen2.5-VL's size", partial(_timed, device))
-    for name in _FAMILIES:
-        with tempfile.TemporaryDirectory() as folder:
-            path = save_family(Path(folder), name)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: save_family(Path(folder, name), name) for name in _FAMILIES}
+        for name, path in paths.items():
+            tried(say, f"{name}, {torch.float32}", partial(_parity, path, name, torch.float32, device))
+        for name, path in paths.items():
             tried(say, f"{name}: graphs, cache, chunks", partial(_same, path, device))
-            for dtype in (torch.float32, torch.bfloat16):
-                tried(say, f"{name}, {dtype}", partial(_parity, path, name, dtype, device))
+        for name, path in paths.items():
+            tried(say, f"{name}, {torch.bfloat16}", partial(_parity, path, name, torch.bfloat16, device))
 
 
 def _llm(path: Path, device: torch.device, **options: Any) -> LLM:

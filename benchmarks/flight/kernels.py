@@ -82,29 +82,35 @@ def _metadata(
 
 
 def products(device: torch.device, say: Say) -> None:
-    """Quantized linears beside bfloat16's, mixtures of experts, latents and rules with matrices: what they compute, and
-    the time of each."""
-    small = device.type == "cpu"
-    outs, inner = (256, 256) if small else (14336, 4096)
+    """Quantized linears beside bfloat16's, mixtures of experts, latents and rules with matrices: what all of them
+    compute, and then the time of each."""
     backend, why = select_backend(device, torch.bfloat16, 128)
     say(Finding("products by", why))
-    if not small:
+    if device.type != "cpu":
         by_pytorch(device, say)
+    for timed in (False, True):
+        for part in (_quantized, experts, layers):
+            part(device, say, backend, timed)
+
+
+def _quantized(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
+    small = device.type == "cpu"
+    outs, inner = (256, 256) if small else (14336, 4096)
     dense = torch.randn((outs, inner), device=device).bfloat16() * 0.02
     plain = backend.pack_linear(dense, None)
     for name, weight in _weights(outs, inner, device).items():
+        if timed:
+            linear = backend.pack_quantized([weight], None, dtype=torch.bfloat16)
+            for rows in (1, 16) if small else (1, 16, 64, 256, 2048):
+                x = torch.randn((rows, inner), device=device).bfloat16()
+                ours, other = (_seconds(each, x) for each in (linear, plain))
+                said = f"{ours * 1e6:.0f} us, bfloat16 {other * 1e6:.0f} ({other / ours:.2f})"
+                say(Finding(f"{name}, {rows} rows", said))
+            continue
         for rows in (5, 40) if small else (5, 40, 300):  # few, rounded, expanded
             tried(say, f"{name}, {outs}x{inner}, {rows} rows", partial(_right, backend, weight, device, rows))
         if not small:
             tried(say, f"{name}, deterministic", partial(_alike, weight, device))
-        linear = backend.pack_quantized([weight], None, dtype=torch.bfloat16)
-        for rows in (1, 16) if small else (1, 16, 64, 256, 2048):
-            x = torch.randn((rows, inner), device=device).bfloat16()
-            ours, other = (_seconds(each, x) for each in (linear, plain))
-            said = f"{ours * 1e6:.0f} us, bfloat16 {other * 1e6:.0f} ({other / ours:.2f})"
-            say(Finding(f"{name}, {rows} rows", said))
-    experts(device, say)
-    layers(device, say)
 
 
 def by_pytorch(device: torch.device, say: Say) -> None:

@@ -27,24 +27,23 @@ _DTYPES = (torch.bfloat16, torch.float32)
 """Of the first of each kind; of others the first."""
 
 
-def layers(device: torch.device, say: Say) -> None:
+def layers(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
+    """timed: how fast; else what they compute. backend: of rules."""
     small = device.type == "cpu"
-    backend, why = select_backend(device, torch.bfloat16, 192, latents=True)
-    say(Finding("latents by", why))
+    of_latents, why = select_backend(device, torch.bfloat16, 192, latents=True)
+    if not timed:
+        say(Finding("latents by", why))
     for at, (name, (heads, sizes)) in enumerate((_SMALL_LATENTS if small else _LATENTS).items()):
-        for dtype in _DTYPES[: 1 if at or small else None]:
-            tried(
-                say, f"latents of {name}, {dtype}", partial(_passes, LatentProbe(device, dtype, heads, sizes), backend)
-            )
-        for seqs, context in ((1, 64),) if small else ((1, 32768), (32, 2048)):
+        for dtype in () if timed else _DTYPES[: 1 if at or small else None]:
+            probe = LatentProbe(device, dtype, heads, sizes)
+            tried(say, f"latents of {name}, {dtype}", partial(_passes, probe, of_latents))
+        for seqs, context in () if not timed else ((1, 64),) if small else ((1, 32768), (32, 2048)):
             what = f"latents of {name}, a decode of {seqs} behind {context} tokens"
-            tried(say, what, partial(_timed_latents, backend, device, heads, seqs, context))
-    backend, why = select_backend(device, torch.bfloat16, 128)
-    say(Finding("states by", why))
+            tried(say, what, partial(_timed_latents, of_latents, device, heads, seqs, context))
     for at, (name, (rule, value)) in enumerate(_rules(device, small).items()):
-        for dtype in _DTYPES[: 1 if at or small else None]:
+        for dtype in () if timed else _DTYPES[: 1 if at or small else None]:
             tried(say, f"{name}, {dtype}", partial(_passes, RuleProbe(device, dtype, rule, value), backend))
-        for seqs, count in ((1, 4),) if small else ((1, 1), (64, 1), (1, 2048)):
+        for seqs, count in () if not timed else ((1, 4),) if small else ((1, 1), (64, 1), (1, 2048)):
             what = f"{name}, {seqs} sequences of {count} tokens"
             tried(say, what, partial(_timed_rule, backend, device, rule, value, seqs, count))
 

@@ -12,9 +12,11 @@ import torch
 
 from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine, let_go
 from quire.engine.types import Adapter
+from quire.engine.worker.startup import start_worker
 from tests.adapters import save_adapter
 from tests.engine.harness import run
 
@@ -67,22 +69,29 @@ _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
 """In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
 _SMALL_STEPS = ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v2")
 """One family of each kind of layers that keep something of sequences."""
+_DRAFT = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16} | {
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+}
+"""Of Llama 3.2 1B, otherwise than above."""
 _ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
 
 def compare(device: torch.device, say: Say) -> None:
+    """Each thing once before any again: all families, then what one of them has beside, graphs, and bfloat16."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    for family in FAMILIES:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+    with tempfile.TemporaryDirectory() as name:
+        folders = {family: Path(name, family) for family in FAMILIES}
+        for family, folder in folders.items():
             tried(say, f"{family}: made", partial(_made, folder, family))
-            for dtype in (torch.float32,) if family in _WITH_EXPERTS else (torch.float32, torch.bfloat16):
-                tried(say, f"{family}, {dtype}", partial(_parity, folder, dtype, device))
-            if family in _SMALL_STEPS:
-                tried(say, f"{family}: small steps with prompts in graphs", partial(_small_steps, folder, device))
-            if family == "llama":
-                _features(folder, device, say)
+            tried(say, f"{family}, {torch.float32}", partial(_parity, folder, torch.float32, device))
+        _features(folders["llama"], device, say)
+        tried(say, "a model that drafts, one guess more", partial(_guesses, Path(name, "drafts"), device))
+        for family in _SMALL_STEPS:
+            what = f"{family}: small steps with prompts in graphs"
+            tried(say, what, partial(_small_steps, folders[family], device))
+        for family in [family for family in FAMILIES if family not in _WITH_EXPERTS]:
+            tried(say, f"{family}, {torch.bfloat16}", partial(_parity, folders[family], torch.bfloat16, device))
 
 
 def _made(folder: Path, family: str) -> str:
@@ -204,6 +213,29 @@ def _small_steps(folder: Path, device: torch.device) -> str:
     if device.type == "cuda" and not captured:
         raise ValueError(f"no step with a prompt was a graph's; {notes}")
     return f"the same tokens; {captured} steps with prompts by graphs; {spent[0]:.2f} ms a step, eager {spent[1]:.2f}"
+
+
+def _guesses(folder: Path, device: torch.device) -> str:
+    """What the start of an engine measures, whose graphs are captured then: with none, and with them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = _SHAPE | (_DRAFT if device.type == "cuda" else {})
+    with device:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape), dtype=torch.bfloat16).save_pretrained(
+            folder
+        )
+    asked = {"dtype": "bfloat16", "num_kv_blocks": 512, "max_num_seqs": 32, "skip_tokenizer_init": True}
+    draft, said = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3), list[str]()
+    for eager in (True, False):
+        given: dict[str, Any] = asked | {"enforce_eager": eager, "speculative_config": draft}
+        config = EngineConfig(model=str(folder), device=device.type, **given)
+        worker = start_worker(config, folder, read_model_config(folder), lambda: None)
+        assert worker.draft is not None
+        costs = dict(worker.draft.step_costs)
+        told = [f"{1000 * costs[count]:.2f} ms for {count}" for count in (1, 32)]
+        said.append(f"{'without graphs' if eager else 'with graphs'} {', '.join(told)} at once")
+        let_go()
+    return "; ".join(said)
 
 
 def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: dict[str, list[int]]) -> str:

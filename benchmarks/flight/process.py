@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,15 @@ def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path,
     if code is None:
         return Run("", "", f"its {seconds:.0f} s were over", took, late=True)
     return Run("", "", _reason(code, log), took)
+
+
+def in_order(stages: Mapping[str, float], run: Callable[[str, float], Run]) -> list[Run]:
+    """Run one stage after the other, each for its own seconds at most and what those before it left."""
+    runs, left = list[Run](), 0.0
+    for name, seconds in stages.items():
+        runs.append(run(name, seconds + left))
+        left = max(0.0, seconds + left - runs[-1].seconds)
+    return runs
 
 
 def is_cudas(run: Run, wrong: Iterable[str]) -> bool:

@@ -17,14 +17,14 @@ from benchmarks.flight.plan import PLAN
 
 STAGES = {
     "machine": "machine.look",
+    "ranks": "ranks.ranks",
+    "http": "serving.http",
     "compiling": "compiling.ahead",
     "kernels": "kernels.attention",
-    "models": "models.compare",
-    "images": "images.images",
-    "large": "serving.large",
     "products": "kernels.products",
-    "http": "serving.http",
-    "ranks": "ranks.ranks",
+    "images": "images.images",
+    "models": "models.compare",
+    "large": "serving.large",
     "cores": "machine.cores",
 }
 """Modules and their functions. A stage imports its own alone: what all import takes seconds."""

@@ -231,14 +231,15 @@ AXES: dict[str, tuple[int, ...]] = {
 }
 """Those whose rotations tell rows and columns of an image apart. Not (): the frequencies of these take turns, and so
 many are theirs where mrope_section does not say it."""
+PHI = ("phi3", "phimoe")
+"""Those whose LongRoPE is computed."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
 _SLIDING = dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
     "dots1": 4096,
     "mellum": 1024,
-    "granite_swa": 128,
-    "granitemoe_swa": 128,
+    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), 128),
 }
 """By family, the tokens of a sliding window where config.json does not say them."""
 _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
@@ -373,6 +374,6 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
 def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
     """A rope_type that is not computed; "" where it is."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    of_phi, dynamic = raw.get("model_type") in ("phi3", "phimoe"), bool(rope.get("alpha"))
-    served = {"mrope": True, "dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
+    of_phi = raw.get("model_type") in PHI
+    served = {"mrope": True, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind

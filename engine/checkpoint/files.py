@@ -83,6 +83,8 @@ class ModelConfig:
     """Each field of its declared type, or None."""
     context: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
+    rope_context: int | None = None
+    """Tokens of the context for which rotations are chosen; None: they depend on none."""
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By our names of fields, those in the file, where these are others."""
     given: Mapping[str, Any] | None = None
@@ -159,7 +161,7 @@ def hub_model(name: str) -> HubName:
     found = hub_name(name)
     if found is None:
         sized = [each for each in known if each.startswith(f"{name.lower()}:")]
-        advice = f"it is in {len(sized)} sizes: {', '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
+        advice = f"write it with a size: {' or '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"

@@ -41,6 +41,10 @@ GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 MOST_GRAPHS = 32
 GRAPH_BYTES = 8 * 2**20
 """What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
+CALL_BYTES = 16 * 2**10
+"""Of each call of NCCL's in a graph: the same. By its sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0)
+it allocates 512 bytes for each of up to 32 channels before 2.22; since then an all-reduce or an all-gather lies in its
+kernel's arguments, up to 4 KB."""
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
 """The same of all graphs of a model or heads that draft, some thirty of a smaller model or a hundred of a layer or two:
@@ -53,14 +57,21 @@ def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
     return rows[-1] + max((size for size in GRAPH_TOKENS if size <= max_model_len), default=0)
 
 
-def graphs_bytes(step_bytes: int, tokens: int, most: int | None, *, drafts: bool) -> int:
+def graph_calls(layers: int, ranks: int, *, divides_tokens: bool) -> int:
+    """NCCL's calls in a step of a model of so many layers, where so many GPUs compute it: the embedding's sum, and of
+    each layer two; where ranks divide the tokens of sequences, its queries' and what attention finds of them, too."""
+    return 0 if ranks == 1 else 1 + layers * (4 if divides_tokens else 2)
+
+
+def graphs_bytes(step_bytes: int, tokens: int, most: int | None, calls: int = 0, *, drafts: bool) -> int:
     """What CUDA graphs take beside the largest step, which has so many tokens and bytes. most: tokens in a graph of a
-    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's.
-    `drafts`: whether a model or heads draft."""
+    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's. calls:
+    see graph_calls. drafts: whether a model or heads draft."""
     guesses = DRAFT_GRAPHS_BYTES if drafts else 0
     if most is None:
         return step_bytes // 4 + guesses
-    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * GRAPH_BYTES + guesses
+    each = GRAPH_BYTES + calls * CALL_BYTES
+    return max(step_bytes // 4, step_bytes * min(most, tokens) // tokens) + MOST_GRAPHS * each + guesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.checkpoint.families import layer_windows
+from quire.engine.checkpoint.alike.rope import LONGROPE, chosen_by_context
+from quire.engine.checkpoint.families import PHI, layer_windows
 from quire.engine.checkpoint.files import ModelConfig, text_config
 from quire.engine.checkpoint.parts.states import LayerStates, SharedState
 from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import refuse
 
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
@@ -54,7 +56,19 @@ def keeps_all(config: EngineConfig) -> str | None:
     return "speculative_config" if config.has_drafts else None  # what drafts has pages of the same numbers
 
 
-def without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+def as_configured(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with the context that is asked for, so far as it decides more than how much is kept."""
+    model = _without_windows(model, config)
+    of_phi = model.model_type in PHI and model.rope.get("rope_type") in LONGROPE
+    if not (of_phi if model.given is None else chosen_by_context(model.given)):
+        refuse("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
+        return model
+    # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
+    context = config.rope_context or config.max_model_len or model.max_position
+    return replace(model, rope_context=context, max_position=min(model.max_position, context))
+
+
+def _without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The model, whose context ends where its narrowest window does if the configuration asks for that: up to there
     every layer sees all tokens."""
     if not config.disable_sliding_window:

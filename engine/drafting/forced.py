@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, grammar_of, kinds_of
 from quire.engine.core.sequence import Sequence
 from quire.engine.errors import QuireError
-from quire.engine.text.grammar import GrammarCompiler, usual_form
+from quire.engine.text.grammar import MAX_FORCED_BYTES, GrammarCompiler, usual_form
 from quire.engine.types import Request
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class _Following:
                 self.run, self.passed = [], 0
             if self.matcher is not None and not _consumed(self.matcher, token, compiler):
                 self.matcher = None
+        if self.matcher is not None and len(self.matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+            self.matcher = None
 
     def forced(self, most: int) -> list[int]:
         """Up to so many tokens that must come now."""

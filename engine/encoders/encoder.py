@@ -26,7 +26,7 @@ from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
-from quire.kernels.activation import GELU, sigmoid
+from quire.kernels.activation import GELU, sigmoid, silu
 from quire.kernels.activation import Activation as Elementwise
 from quire.kernels.backend import NO_ADAPTERS, Backend
 from quire.kernels.gpu.transfer import upload
@@ -149,7 +149,10 @@ def base_spec(config: ModelConfig, **own: Any) -> EncoderSpec:
         "windows": (None,) * config.num_layers,
         "activation": activation_of(config.raw.get("hidden_act") or "gelu"),
     }
-    return EncoderSpec(**alike | own)
+    spec = EncoderSpec(**alike | own)
+    if spec.gated and spec.activation in ("quick_gelu", "relu"):
+        raise ModelError(f"model: hidden_act {spec.activation!r} is not supported in a {config.model_type!r}")
+    return spec
 
 
 def two_stages(first: str, activation: str, last: str) -> Callable[[int, int], list[Stage]]:
@@ -338,8 +341,10 @@ class Encoder:
                 wide = backend.activate(wide, Elementwise(kind))
             case "quick_gelu", False:
                 wide = wide.mul_(sigmoid(1.702 * wide))
+            case "silu", False:
+                wide = silu(wide)
             case unknown, _:
-                raise ModelError(f"model: hidden_act {unknown!r} is not supported here")
+                raise AssertionError(unknown)  # base_spec refuses it
         return layer.down.packed(wide, NO_ADAPTERS)
 
     def _added(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:

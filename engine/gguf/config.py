@@ -79,6 +79,8 @@ _SAMPLING = {
 }
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """By their number of layers: the models that scale attention by hidden_size / heads, which the format does not say."""
+_NULL = ("num_key_value_heads", "q_lora_rank")
+"""Fields where null is not what it is to leave them out."""
 EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _MOST_FACTORS = 2**16
 
@@ -118,7 +120,8 @@ def config_json(header: Header) -> dict[str, Any]:
         **(delta_nets.fields(header, arch) if arch in delta_nets.FAMILIES else {}),
         **(state_spaces.fields(header, arch) if arch in state_spaces.FAMILIES else {}),
     }
-    return {key: value for key, value in config.items() if value is not None} | _windows(header, arch)
+    kept = {key: value for key, value in config.items() if value is not None or key in _NULL}
+    return kept | _windows(header, arch)
 
 
 def _family(header: Header, arch: str) -> str:
@@ -294,12 +297,13 @@ def _of_sparse(header: Header, arch: str, inner: int | None) -> dict[str, Any]:
     """What keys say alike of the families with experts. inner: an expert's width."""
     shared, norm = header.integer(f"{arch}.expert_shared_count"), header.flag(f"{arch}.expert_weights_norm")
     width = header.integer(f"{arch}.expert_shared_feed_forward_length")
+    groups = header.integer(f"{arch}.expert_group_count") or None
     fields: dict[str, Any] = {
         "n_shared_experts": shared or 0,
         "norm_topk_prob": bool(norm),
         "routed_scaling_factor": header.number(f"{arch}.expert_weights_scale") or None,
-        "n_group": header.integer(f"{arch}.expert_group_count") or None,
-        "topk_group": header.integer(f"{arch}.expert_group_used_count") or None,
+        "n_group": groups,
+        "topk_group": header.integer(f"{arch}.expert_group_used_count") or groups,
         "first_k_dense_replace": header.integer(f"{arch}.leading_dense_block_count") or 0,
         "num_nextn_predict_layers": header.integer(f"{arch}.nextn_predict_layers"),
         "use_qk_norm": arch == "glm4moe" and "blk.0.attn_q_norm.weight" in header.tensors,

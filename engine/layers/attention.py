@@ -145,7 +145,8 @@ class Attention(PagedPart):
         gate = f"{prefix}.gate_proj"
         gates = {gate: q_size if spec.gated else spec.num_heads} if spec.gated or spec.head_gates else {}
         cuts[gate] = cuts[q] if spec.gated else shard.heads(heads, 1)
-        self._gate = linear(hidden, gates, bias=spec.qkv_bias, cuts={gate: cuts[gate]}) if gates else None
+        bias = spec.qkv_bias and spec.gated
+        self._gate = linear(hidden, gates, bias=bias, cuts={gate: cuts[gate]}) if gates else None
         self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.ins(q_size)})
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         norms = {self._input_norm: hidden} if spec.input_norm else {}

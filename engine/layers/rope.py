@@ -20,7 +20,7 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", *_LLAMA3),
     "factors": ("factors",),
-    "dynamic": ("alpha",),
+    "dynamic": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "max_position_embeddings"),
     "axial": (),
     "ntk": ("factor",),
@@ -53,8 +53,8 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
             frequencies = frequencies / _factors(rope, "factors", len(frequencies))
         case "longrope":
             frequencies, size = frequencies / _long_factors(rope, len(frequencies)), _longrope_size(rope)
-        case "dynamic":  # with HunYuan's alpha, which makes it static: the base alone is stretched
-            stretched = rope["rope_theta"] * rope["alpha"] ** (rotated / max(rotated - 2, 1))
+        case "dynamic":  # stretched beyond the model's positions, where contexts end; HunYuan's alpha stretches all
+            stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
             frequencies = 1.0 / stretched ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
         case "yarn":
             frequencies, size = _yarn(frequencies, rope), _yarn_size(rope)

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
@@ -157,7 +157,7 @@ class ProcessLink(EngineLink):
             await self.stop()
             raise
         # An engine that is built anew gets the same context and pages, whatever memory is free then.
-        self._fitted = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
+        self._fitted = fitted(info)
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
 

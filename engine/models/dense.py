@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.alike.rope import LONGROPE
 from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
@@ -89,14 +90,14 @@ def _granite_swa(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
 def phi3_rope(config: ModelConfig) -> dict[str, Any]:
     """LongRoPE, in the names of today."""
     raw, rope = config.raw, dict(config.rope)
-    if rope["rope_type"] not in ("longrope", "su", "yarn"):  # older names
+    if rope["rope_type"] not in LONGROPE:
         return rope
     old = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
     trained = raw.get("max_position_embeddings") or config.max_position
     return rope | {
         "rope_type": "longrope",
         "original_max_position_embeddings": old,
-        "max_position_embeddings": config.context or config.max_position,
+        "max_position_embeddings": config.rope_context or config.context or config.max_position,
         "factor": rope.get("factor") or trained / old,
     }
 
@@ -122,11 +123,9 @@ TABLE: Mapping[str, SpecOf] = {
     # Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1.
     "gemma": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),
+        attention=biased("attention_bias"),
         mlp={"activation": "gelu_tanh"},
-        decoder={
-            "tie_embeddings": lambda config: bool(config.raw.get("tie_word_embeddings", True)),
-            "embedding_scale": lambda config: config.hidden_size**0.5,
-        },
+        decoder={"embedding_scale": lambda config: config.hidden_size**0.5},
     ),
     # Gemma 2 (Gemma Team, 2024): norms behind attention and the MLP too, capped scores and logits, and a sliding window
     # in every other layer.

@@ -22,10 +22,6 @@ Experts = Callable[[ModelConfig, NormSpec], ExpertsSpec]
 """Reads a layer's experts, whose norms are like the model's. Raises ModelError."""
 
 
-def _groups_kept(config: ModelConfig) -> int:
-    return config.raw.get("topk_group") or config.raw.get("n_group") or 1
-
-
 def _group_best(config: ModelConfig) -> int:
     return 2 if (config.raw.get("n_group") or 1) > 1 else 1
 
@@ -36,7 +32,7 @@ GROUPED: Fields = {
     "added": 1e-20,
     "scale": given("routed_scaling_factor", 1.0),
     "groups": given("n_group", 1),
-    "groups_kept": _groups_kept,
+    "groups_kept": given("topk_group", 1),
     "group_best": _group_best,
 }
 """DeepSeek-V3's routing (2024): weights are sigmoids, normalized where config.json says so; groups are chosen by their

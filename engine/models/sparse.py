@@ -37,6 +37,14 @@ def _clamp(config: ModelConfig) -> Clamp:
     return Clamp(config.raw.get("swiglu_alpha") or 1.702, config.raw.get("swiglu_limit") or 7.0)
 
 
+def _least_sum(config: ModelConfig) -> float:
+    """Of chosen weights, by which they are divided: what is as small as published models' may be added to it."""
+    least = config.raw.get("moe_norm_min") or 0.0
+    if least > 1e-6:
+        raise ModelError(f"model: config.json: moe_norm_min: at most 1e-06 is served, got {least}")
+    return least
+
+
 def _jitter(config: ModelConfig) -> float:
     noise = config.raw.get("router_jitter_noise")
     return 0.01 if noise is None else noise
@@ -96,7 +104,7 @@ TABLE: Mapping[str, SpecOf] = {
     "ernie4_5_moe": Family(
         like="ernie4_5",
         experts=mixture(
-            {"added": given("moe_norm_min", 0.0)},
+            {"added": _least_sum},
             size=expert_size,
             beside=shared(bias=flag("use_bias")),
             float_router=True,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.link import EngineLink
@@ -46,7 +46,7 @@ class InProcessLink(EngineLink):
         from quire.engine.loop import Engine
 
         engine = Engine(self._config)
-        self._fitted = {"max_model_len": engine.info.max_model_len, "num_kv_blocks": engine.info.num_blocks}
+        self._fitted = fitted(engine.info)
         self._begin(engine)
         return engine.info
 

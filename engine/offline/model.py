@@ -7,7 +7,7 @@ import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from quire.engine import types
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
@@ -207,8 +207,25 @@ class Model:
             raise InvalidRequest(f"{name} {wrong}", param="prompts")
 
 
+_TENSORS = "load_weights takes tensors and update_weights a folder, while requests are open"
+_INSTEAD = {
+    "apply_model": "LLM.collective_rpc(function) calls a function with each rank's part of the model",
+    "get_world_size": "LLM.collective_rpc('describe') tells it",
+    **dict.fromkeys(("start_profile", "stop_profile"), "`quire trace` records the engine of a running server"),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "llm_engine has add_request and step"),
+    **dict.fromkeys(("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"), _TENSORS),
+}
+"""What to use instead of methods of vLLM's that are not here."""
+
+
 class Serving:
     """What a program's object tells of its model and its engine."""
+
+    if not TYPE_CHECKING:  # or type checkers would believe in every name
+
+        def __getattr__(self, name: str) -> object:
+            hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__} has no {name}{hint}", name=name, obj=self)
 
     def __init__(self, model: Model, client: EngineClient) -> None:
         self._model, self._client = model, client

@@ -66,6 +66,7 @@ class ModelHashes:
             quantize_embedding=config.quantize_embedding,
             kv_cache_dtype=info.kv_cache_dtype,
             activation_bits=config.activation_bits,
+            rope_context=info.rope_context,
             tensor_parallel_size=config.tensor_parallel_size,
             deterministic=info.deterministic,
         )

@@ -27,6 +27,7 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
     quantize_embedding: bool | None = None
     kv_cache_dtype: str = "auto"
     activation_bits: str = "auto"
+    rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
     """Whether tokens depend on nothing else that ran; where they may, a replay may differ."""

@@ -35,6 +35,9 @@ FEW_STATES, MOST_STATES = 4096, 50_000
 needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
 _MOST_LARGE = 16
 """Lexers with more than FEW_STATES at a time: 330 MB where all are full."""
+MAX_FORCED_BYTES = 16 * 1024
+"""Text about which a grammar may leave no choice at a time. Half a KB is kept for each byte of it, and it is divided
+into tokens again with each token: a text of 256 KB would cost each answer 130 MB, and 0.1 s a token."""
 CHECK_STACK_BYTES = 4 << 20
 """Half of the engine's stack, so a grammar that passes the check does not overflow the engine's."""
 _CACHED_GRAMMARS = 32
@@ -212,6 +215,7 @@ class GrammarCompiler:
                 raise InvalidRequest(f"no text matches, or too complex: {first_line(matcher)}", param="grammar")
             if matcher.is_stopped():
                 return
+            refuse_long_text(matcher)
             matcher.consume_token(int(allowed[-1]))
 
     def _compile(self, grammar: Grammar, states: int) -> LLMatcher:
@@ -241,6 +245,13 @@ def _as_lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # it raises errors of its own, and others for what it did not foresee
         raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
+
+
+def refuse_long_text(matcher: LLMatcher) -> None:
+    """Raises InvalidRequest where more text than MAX_FORCED_BYTES must come next."""
+    if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
+        message = f"leaves no choice about {size} bytes of text, at most {MAX_FORCED_BYTES}"
+        raise InvalidRequest(message, param="grammar")
 
 
 def worn_out(matcher: LLMatcher) -> bool:

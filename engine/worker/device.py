@@ -230,7 +230,7 @@ class Chosen:
     of_images: Backend
     """The same for a tower of images, whose keys and values no ranks divide."""
     eager_prompts: str | None = None
-    """Why no graph is to hold steps with prompts, though some hold decodes."""
+    """Why no graph is to hold steps with prompts, though some hold decodes. Of ranks the first one knows it."""
 
 
 def kept_in(config: EngineConfig, chosen: Chosen) -> str:
@@ -254,7 +254,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     of_text = dividing_tokens(config, device, spec, backend) if config.divides_tokens else backend
     # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
     of_images = type(backend)() if config.deterministic and device.type == "cuda" else backend
-    eager = why_eager_prompts(config, device, (dtype, held), spec, backend)
+    eager = None if tried else why_eager_prompts(config, device, (dtype, held), spec, backend)
     return Chosen(spec, device, dtype, held, types.changed, of_text, why, of_images, eager)
 
 
@@ -270,6 +270,7 @@ def dividing_tokens(config: EngineConfig, device: torch.device, spec: DecoderSpe
         and f"speculative_config: {asked.method!r} has pages of its own; ngram, suffix and grammar have none",
     )
     assert divided is not None
+    divided.in_graphs = backend.in_graphs
     return divided
 
 

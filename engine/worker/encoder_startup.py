@@ -70,8 +70,7 @@ def start_encoder(
     padding = read_tokenizer(config, path).pad_token_id or 0 if spec.filled else None
     plan = no_pages(length, config.max_num_seqs)
     info = info_of(
-        config,
-        plan,
+        *(config, plan, None),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         backend=f"{backend.name} ({why})",

@@ -19,7 +19,7 @@ from quire.engine.worker.compiling.steps import launch_head
 from quire.engine.worker.costs import CONTEXT, measured
 from quire.engine.worker.graphs.guesses import GuessGraphs
 from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
-from quire.engine.worker.loading.drafts.started import SparePages
+from quire.engine.worker.loading.drafts.spare import SparePages
 from quire.engine.worker.memory import layers_of, prompts
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.kernels.backend import AttentionMetadata
@@ -233,7 +233,7 @@ class Heads:
 
     def launch_every_kind(self, step_tokens: int) -> None:
         """As engine/worker/compiling/steps.py has it for models."""
-        launch_head(self.head, *self._states.shape[2:], self._states.dtype, self._kv_cache, self._slots, step_tokens)
+        launch_head(self.head, self._states.shape[2], self._states.dtype, self._kv_cache, self._slots, step_tokens)
 
     def measure_costs(self) -> list[tuple[int, float]]:
         """(sequences, seconds) of one more guess for each."""

@@ -19,6 +19,7 @@ from quire.engine.checkpoint.kv_plan import (
     GIB,
     available_host_bytes,
     device_kv_budget,
+    graph_calls,
     graph_tokens,
     graphs_bytes,
     host_kv_budget,
@@ -140,9 +141,10 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     torch.cuda.empty_cache()
     if config.enforce_eager:
         return taken
-    with_prompts = backend.in_graphs == "steps" and config.tensor_parallel_size == 1
-    most = graph_tokens(length, config.max_num_seqs) if with_prompts else None
-    return taken + graphs_bytes(taken, len(ids), most, drafts=config.has_drafts)
+    most = graph_tokens(length, config.max_num_seqs) if backend.in_graphs == "steps" else None
+    ranks = config.tensor_parallel_size
+    calls = graph_calls(model.spec.num_layers, ranks, divides_tokens=config.divides_tokens)
+    return taken + graphs_bytes(taken, len(ids), most, calls, drafts=config.has_drafts)
 
 
 def prompts(

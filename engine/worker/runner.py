@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.others import is_other
 from quire.kernels.gpu.transfer import Download, upload
 from quire.kernels.probe import Capture
+
+if TYPE_CHECKING:
+    from quire.kernels.gpu.kinds import Kind
 
 _LOGIT_ROWS = 256
 """How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
@@ -88,15 +93,14 @@ class Runner:
         self._pooler = pooler
         self._heads = heads
         self._headroom = Headroom(layers_of(model, pages)) if slots.device.type == "cpu" and capture is None else None
-        self._taps, observe = ((), None) if heads is None else (heads.head.taps, heads.observe)
-        self._forms, behind = Forms(model, self._kv_cache, slots, self._taps, observe), None
+        self._taps = () if heads is None else heads.head.taps
+        self._forms = Forms(model, self._kv_cache, slots, self._taps, None if heads is None else heads.observe)
         self.graphs = None if capture is None else self._make_graphs(capture)
         self.prompt_graphs: PromptGraphs | None = None
         if capture is not None and prompts:
-            if self._heads_read_all:
-                behind = self._forms.small_behind
-            shape = self._forms.width, model.dtype
-            self.prompt_graphs = PromptGraphs(self._forms.small_step, capture, slots, *shape, behind)
+            behind = self._forms.small_behind if self._heads_read_all else None
+            of = (capture, slots, self._forms.width, model.dtype)
+            self.prompt_graphs = PromptGraphs(self._forms.small_step, *of, behind=behind, group=model.shard.group)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
@@ -110,7 +114,7 @@ class Runner:
             pick=self._decode_picks if self._model.has_head else None,
             behind=self._forms.decode_behind if self._heads_read_all else None,
             adapters=self._model.adapters is not None,
-            alone=self._model.shard.count == 1,
+            group=self._model.shard.group,
         )
 
     @property
@@ -226,18 +230,23 @@ class Runner:
             inputs = scratch_prompt(self._slots, length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
 
-    def compile_kernels(self, step_tokens: int, drafting: Drafting | None) -> Compiled:
-        """Compile, by several processes, every kind of a Triton kernel that a step of up to so many tokens may launch,
-        and what drafts beside it, and that is not there yet."""
+    def kinds(self, step_tokens: int) -> list[Kind]:
+        """Every kind of a Triton kernel that a step of up to so many tokens may launch here."""
         from quire.kernels.gpu.kinds import recorded
 
-        model = self._model
-        if model.shard.count > 1:  # other ranks would wait in what this one has not begun
-            return Compiled()
-        kinds = recorded(partial(launch_every_kind, model, self._kv_cache, self._slots, step_tokens))
+        model, group = self._model, self._model.shard.group
+        with nullcontext() if group is None else group.apart():
+            return recorded(partial(launch_every_kind, model, self._kv_cache, self._slots, step_tokens))
+
+    def compile_kernels(self, step_tokens: int, drafting: Drafting | None) -> Compiled:
+        """Compile, by several processes, the `kinds` of all ranks that are not there yet, and those of what drafts
+        here."""
+        from quire.kernels.gpu.kinds import recorded
+
+        kinds = self.kinds(step_tokens)
         if drafting is not None:
             kinds += recorded(partial(drafting.launch_every_kind, step_tokens))
-        return compile_kinds(list(dict.fromkeys(kinds)), model.progress)
+        return compile_kinds(list(dict.fromkeys(kinds)), self._model.progress)
 
     def mover(self) -> PageMover:
         pages = self._pages if self._heads is None else [*self._pages, *self._heads.pages]

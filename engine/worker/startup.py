@@ -25,14 +25,15 @@ from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.costs import measure_costs
-from quire.engine.worker.device import Chosen, choose, choose_device, kept_in, set_up_cpu
+from quire.engine.worker.device import Chosen, choose, choose_device, holds_decodes, kept_in, set_up_cpu
 from quire.engine.worker.drafting import load_drafting
 from quire.engine.worker.images.load import load_tower
 from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
-from quire.engine.worker.loading.drafts.started import DraftWorker, LoadedDraft, spare_pages
+from quire.engine.worker.loading.drafts.spare import spare_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker, LoadedDraft
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
@@ -134,8 +135,7 @@ def _start(
     runner = ranks.runner(model, *parts, room.eager_prompts is None)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, chosen.spec, loaded.adapters)
     info = info_of(
-        config,
-        plan,
+        *(config, plan, model_config.rope_context),
         dtype=str(chosen.dtype).removeprefix("torch."),
         kv_cache_dtype=kept_in(config, chosen),
         device=str(device),
@@ -171,7 +171,7 @@ def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: K
     """What the plan says, here and on the other ranks."""
     shares = StateShares(plan.sequences, plan.snapshots)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares, prompts=room.eager_prompts is None))
     return room
 
 
@@ -179,9 +179,10 @@ def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bo
     return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
 
 
-def info_of(config: EngineConfig, plan: KVPlan, **told: Any) -> EngineInfo:
+def info_of(config: EngineConfig, plan: KVPlan, rope_context: int | None, **told: Any) -> EngineInfo:
     """What is told of an engine with this cache. `told`: other fields of it."""
     return EngineInfo(
+        rope_context=rope_context,
         model=config.model,
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks,
@@ -291,9 +292,11 @@ def start_ranks(
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
-    told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
+    told: dict[str, Any] = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
     told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     told["kv_cache_dtype"] = kept_in(config, chosen)
+    if chosen.device.type == "cuda" and not holds_decodes(chosen.backend, chosen.spec):
+        told["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, chosen, progress, on_end)

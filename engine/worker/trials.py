@@ -31,7 +31,15 @@ def choose_trials(
         return []
     captures: list[Capture | None] = [None] if config.enforce_eager or is_other(device) else [CudaCapture(device), None]
     ranks = config.decode_context_parallel_size
-    return [_trial(types, device, spec, capture, ranks=ranks) for capture in captures]
+    first, *others = (_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
+    return [first, *(partial(_without_graphs, trial) for trial in others)]
+
+
+def _without_graphs(trial: Trial, backend: Backend) -> str | None:
+    """Of one that a graph does not hold, or computes something else in one."""
+    if (why := trial(backend)) is None:
+        backend.in_graphs = "nothing"
+    return why
 
 
 def why_eager_prompts(
@@ -42,15 +50,13 @@ def why_eager_prompts(
     backend: Backend,
 ) -> str | None:
     """Why graphs that hold decodes hold no step with prompts: what the backend says of itself, or what a library's
-    attention shows. Each of several ranks would have to find the same, and NCCL's calls take memory in each graph, so
-    with ranks none is tried. types: computed, and held by pages."""
+    attention shows. Of several ranks the first one's answer is that of all. types: computed, and held by pages."""
     if backend.in_graphs != "steps":
         return f"{backend.name} computes prompts with looks at the host"
-    if config.tensor_parallel_size > 1:
-        return "several GPUs compute the model"
     if config.enforce_eager or not choose_trials(config, device, types, spec):
         return None
-    return _trial(types, device, spec, CudaCapture(device), prompts=True)(backend)
+    ranks = config.decode_context_parallel_size
+    return _trial(types, device, spec, CudaCapture(device), ranks=ranks, prompts=True)(backend)
 
 
 def _trial(

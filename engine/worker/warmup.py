@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from quire.engine.core.executor import Executor
+from quire.engine.errors import QuireError
 from quire.engine.worker.loading.drafts.started import Drafting
 from quire.engine.worker.runner import Runner
 from quire.kernels.gpu.faults import fault
@@ -61,6 +62,8 @@ def compile_ahead(runner: Runner, step_tokens: int, drafting: Drafting | None, c
     began = clock()
     try:
         compiled = runner.compile_kernels(step_tokens, drafting)
+    except QuireError:  # a rank has ended
+        raise
     except Exception as error:
         return [f"kernels are compiled when steps first need them: {fault(error)}"]
     return [f"in {clock() - began:.1f} s {compiled.said}"] if compiled.count or compiled.failed else []

@@ -20,10 +20,16 @@ namespace {
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
                                     // (docs/cpu.md)
 
+// Rows of x as they are multiplied: floats where no instruction multiplies pairs of bfloat16, which would be taken
+// apart for each panel anew.
+template <class T>
+using Row = std::conditional_t<kHalvesApart, float, T>;
+
 // O is the type of the result: T, or float where it is not to be rounded (logits).
 template <class T, class O>
 struct Linear {
-  const T *x, *bias;  // bias may be null
+  const Row<T>* x;
+  const T* bias;  // may be null
   O* out;
   int in, outs;
   const uint32_t* packed;        // the weight: either this
@@ -49,23 +55,23 @@ struct Prefetch {
 
 template <class T, int R, int C, class O>
 INLINE void finish_block(const Linear<T, O>& l, long row, long column, const Vec (&acc)[R][C]) {
-  for (int c = 0; c < C; ++c) {
+  UNROLLED for (int c = 0; c < C; ++c) {
     const long at = (column + c) * 16;
     const int left = static_cast<int>(l.outs - at < 16 ? l.outs - at : 16);
     if (left <= 0) break;
     const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
-    for (int r = 0; r < R; ++r) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
+    UNROLLED for (int r = 0; r < R; ++r) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
   }
 }
 
-template <class T, int R, int C, class O>
-INLINE void start_block(const Linear<T, O>& l, long row, long column, const uint32_t* (&rows)[R], Vec (&acc)[R][C]) {
-  for (int r = 0; r < R; ++r) {
-    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
+template <class T, int R, int C, class X, class O>
+INLINE void start_block(const Linear<T, O>& l, long row, long column, const X* (&rows)[R], Vec (&acc)[R][C]) {
+  UNROLLED for (int r = 0; r < R; ++r) {
+    rows[r] = reinterpret_cast<const X*>(l.x + (row + r) * l.in);
     // The lines of `out` are prefetched while the sums are computed: stores that miss the cache would delay the next
     // block.
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
-    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+    UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
 }
 
@@ -75,10 +81,11 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
   constexpr int C = kColumns<R>;
   static_assert(kPanelColumns % C == 0);
   for (int column = 0; column < kPanelColumns; column += C) {
-    const uint32_t *rows[R], *columns[C];
+    const std::conditional_t<kHalvesApart && sizeof(T) == 2, float, uint32_t>* rows[R];
+    const uint32_t* columns[C];
     Vec acc[R][C];
     start_block<T, R, C>(l, row, panel * kPanelColumns + column, rows, acc);
-    for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
+    UNROLLED for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
     multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), prefetch);
     finish_block<T, R, C>(l, row, panel * kPanelColumns + column, acc);
   }
@@ -236,7 +243,9 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
-      const bool fetch = next < l.panels() && end - begin > kRows;
+      // Where registers hold the sums of a whole panel, few rows read it once: the CPU sees what follows.
+      constexpr int kOnce = std::min(kRows, kAccumulators / kPanelColumns);
+      const bool fetch = next < l.panels() && end - begin > kOnce;
       multiply_rows(l, begin, end - begin, panel, fetch ? stream + next * panel_bytes : nullptr);
     });
   });
@@ -263,8 +272,28 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
   });
 }
 
+// The rows as they are multiplied.
 template <class T>
-void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads, Fetch* meanwhile) {
+const Row<T>* rows_of(const T* x, long size, int threads) {
+  if constexpr (std::is_same_v<Row<T>, T>) {
+    return x;
+  } else {
+    static thread_local std::vector<float> floats;
+    if (static_cast<long>(floats.size()) < size) floats.resize(size);
+    float* to = floats.data();
+    parallel_rows(threads, size, size, [&](long begin, long end) {
+      for (long i = begin; i < end; i += 16) {
+        const int n = end - i < 16 ? static_cast<int>(end - i) : 16;
+        vstore_first(to + i, vload_first(x + i, n), n);
+      }
+    });
+    return to;
+  }
+}
+
+template <class T>
+void apply(const PackedLinear& l, const T* input, void* out, long rows, int threads, Fetch* meanwhile) {
+  const Row<T>* x = rows_of(input, rows * l.in, threads);
   const auto run = [&](const uint32_t* packed, const Compressed* compressed) {
     const T* bias = static_cast<const T*>(l.bias);
     if (l.wide)

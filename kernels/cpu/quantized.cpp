@@ -33,6 +33,20 @@ struct Codes {
   }
 };
 
+// acc[r][c] += the products of a step: of R rows, whose lines follow each other.
+template <int R, int C>
+INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const int8_t* x) {
+  constexpr int kLine = 4 * kCodeBytes * kTogether;
+  UNROLLED for (int pass = 0; pass < kCodeBytes; ++pass) {
+    Words factors[C];
+    UNROLLED for (int c = 0; c < C; ++c) factors[c] = factors_of(weights[c], pass);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      const Words row = wset(word_at(x + kLine * r + 4 * pass));
+      UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = idot(acc[r][c], factors[c], row);
+    }
+  }
+}
+
 // acc[r][c] += the products of a block of `steps` steps: R rows, packed in a tile, with C columns of 16 outputs.
 template <int R, int C, bool kNibbles>
 INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, const int8_t* x, int column, int steps,
@@ -42,26 +56,24 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 #pragma GCC unroll 4
     for (int i = 0; i < kTogether; ++i) {
       Words weights[C];
-      for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
+      UNROLLED for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
       if (kNibbles && keep)
-        for (int c = 0; c < C; ++c)
-          wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
-      for (int r = 0; r < R; ++r) {
-        const Four row = load_four(x + 4 * kCodeBytes * (kTogether * r + i));
-        for (int c = 0; c < C; ++c) acc[r][c] = idot(acc[r][c], weights[c], row);
-      }
+        UNROLLED for (int c = 0; c < C; ++c)
+            wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
+      multiply_step(acc, weights, x + 4 * kCodeBytes * i);
     }
   }
 }
 
 template <int R, int C, class O>
 INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Vec (&sums)[R][C]) {
-  for (int c = 0; c < C; ++c) {
+  UNROLLED for (int c = 0; c < C; ++c) {
     const int at = (column + c) * 16, left = panel.outs - at < 16 ? panel.outs - at : 16;
     if (left <= 0) break;
     const Vec factor = vload_first(panel.factors + at, left);
     const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
-    for (int r = 0; r < R; ++r) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
+    UNROLLED for (int r = 0; r < R; ++r)
+        vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
   }
 }
 
@@ -71,11 +83,10 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   const int block = panel.block, steps = block / 4;
   const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
   // As in linear.cpp: stores that miss the cache would delay the next tile.
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
+  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; c += kPack<O>)
+      __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
   Vec sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
+  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
   Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
   uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
   const uint8_t* group = panel.groups;
@@ -87,21 +98,20 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) acc[r][c] = wset(kCodeBytes == 2 ? of_row[r].start : 0);
+      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
+          wset(kCodeBytes == 2 ? of_row[r].start : 0);
       multiply_block(acc, codes, x, column, steps, keep, ahead);
       if constexpr (kCodeBytes == 1) {
-        for (int r = 0; r < R; ++r)
-          for (int c = 0; c < C; ++c) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
+        UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
+            wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
         if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
       }
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) {
-          const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
-          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
-          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
-        }
+      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) {
+        const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
+        if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
+        sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
+                                     : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+      }
       x += block * kCodeBytes * R;
       of_row += R;
       codes.at += code_bytes;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "inline.h"
 
@@ -132,6 +133,8 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
   return dot_pairs(acc, a, b);
 }
 
+INLINE Vec halves(Words pairs, bool high) { return high ? high_halves(pairs) : low_halves(pairs); }
+
 // How many columns of 16 outputs are computed together with R rows.
 template <int R>
 constexpr int kColumns = R * 4 <= kAccumulators   ? 4
@@ -140,17 +143,37 @@ constexpr int kColumns = R * 4 <= kAccumulators   ? 4
 
 // acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of every matrix multiplication. Each
 // accumulator adds its products in the order of s, so a row's result is the same for every R and C. `fetch(s)` may
-// prefetch what will be read next: pages are scattered in memory, so the CPU cannot predict the next one.
-template <class T, int R, int C, class Fetch>
-INLINE void multiply(Vec (&acc)[R][C], const uint32_t* const (&a)[R], const uint32_t* const (&b)[C], long stride,
-                     int steps, const Fetch& fetch) {
-  for (int s = 0; s < steps; ++s) {
-    Words column[C];
-    for (int c = 0; c < C; ++c) column[c] = wload(b[c] + s * stride);
+// prefetch what will be read next: pages are scattered in memory, so the CPU cannot predict the next one. Where no
+// instruction multiplies pairs, their low halves are multiplied first and then the high ones, which are loaded anew:
+// both at once would need more registers than AVX2 has. Rows may be bfloat16 in pairs, or floats.
+template <class T, int R, int C, class X, class Fetch>
+INLINE void multiply(Vec (&acc)[R][C], const X* const (&a)[R], const uint32_t* const (&b)[C], long stride, int steps,
+                     const Fetch& fetch) {
+  constexpr bool kFloats = sizeof(T) == 2 && std::is_same_v<X, float>;
+  for (long s = 0; s < steps; ++s) {
     fetch(s);
-    for (int r = 0; r < R; ++r) {
-      const Words row = wset(a[r][s]);
-      for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], row);
+    if constexpr (sizeof(T) == 4 || !kHalvesApart) {
+      Words column[C];
+      UNROLLED for (int c = 0; c < C; ++c) column[c] = wload(b[c] + s * stride);
+      UNROLLED for (int r = 0; r < R; ++r) {
+        const Words row = wset(a[r][s]);
+        UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], row);
+      }
+    } else {
+      long at = s;
+      UNROLLED for (int half = 0; half < 2; ++half) {
+        Vec column[C];
+        UNROLLED for (int c = 0; c < C; ++c) column[c] = halves(wload(b[c] + at * stride), half);
+        UNROLLED for (int r = 0; r < R; ++r) {
+          Vec row;
+          if constexpr (kFloats)
+            row = vset(a[r][2 * at + half]);
+          else
+            row = halves(wset(a[r][at]), half);
+          UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vfma(column[c], row, acc[r][c]);
+        }
+        asm("" : "+r"(at));  // else GCC keeps what it has loaded, and the sums in memory
+      }
     }
   }
 }

@@ -57,6 +57,7 @@ INLINE void vstore(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256
 INLINE Vec vround(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec vscale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
 
+constexpr bool kHalvesApart = false;
 #ifdef __AVX512BF16__
 INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
@@ -87,26 +88,20 @@ INLINE void store_bytes(int8_t* p, Words w) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));
 }
 
-// 16 integers of 32 bits, as Words. idot adds to each four products: of its word's bytes, which are unsigned, with four
-// integers of 8 bits, which are the same for all. These are stored as they are, or as 16 bits where that is what is
-// multiplied: first those of the even bytes, then of the odd.
+// 16 integers of 32 bits, as Words. idot adds to each the products of its word's factors with those of b, which are the
+// same for all: of four unsigned bytes with four integers of 8 bits, or where 16 bits are what is multiplied, in two
+// passes, of the even bytes and of the odd. Codes are stored in the order in which they are multiplied.
 #ifdef __AVX512VNNI__
 constexpr int kCodeBytes = 1;
-using Four = Words;
-INLINE Four load_four(const int8_t* p) { return wset(word_at(p)); }
-INLINE Words idot(Words acc, Words a, Four b) { return _mm512_dpbusd_epi32(acc, a, b); }
+INLINE Words factors_of(Words w, int) { return w; }
+INLINE Words idot(Words acc, Words a, Words b) { return _mm512_dpbusd_epi32(acc, a, b); }
 INLINE void store_codes(int8_t* p, Words w) { store_bytes(p, w); }
 #else
 constexpr int kCodeBytes = 2;
-struct Four {
-  Words even, odd;
-};
-INLINE Four load_four(const int8_t* p) { return {wset(word_at(p)), wset(word_at(p + 4))}; }
-INLINE Words idot(Words acc, Words a, Four b) {
-  const Words even = _mm512_madd_epi16(_mm512_and_si512(a, wset(0x00ff00ffu)), b.even);
-  const Words odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), b.odd);
-  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+INLINE Words factors_of(Words w, int odd) {
+  return odd ? _mm512_srli_epi16(w, 8) : _mm512_and_si512(w, wset(0x00ff00ffu));
 }
+INLINE Words idot(Words acc, Words a, Words b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
 INLINE void store_codes(int8_t* p, Words w) {
   const __m256i low = _mm256_shufflelo_epi16(_mm512_cvtepi32_epi16(w), _MM_SHUFFLE(3, 1, 2, 0));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(low, _MM_SHUFFLE(3, 1, 2, 0)));

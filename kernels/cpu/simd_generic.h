@@ -32,7 +32,7 @@ struct Words {
   Bits part[kParts];
 };
 
-#define EACH for (int i = 0; i < kParts; ++i)
+#define EACH UNROLLED for (int i = 0; i < kParts; ++i)
 
 template <class To, class From>
 INLINE To read_as(const From* p) {
@@ -44,7 +44,11 @@ INLINE Lanes select(Mask m, Lanes a, Lanes b) { return (Lanes)(((Mask)a & m) | (
 
 INLINE Vec vset(float x) {
   Vec y;
-  EACH y.part[i] = Lanes{} + x;
+#ifdef __AVX2__
+  EACH y.part[i] = _mm256_set1_ps(x);
+#else
+  EACH for (int lane = 0; lane < kLanes; ++lane) y.part[i][lane] = x;  // not 0 + x, which costs an addition
+#endif
   return y;
 }
 INLINE Vec vload(const float* p) {
@@ -119,7 +123,11 @@ INLINE Words wload(const uint32_t* p) {
 INLINE void wstore(uint32_t* p, const Words& w) { __builtin_memcpy(p, &w, sizeof w); }
 INLINE Words wset(uint32_t x) {
   Words y;
-  EACH y.part[i] = Bits{} + x;
+  Bits each = Bits{} + x;
+#ifdef __AVX2__
+  asm("" : "+x"(each));  // else GCC shifts and masks x, and moves each result to a vector
+#endif
+  EACH y.part[i] = each;
   return y;
 }
 INLINE Vec as_floats(Words w) {
@@ -188,6 +196,8 @@ INLINE Vec vscale(Vec p, Vec n) {
   return p;
 }
 
+// No instruction multiplies pairs: see multiply().
+constexpr bool kHalvesApart = true;
 INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
   return vfma(high_halves(a), high_halves(b), vfma(low_halves(a), low_halves(b), acc));
 }
@@ -199,11 +209,25 @@ INLINE Vec store_and_add(T* p, Vec x, Vec sums) {
   return vadd(sums, vload(p));
 }
 
+#ifdef __AVX2__
+// The low 16 bits of each integer.
+INLINE __m256i low_shorts(Words w) {
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  const __m256i first = _mm256_and_si256((__m256i)w.part[0], mask), second = _mm256_and_si256((__m256i)w.part[1], mask);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), _MM_SHUFFLE(3, 1, 2, 0));
+}
+#endif
 // The low byte of each integer.
 INLINE void store_bytes(int8_t* p, Words w) {
+#ifdef __AVX2__
+  const __m256i shorts = _mm256_and_si256(low_shorts(w), _mm256_set1_epi16(0xff));
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+#else
   uint32_t lanes[16];
   wstore(lanes, w);
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+#endif
 }
 
 // 16 integers of 32 bits, as Words; see simd_avx512.h.
@@ -220,40 +244,44 @@ INLINE Bits add_pairs(Shorts a, Shorts b) {  // the sums of neighbours' products
 }
 #if defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr int kCodeBytes = 1;
-struct Four {
-  Bits part;  // of each
-};
-INLINE Four load_four(const int8_t* p) { return {Bits{} + word_at(p)}; }
 INLINE void store_codes(int8_t* p, Words w) { store_bytes(p, w); }
-INLINE Words idot(Words acc, Words a, Four b) {
+INLINE Words factors_of(Words w, int) { return w; }
+INLINE Words idot(Words acc, Words a, Words b) {
 #ifdef __AVXVNNI__
-  EACH acc.part[i] = (Bits)_mm256_dpbusd_avx_epi32((__m256i)acc.part[i], (__m256i)a.part[i], (__m256i)b.part);
+  EACH acc.part[i] = (Bits)_mm256_dpbusd_avx_epi32((__m256i)acc.part[i], (__m256i)a.part[i], (__m256i)b.part[i]);
 #else
   EACH {  // its factors are signed: kCentre is taken from the unsigned ones
     const auto centred = (int8x16_t)(a.part[i] ^ 0x80808080u);
-    acc.part[i] = (Bits)vdotq_s32((int32x4_t)acc.part[i], centred, (int8x16_t)b.part);
+    acc.part[i] = (Bits)vdotq_s32((int32x4_t)acc.part[i], centred, (int8x16_t)b.part[i]);
   }
 #endif
   return acc;
 }
 #else
 constexpr int kCodeBytes = 2;
-struct Four {
-  Shorts even, odd;  // of each part
-};
-INLINE Four load_four(const int8_t* p) { return {(Shorts)(Bits{} + word_at(p)), (Shorts)(Bits{} + word_at(p + 4))}; }
 INLINE void store_codes(int8_t* p, Words w) {
+#ifdef __AVX2__
+  const __m256i low = _mm256_shufflelo_epi16(low_shorts(w), _MM_SHUFFLE(3, 1, 2, 0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(low, _MM_SHUFFLE(3, 1, 2, 0)));
+#else
   uint32_t lanes[16];
   wstore(lanes, w);
   for (int i = 0; i < 16; ++i) {
     const auto code = static_cast<int16_t>(lanes[i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i]);
     __builtin_memcpy(p + 2 * i, &code, 2);
   }
+#endif
 }
-INLINE Words idot(Words acc, Words a, Four b) {
+INLINE Words factors_of(Words w, int odd) {
+  EACH w.part[i] = odd ? (w.part[i] >> 8) & 0x00ff00ffu : w.part[i] & 0x00ff00ffu;
+  return w;
+}
+INLINE Words idot(Words acc, Words a, Words b) {
   EACH {
-    const Shorts even = (Shorts)(a.part[i] & 0x00ff00ffu), odd = (Shorts)((a.part[i] >> 8) & 0x00ff00ffu);
-    acc.part[i] += add_pairs(even, b.even) + add_pairs(odd, b.odd);
+    acc.part[i] += add_pairs((Shorts)a.part[i], (Shorts)b.part[i]);
+#ifdef __AVX2__
+    asm("" : "+x"(acc.part[i]));  // else GCC adds products to each other first, for which there are no registers
+#endif
   }
   return acc;
 }
@@ -373,10 +401,11 @@ INLINE Vec vload(const half* p) {
 
 #undef EACH
 
-// One Vec accumulator each: with AVX2 they take 12 of 16 registers, with NEON 24 of 32.
+// One Vec accumulator each: with AVX2 they take 10 of 16 registers (of 12 some would be kept in memory), with NEON 24
+// of 32.
 #ifdef __aarch64__
 constexpr int kRows = 6;
 #else
-constexpr int kRows = kParts == 2 ? 6 : 3;
+constexpr int kRows = kParts == 2 ? 5 : 3;
 #endif
 constexpr int kAccumulators = kRows;

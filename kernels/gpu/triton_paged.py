@@ -36,7 +36,9 @@ from quire.kernels.gpu.triton_sizes import (
     Tiles,
     cdiv,
     even_splits,
+    is_hopper,
     power_of_2,
+    split_parts,
     wanted_programs,
 )
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
@@ -184,7 +186,7 @@ def paged_attention(
     out, (rank, ranks) = made_for(q, dim, own), (0, 1) if own is None else (own.rank, own.count)
     page, kv_heads = k_cache.shape[1:3]
     seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
-    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed)
+    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed, hopper=is_hopper(q.device.index))
     one_token = metadata.max_query_len == 1
     count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
     split = FIXED_SPLIT if fixed else 0
@@ -212,8 +214,7 @@ def paged_attention(
     if programs == 1:
         attend[count, kv_heads](*given, *inputs, *strides, *rules, *shapes, *kinds, has_sinks, **compiled)
         return out
-    weighted = q.new_empty((tokens * heads, splits, dim), dtype=torch.float32)
-    parts = (weighted, *q.new_empty((2, tokens * heads, splits), dtype=torch.float32))  # and peaks, and totals
+    parts = split_parts(tokens * heads, splits, dim, q.device)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
     if fixed:
         kept = (heads, dim, padded, page, windowed, split, ranks, has_sinks)
@@ -225,17 +226,20 @@ def paged_attention(
     return out
 
 
-def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
+def choose_tiles(
+    group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
+) -> Tiles:
     """Small tiles for decode steps, whose time is reading keys; large ones for prompts, whose time is arithmetic.
 
     fixed: one size for all. Chosen from ptxas's reports for sm_90, by what spills no register; all fit in the 99 KB of
-    shared memory of a consumer GPU. A table lookup before a load takes a pipeline stage of its own, hence five.
+    shared memory of a consumer GPU. A table lookup before a load takes a pipeline stage of its own, hence five. hopper:
+    whose wgmma takes no fewer than 64 rows; others spill with so many of 256 numbers.
     """
     rows, wide = power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # in full precision, so without tensor cores
         tiles = Tiles(16, 16, 4, 2) if wide else Tiles(16, 32, 4, 3)
     elif fixed:
-        tiles = Tiles(64, 32, 8, 3) if wide else Tiles(64, 32, 4, 4)
+        tiles = Tiles(64 if hopper else 32, 32, 8, 3) if wide else Tiles(64, 32, 4, 4)
     elif rows <= 16:
         tiles = Tiles(16, 32, 4, 5) if wide else Tiles(16, 64, 4, 5)
     elif wide:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
@@ -68,8 +69,17 @@ def shared_bytes(device: int | None) -> int:
 def is_hopper(device: int | None) -> bool:
     """Whether kernels are compiled for compute capability 9.0, whose tensor cores multiply 64 rows at a time and whose
     programs have 227 KB of shared memory: for this device, or what `kinds.aim` names on a machine without one."""
+    return _is(device, 90)
+
+
+def is_consumers_blackwell(device: int | None) -> bool:
+    """Whether they are for 12.0, whose compiler needs more registers than others for the same tiles; likewise."""
+    return _is(device, 120)
+
+
+def _is(device: int | None, capability: int) -> bool:
     try:
-        return not knobs.runtime.interpret and _target(device) == ("cuda", 90)
+        return not knobs.runtime.interpret and _target(device) == ("cuda", capability)
     except RuntimeError:  # Triton has no driver, so nothing is launched
         return False
 
@@ -78,3 +88,12 @@ def is_hopper(device: int | None) -> bool:
 def _target(device: int | None) -> tuple[str, int | str]:
     target = driver.active.get_current_target()
     return target.backend, target.arch
+
+
+def split_parts(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what splits of attention give, of so many numbers: weighted values, peaks and totals, float32. Each is a
+    tensor of its own: within one, totals would begin where rows and splits say, and kernels come in kinds by whether
+    that is a multiple of 16 bytes."""
+    shapes = (rows, splits, width), (rows, splits), (rows, splits)
+    weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    return weighted, peaks, totals

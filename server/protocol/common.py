@@ -61,6 +61,8 @@ INSTEAD: Mapping[str, str] = {
     "json_schema": "structured_outputs.json, or response_format",
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids"), "images in the messages of /v1/chat/completions"),
     **dict.fromkeys(("audio", "audios", "modalities", "video", "videos"), "text and images, which alone are read"),
+    "functions": "tools",
+    "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
 """What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""

@@ -6,7 +6,7 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -96,12 +96,19 @@ def _place(detail: Any, given: Any) -> tuple[str, Any]:
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []
     text = ""
-    for part in path:
+    for part, after in zip_longest(path, path[1:]):
         if isinstance(given, list) and isinstance(part, int):
             text, given = f"{text}[{part}]", given[part]
-        elif isinstance(given, dict) and part in given:
+        elif isinstance(given, dict) and part in given and not _is_kind(part, after, given):
             text, given = f"{text}.{part}" if part.isidentifier() else text, given[part]
     return ".".join([text, *missing]).removeprefix(".") or "body", given
+
+
+def _is_kind(part: str | int, after: str | int | None, given: dict[Any, Any]) -> bool:
+    """Whether a part of a path is the kind of the object, which also has a field of that name, as texts do: the path
+    goes on with another of the object's own fields."""
+    inner = given[part]
+    return after in given and not (isinstance(inner, dict) and after in inner)
 
 
 def _said(detail: Any, value: Any) -> str:
@@ -109,7 +116,18 @@ def _said(detail: Any, value: Any) -> str:
         kind = str(value.get("type"))
         if any(each in kind for each in _UNREAD):
             return f"only text and images are read, got a content part of type {kind[:50]}"
+    match detail:
+        case {"type": "union_tag_invalid", "loc": ("tools", int())}:
+            return _no_tool(value["type"])
+        case {"type": "literal_error", "loc": ("tools", int(), "type")} if isinstance(value, str):
+            return _no_tool(value)
+        case {"type": "too_short", "loc": ("messages",)}:
+            return "must not be empty"
     return "Input should be an object" if detail["type"] in _OBJECT else str(detail["msg"])
+
+
+def _no_tool(kind: object) -> str:
+    return f"tools of type {str(kind)[:50]} are not supported: this server runs no tools, callers define and run them"
 
 
 def _meant(detail: Any, value: Any, model: type[BaseModel]) -> str:

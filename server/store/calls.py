@@ -22,6 +22,8 @@ from quire.server.store.progress import Progress
 from quire.server.store.tail import PREFIX, Tokens, left
 
 log = logging.getLogger("quire.server")
+_AWAITED = "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished)"
+"""Of a call: whether it is a response that has not ended."""
 CLAIM_SECONDS = 30.0
 """For so long at most nobody else may begin what a request has begun to prepare."""
 
@@ -87,8 +89,10 @@ class _Claim(NamedTuple):
 class Calls:
     """Threads may use it at the same time; each method is one transaction.
 
-    When they take more than `max_bytes` together, those of the owner with most bytes are forgotten that end first.
-    Which process answers a call is known as long as this one lives."""
+    One whose time is over is forgotten, but not while it is answered, nor while its response has not ended: the machine
+    may have been off, or asleep, for days. When they take more than `max_bytes` together, those of the owner with most
+    bytes are forgotten that end first; those that are answered last. Which process answers a call is known as long as
+    this one lives."""
 
     def __init__(self, database: Database, max_bytes: int, living: Container[str] = ()) -> None:
         """`living`: processes that go on, whose tails are theirs."""
@@ -124,9 +128,10 @@ class Calls:
         row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
         with self._database.writing(self._sizes) as connection:
             if call.key is not None:
-                other = connection.execute("select id, ends from calls where owner = ? and name = ?", (owner, call.key))
-                if (known := other.fetchone()) is not None and known[0] != call.pins.id:
-                    if known[1] >= time.time():
+                query = f"select id, ends < ? and not {_AWAITED} from calls where owner = ? and name = ?"
+                known = connection.execute(query, (time.time(), owner, call.key)).fetchone()
+                if known is not None and known[0] != call.pins.id:
+                    if not known[1] or (owner, known[0]) in self._held:
                         return False
                     self._drop(connection, owner, known[0])
             self._drop(connection, owner, call.pins.id)
@@ -208,9 +213,10 @@ class Calls:
     def sweep(self) -> None:
         """Forget those whose time is over."""
         with self._database.writing(self._sizes) as connection:
-            over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
-            for owner, id in over:
-                self._drop(connection, owner, id)
+            query = f"select owner, id from calls where ends < ? and not {_AWAITED}"
+            for call in connection.execute(query, (time.time(),)).fetchall():
+                if call not in self._held:
+                    self._drop(connection, *call)
 
     def _take_up(self, process: str, path: Path) -> None:
         """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
@@ -232,20 +238,24 @@ class Calls:
             log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
 
     def _found(self, column: str, owner: str, value: str) -> Call | None:
-        query = f"select path, body, pins, name, progress from calls where owner = ? and {column} = ? and ends >= ?"
+        columns = f"id, ends < ? and not {_AWAITED}, path, body, pins, name, progress"
+        query = f"select {columns} from calls where owner = ? and {column} = ?"
         with self._database.reading() as connection:
-            row = connection.execute(query, (owner, value, time.time())).fetchone()
+            row = connection.execute(query, (time.time(), owner, value)).fetchone()
         if row is None:
             return None
-        path, body, pins, key, progress = row
+        id, over, path, body, pins, key, progress = row
+        if over and (owner, id) not in self._held:
+            return None
         known = msgspec.msgpack.decode(progress, type=Progress)
         return Call(path=path, body=bytes(body), pins=msgspec.json.decode(pins, type=Pins), key=key, progress=known)
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
         while self._sizes.total() > self._max_bytes:
             ((largest, _),) = self._sizes.most_common(1)
-            first = connection.execute("select id from calls where owner = ? order by ends limit 1", (largest,))
-            self._drop(connection, largest, first.fetchone()[0])
+            query = f"select id from calls where owner = ? order by {_AWAITED}, ends"
+            ids = [id for (id,) in connection.execute(query, (largest,))]
+            self._drop(connection, largest, next((id for id in ids if (largest, id) not in self._held), ids[0]))
 
     def _drop(self, connection: sqlite3.Connection, owner: str, id: str) -> None:
         query = "delete from calls where owner = ? and id = ? returning size"

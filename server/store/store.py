@@ -91,7 +91,8 @@ class Put:
 class Store:
     """Objects by their owner and id. Threads may use it at the same time; each method is one transaction.
 
-    When they take more than `max_bytes` together, the oldest of the owner with most bytes are forgotten.
+    When they take more than `max_bytes` together, the oldest of the owner with most bytes are forgotten; responses that
+    have not ended last, for nobody has them yet.
     """
 
     def __init__(self, database: Database, max_bytes: int) -> None:
@@ -220,7 +221,7 @@ class Store:
     def _make_room(self, database: sqlite3.Connection) -> None:
         while self.size > self._max_bytes:
             ((largest, _),) = self._sizes.most_common(1)
-            oldest = "select id from objects where owner = ? order by at limit 1"
+            oldest = "select id from objects where owner = ? order by unfinished, at limit 1"
             self._drop(database, largest, database.execute(oldest, (largest,)).fetchone()[0])
 
     def _drop(self, database: sqlite3.Connection, owner: str, id: str) -> bool:

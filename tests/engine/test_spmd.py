@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -345,20 +347,6 @@ def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) ->
     assert made[0].replays > 10
 
 
-class Failing(FakeCapture):
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Any:
-        function()
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.usefixtures("thread_ranks")
-def test_a_graph_that_cannot_be_captured_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks would wait in it for this one, so it cannot go on without."""
-    monkeypatch.setattr(room, "choose_capture", lambda *_: Failing())
-    with pytest.raises(ConfigError, match=r"enforce_eager: several ranks need all decode graphs.*out of memory"):
-        engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0)
-
-
 @pytest.mark.usefixtures("thread_ranks")
 def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -497,6 +485,34 @@ def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     del made
     let_go()
     assert not any(each.is_alive() for each in running)
+
+
+class Stuck:
+    """A process that waits in NCCL for another, and so never for its pipe's end."""
+
+    pid, destroyed = 7, False
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+
+    def end(self) -> None:
+        pass
+
+    def wait(self, timeout: float) -> int:
+        self._clock[0] += timeout
+        raise subprocess.TimeoutExpired("a rank", timeout)
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    stuck = [Stuck(clock) for _ in range(7)]
+    processes._end(stuck, threading.Event(), set())
+    assert all(each.destroyed for each in stuck)
+    assert clock[0] - 100 == processes._STOP_SECONDS
 
 
 def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,45 @@ async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: by
     assert answer.count(b'"completion_tokens":3') == 3
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol: bytes) -> None:
+    body = b'{"prompt": "Hi", "max_tokens": 3}'
+    head = POST + b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n"
+    plain = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    async with serving(FakeEngine(LETTERS), read_timeout=2) as port:
+        for sent in (plain, chunked):
+            answer = await port.send(sent)
+            assert statuses(answer) == [200]
+            assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        (POST + b"Connection: close\r\nContent-Length: 8000000\r\n\r\n", 413),
+        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n", 404),
+        (POST + b"X: ", 431),
+    ],
+)
+async def test_who_is_refused_while_he_sends_learns_why(first: bytes, status: int) -> None:
+    """Not only who stops sending to read the answer, which most clients do not."""
+
+    def ask(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            for piece in (first, *[b"x" * 100_000] * 80):
+                sock.sendall(piece)
+            return b"".join(iter(lambda: sock.recv(65536), b""))
+
+    async with serving(FakeEngine(LETTERS), max_body_size=1) as port:
+        answer = await asyncio.to_thread(ask, port.number)
+        assert statuses(answer) == [status], answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        async with asyncio.timeout(5):
+            while port.server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 async def metric(url: str, name: str) -> float:
     async with httpx.AsyncClient(base_url=url) as http:
         lines = (await http.get("/metrics")).text.splitlines()

@@ -13,6 +13,7 @@ import pytest
 
 from quire.engine.errors import Overloaded
 from quire.engine.types import Cause
+from quire.server.errors import ABSENT
 from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed
 
@@ -324,7 +325,7 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
     for path, meant in (("/chat/completions", CHAT), ("/v1/v1/completions", COMPLETIONS), (f"{CHAT}/", CHAT)):
         message = (await api.post(path, {}, 404))["error"]["message"]
         assert message == f"Unknown request URL: POST {path}; did you mean {meant}?"
-    assert "/openapi.json lists" in (await api.post("/v1/audio/speech", {}, 404))["error"]["message"]
+    assert "/openapi.json lists" in (await api.post("/v1/wholly/unknown", {}, 404))["error"]["message"]
     response = await api.http.get(COMPLETIONS)
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
@@ -334,6 +335,18 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
         "param": None,
         "code": "method_not_supported",
     }
+
+
+@pytest.mark.parametrize("path", ABSENT)
+async def test_what_others_have_and_this_server_has_not_is_told_so(api: Api, path: str) -> None:
+    """And no endpoint that happens to be written alike is recommended in its place."""
+    asked = f"{path}x" if path.endswith("/") else path
+    told = (await api.http.request("DELETE", asked)).json()["error"]
+    message = told if isinstance(told, str) else told["message"]
+    assert message.startswith(f"This server has no DELETE {asked}: ")
+    served = (await api.http.get("/openapi.json")).json()["paths"]
+    for named in re.findall(r"/v1/[a-z_]+", message.split(": ", 1)[1]):
+        assert named in served, "what is recommended is there"
 
 
 async def test_a_bad_query_names_its_parameter(api: Api) -> None:

@@ -17,6 +17,7 @@ from tests.server.api import make_app
 from tests.server.fake import FakeEngine
 from tests.texts import CHATML
 from tests.web.browser import Browser
+from tests.web.test_access import overflowing, violations
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,15 @@ CALL = b"""<think>They want *weather*.</think>Let me look.
 </tool_call>"""
 CALL += CALL[CALL.index(b"\n<tool_call>") :].replace(b"Bern", b"Oslo")
 AFTER = b"It **snows** in Bern."
+WIDE = b"""|a name|memory|a column whose head says more than a phone shows|another|
+|---|---|---|---|
+|qwen3:0.6b|1.2 GiB|lorem ipsum dolor sit amet|x|
+
+```python
+answer = "a line of code that is longer than a phone is wide, and longer than that again, and longer than that"
+```
+$$a + b + c + d + e + f + g + h + i + j + k + l + m + n + o + p + q + r + s + t + u + v + w + x + y + z = 0$$
+"""
 FOX = b'{"name": "Reynard", "age": 7, "friends": ["Grimbert", "Isengrim"]}'
 FOX_SHOWN = "name Reynardage 7friends 2 items1 Grimbert2 Isengrim"
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
@@ -35,7 +45,7 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 def weather(request: Request, position: int) -> int:
     """Calls a tool, and answers once its result is there."""
     prompt = bytes(token for token in request.prompt_ids if token < 256)
-    text = AFTER if b"-3 C" in prompt else FOX if b"A fox" in prompt else CALL
+    text = AFTER if b"-3 C" in prompt else FOX if b"A fox" in prompt else WIDE if b"Wide" in prompt else CALL
     return text[position] if position < len(text) else EOS
 
 
@@ -127,6 +137,19 @@ def test_an_answer_in_json_is_a_tree_with_its_text_behind_it(browser: Browser, u
     assert sent["response_format"]["type"] == "json_schema"
     assert sent["response_format"]["json_schema"]["schema"]["required"] == ["name", "age", "friends"]
     browser.click("#text-dialog [data-close]")
+
+
+def test_a_wide_answer_scrolls_within_a_phone(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/", 390, 844)
+    browser.fill("#draft", "Wide" + Keys.ENTER)
+    browser.until(lambda: browser.all(".prose table") and browser.all(".prose math") and browser.one("#send"))
+    assert overflowing(browser, 390) == []
+    lines = (
+        "const range = document.createRange(); range.selectNodeContents(document.querySelector('.prose td'));"
+        "return range.getClientRects().length"
+    )
+    assert browser.run(lines) == 1, "a cell breaks no word"
+    assert violations(browser) == []
 
 
 HUGE = "[" * 60 + "]" * 60

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.alike import latents, selective_scans, state_spaces
+from quire.engine.checkpoint.alike.left_out import left_out
 from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES
 from quire.engine.checkpoint.fields import MAX_LAYERS
 from quire.engine.checkpoint.parts import unequal
@@ -98,164 +99,6 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """By model_type: fields of config.json that have other names there."""
 
-_GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-_QWEN_MOE = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
-LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
-    **latents.LEFT_OUT,
-    **selective_scans.LEFT_OUT,
-    **state_spaces.LEFT_OUT,
-    "apertus": {
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "xielu",
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12_000_000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
-    "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
-    "bloom": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new"},
-    "cohere": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
-    "cohere2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625},
-    "ernie4_5": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 128},
-    "ernie4_5_moe": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 2,
-        "moe_norm_min": 1e-12,
-    },
-    "exaone4": {"rms_norm_eps": 1e-5},
-    "exaone_moe": {
-        "rms_norm_eps": 1e-5,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-    "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-    },
-    "gemma4_text": {
-        "vocab_size": 262_144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-    },
-    "glm": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "glm4": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "glm4_moe": {
-        "rms_norm_eps": 1e-5,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.5,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-    "gpt2": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new", "max_position_embeddings": 1024},
-    "gpt_bigcode": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
-    "gpt_neox": {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
-    "gptj": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64},
-    "granite_swa": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
-    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
-    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
-    "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
-    "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
-    "lfm2_moe": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "conv_L_cache": 3,
-        "first_k_dense_replace": 2,
-    },
-    "lfm3": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
-        },
-        "head_dim": 128,
-        "conv_L_cache": 7,
-        "sliding_window": 256,
-        "max_position_embeddings": 128_000,
-        "num_key_value_heads": 4,
-    },
-    "llama4_text": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "intermediate_size_mlp": 16384,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "attention_chunk_size": 8192,
-    },
-    "mellum": {"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024},
-    "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
-    "ministral3": {
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "max_position_embeddings": 262_144,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1_000_000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale_all_dim": 1.0,
-            "mscale": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "mpt": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "expansion_ratio": 4},
-    "nemotron": {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    "olmoe": {"rms_norm_eps": 1e-5},
-    "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
-    "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_experts_per_tok": 2},
-    "qwen3_5_moe_text": {**_QWEN_MOE, "intermediate_size": 512},  # of no layer
-    "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
-    "qwen3_next": _QWEN_MOE,
-    "seed_oss": {"attention_bias": True, "head_dim": 128},
-    "solar_open": {
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "intermediate_size": 512,  # of no layer
-        "norm_topk_prob": True,
-        "n_shared_experts": 1,
-        "rope_theta": 1_000_000.0,
-    },
-    "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    "starcoder2": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
-    },
-}
-"""By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
 _FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
 """Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
 _BY_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -270,10 +113,7 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
     for other, name in OTHER_NAMES.get(kind, {}).items():
         if found.get(other) is not None:
             found[name] = found[other]
-    left_out = {name: value for name, value in LEFT_OUT.get(kind, {}).items() if found.get(name) is None}
-    if found.get("rope_scaling"):
-        left_out.pop("rope_parameters", None)
-    found |= left_out
+    found |= left_out(kind, found)
     if kind == "hunyuan_v1_moe":  # some of its fields are lists, by layer
         found |= {name: each[0] for name, each in found.items() if name in _BY_LAYER and _is_of_one(each)}
     hidden = found.get("hidden_size")
@@ -288,6 +128,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         _complete_llama4(found)
     if kind in DELTA_NETS:
         _complete_layer_types(found)
+    if kind == "mellum" and not found.get("layer_types") and isinstance(layers := found.get("num_hidden_layers"), int):
+        found["layer_types"] = ["full_attention"] * min(layers, MAX_LAYERS)
     if kind in unequal.KINDS:
         unequal.complete(found)
     if kind in STATE_SPACES:

@@ -16,7 +16,7 @@ _DEEPSEEK_3 = _DEEPSEEK | {
     "first_k_dense_replace": 3,
 }
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK | {"n_shared_experts": 2},
     "deepseek_v3": _DEEPSEEK_3,
     "glm4_moe_lite": _DEEPSEEK
     | {
@@ -41,7 +41,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     },
     "youtu": _DEEPSEEK | {"tie_word_embeddings": True},
 }
-"""By model_type, as LEFT_OUT of fields.py has it."""
+"""By model_type, as LEFT_OUT of left_out.py has it."""
 
 
 def complete(found: dict[str, Any]) -> None:

@@ -7,6 +7,11 @@ from typing import Any
 
 from quire.engine.checkpoint.fields import MAX_POSITIONS, ServedFields
 
+LONGROPE = ("longrope", "su", "yarn")
+"""What Phi's config.json calls LongRoPE; of other families the last one is another."""
+_BY_CONTEXT = ("longrope", "su", "dynamic")
+"""What transformers' classes choose by the longest context."""
+
 
 def rope_of(raw: ServedFields) -> dict[str, Any]:
     """The rotary embedding's parameters, as one object with both rope_theta and rope_type.
@@ -31,3 +36,10 @@ def positions_of(raw: ServedFields, rope: Mapping[str, Any]) -> int:
     if rope["rope_type"] != "yarn":
         return given
     return max(given, min(int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 1)), MAX_POSITIONS))
+
+
+def chosen_by_context(given: Mapping[str, Any]) -> bool:
+    """Whether the longest context decides rotations that transformers' class of this config.json computes."""
+    kinds = (given.get(name) for name in ("rope_type", "type"))
+    inner = (each for each in given.values() if isinstance(each, Mapping))
+    return any(kind in _BY_CONTEXT for kind in kinds if isinstance(kind, str)) or any(map(chosen_by_context, inner))

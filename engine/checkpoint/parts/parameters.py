@@ -37,12 +37,9 @@ _FOUR_NORMS, _ONE_NORM = (
     {"cohere", "cohere2", "gptj", "phi", *ALONE},
 )
 """Families whose layers have another number of norms than two."""
-TIED = {
-    *("gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"),
-    *("falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "lfm3"),
-    *("mamba", "minicpm3", "youtu", *ENCODERS),
-}
-"""Families whose output head is the embedding unless config.json says otherwise."""
+TIED = {"gpt_neo", *ENCODERS}
+"""Families, of those without a row in engine/checkpoint/alike/left_out.py, whose output head is the embedding unless
+config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
 """Families whose linear layers have biases."""
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}

@@ -142,6 +142,7 @@ class AdaptedDecoder(Decoder):
         """Put our modules in the place of the class's where they are the same function; the tensors of all."""
         model, table = self._model, ParameterTable()
         head, made = model.get_output_embeddings(), dict[int, nn.Module]()
+        positions, context = self.max_model_len, self._spec.rope_context or self.max_model_len
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if id(module) in made:
                 _set(model, name, made[id(module)])
@@ -167,7 +168,7 @@ class AdaptedDecoder(Decoder):
         self._buffers = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers()}
         for name, module in list(model.named_modules()):
             if is_rotation(module):
-                _set(model, name, RotationTable(module, self.max_model_len))
+                _set(model, name, RotationTable(module, positions, context))
             elif multiplies(module):
                 _set(model, name, RowsApart(module, self._parts.backend))
             elif takes_length(module):

@@ -27,11 +27,12 @@ class StandIn(nn.Module):
 
 class RotationTable(StandIn):
     """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
-    the tokens beside it, and scalings that a context's length chooses are those of the longest context."""
+    the tokens beside it, and scalings that a context's length chooses are those of one context."""
 
-    def __init__(self, module: nn.Module, positions: int) -> None:
+    def __init__(self, module: nn.Module, positions: int, context: int) -> None:
+        """`positions`: as many as may be asked for. `context`: the tokens of that context, at least as many."""
         super().__init__(module)
-        self._positions = positions
+        self._positions, self._context = positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -48,10 +49,12 @@ class RotationTable(StandIn):
     def _table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
         """For all positions; None where what it gives is not by position."""
         every = torch.arange(self._positions, device=x.device)[None]
+        if self._context > self._positions:  # the class takes its last position for the context's end
+            every = torch.cat((every, every.new_tensor([[self._context - 1]])), dim=1)
         found = self._module(x, every, *args, **kwargs)
         parts = found if isinstance(found, tuple) else (found,)
         by_position = all(isinstance(each, Tensor) and each.shape[:2] == every.shape for each in parts)
-        return parts if by_position else None
+        return tuple(each[:, : self._positions] for each in parts) if by_position else None
 
 
 def is_rotation(module: nn.Module) -> bool:

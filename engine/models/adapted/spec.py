@@ -29,6 +29,8 @@ class AdaptedSpec(DecoderSpec):
     """config.json, of which much means nothing here."""
     made_by: str = ""
     """The class's name."""
+    rope_context: int | None = None
+    """As the model's config has it."""
     longest: int = 0
     """Tokens of contexts."""
     called: frozenset[str] = frozenset()
@@ -71,6 +73,7 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
         tie_embeddings=config.tie_embeddings,
         given=config.given,
         made_by=type(model).__name__,
+        rope_context=config.rope_context,
         longest=longest,
         called=frozenset(names),
         linears=_linears(model, names),

@@ -55,7 +55,8 @@ def launch_every_kind(model: Decoder, kv_cache: KVCache, slots: Slots, step_toke
         logits = model.logits(several)
         if model.adapters is not None:
             model.logits(several, _context(several))
-    _launch_sampler(logits, slots)
+    if model.shard.rank == 0:  # others hear what it picks
+        _launch_sampler(logits, slots)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.errors import ConfigError
-from quire.kernels.collective import RankEnded
+from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.gpu.faults import fault
 from quire.kernels.probe import Capture
+
+log = logging.getLogger("quire.engine")
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -43,12 +46,16 @@ class Left:
 
 
 class Captured(Generic[Kind]):
-    """Graphs that are there, each captured once."""
+    """Graphs that are there, each captured once. Ranks capture the same ones in the same order, and after each attempt
+    they ask each other: what one of them could not capture runs without a graph on all. One that replayed a graph while
+    another computed the same step otherwise might wait for what the other does in another order, or by another way."""
 
-    def __init__(self, capture: Capture, *, alone: bool = True) -> None:
-        """`alone`: no other rank captures the same graphs."""
-        self._capture, self._alone = capture, alone
+    def __init__(self, capture: Capture, device: torch.device, group: Collective | None = None) -> None:
+        """`group`: the ranks that capture the same graphs; None: this one alone."""
+        self._capture, self._device, self._group = capture, device, group
         self.graphs: dict[Kind, Graph] = {}
+        self._unused: list[object] = []
+        """Kept, for with a pool's last graph PyTorch gives up the pool, into which others are to be captured."""
         self.eager: dict[Kind, str] = {}
         """The kinds that could not be captured, and why: such steps run without a graph."""
         self._rows: dict[Kind, int] = {}
@@ -60,19 +67,34 @@ class Captured(Generic[Kind]):
 
     def add(self, kind: Kind, rows: int, function: Callable[[], Tensor]) -> None:
         """Capture the function, which computes so many rows. Where that fails it is not tried again: memory that was
-        short then is short later, and an attempt costs a step's time. Raises ConfigError where there are other ranks,
-        which wait in what this one has left."""
+        short then is short later, and an attempt costs a step's time. Raises ConfigError where other ranks may wait in
+        what this one has left."""
         assert kind not in self
+        made, why, runs = None, "", 0
+
+        def counted() -> Tensor:
+            nonlocal runs
+            result = function()
+            runs += 1
+            return result
+
         try:
-            made = self._capture(function)
+            made = self._capture(counted)
         except RankEnded:
             raise
         except Exception as error:  # out of memory, what CUDA says of a capture, what Triton says of a kernel
-            if not self._alone:
-                wrong = f"several ranks need all decode graphs, and one of {rows} rows failed: {fault(error)}"
+            why = fault(error)
+            if self._group is not None and not runs:  # of its first run, which is a step like any other, some is left
+                wrong = f"a step of {rows} rows failed on one of several ranks, before a graph recorded it: {why}"
                 advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
                 raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
-            self.eager[kind], self._rows[kind] = fault(error), rows
+        if self._group is not None and not self._group.agree(made is not None, self._device):
+            self._unused.append(made)
+            made, why = None, why or "another rank cannot capture it"
+        if made is None:
+            self.eager[kind], self._rows[kind] = why, rows
+            if self._group is not None and self._group.rank > 0:  # whose notes nobody reads
+                log.warning("steps of %d rows run without a graph: %s", rows, why)
         else:
             self.graphs[kind] = Graph(*made)
 

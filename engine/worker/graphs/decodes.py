@@ -25,6 +25,7 @@ from torch import Tensor
 from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.inputs import Slots
+from quire.kernels.collective import Collective
 from quire.kernels.gpu.transfer import put
 from quire.kernels.probe import Capture
 
@@ -84,16 +85,15 @@ class DecodeGraphs:
         pick: Pick | None = None,
         behind: Behind | None = None,
         adapters: bool = False,
-        alone: bool = True,
+        group: Collective | None = None,
     ) -> None:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`. width, dtype:
         of hidden states. `pick`: of rows whose picks are the largest logit; None: no graph has it. `behind`: what reads
-        the picks, if something does. `adapters`: whether rows may have some. `alone`: no other rank captures the same
-        graphs."""
+        the picks, if something does. `adapters`: whether rows may have some. `group`: see Captured."""
         self._decode, self._pick, self._behind = decode, pick, behind
         self._width, self._dtype = width, dtype
-        self.captured: Captured[_Kind] = Captured(capture, alone=alone)
-        self.behind: Captured[tuple[int, int]] = Captured(capture, alone=alone)
+        self.captured: Captured[_Kind] = Captured(capture, slots.device, group)
+        self.behind: Captured[tuple[int, int]] = Captured(capture, slots.device, group)
         """By rows and pages, captured with the first graph that has as many."""
         self._slots = slots
         self._sizes = sizes_of(slots)

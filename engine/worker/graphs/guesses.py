@@ -45,7 +45,7 @@ class GuessGraphs:
         """Captures nothing yet. `advance`: None where all guesses come from one state. `picks`: how many guesses of a
         sequence are picked each in its own way; 1: all are in the same."""
         self._pick, self._advance, self._slots, self._picks = pick, advance, slots, picks
-        self.captured: Captured[_Kind] = Captured(capture)
+        self.captured: Captured[_Kind] = Captured(capture, slots.device)
         self._sizes, self._pages = sizes_of(slots), page_counts(slots)
         self._rows: dict[int, Tensor] = {}
 

@@ -31,6 +31,7 @@ from quire.engine.core.batch import Batch
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.graphs.decodes import page_counts
 from quire.engine.worker.inputs import Slots, by_pick
+from quire.kernels.collective import Collective
 from quire.kernels.gpu.transfer import put, upload
 from quire.kernels.probe import Capture
 
@@ -85,9 +86,13 @@ class PromptGraphs:
         slots: Slots,
         width: int,
         dtype: torch.dtype,
+        *,
         behind: Behind | None = None,
+        group: Collective | None = None,
     ) -> None:
-        """Captures nothing yet. width, dtype: of hidden states. `behind`: what reads the picks, if something does."""
+        """Captures nothing yet. width, dtype: of hidden states. behind: what reads the picks, if something does. group:
+        see Captured. What is captured follows from the batches alone, and from which captures failed, so that ranks
+        which get the same batches do the same."""
         self._step, self._behind = step, behind
         self._slots = slots
         self._width, self._dtype = width, dtype
@@ -98,8 +103,8 @@ class PromptGraphs:
         self._wanted = dict.fromkeys(first)
         """Those of a prompt alone come first; then what steps asked for."""
         self._asked: set[Kind] = set()
-        self.captured: Captured[Kind] = Captured(capture)
-        self.behind: Captured[Kind] = Captured(capture)
+        self.captured: Captured[Kind] = Captured(capture, slots.device, group)
+        self.behind: Captured[Kind] = Captured(capture, slots.device, group)
 
     def plan(self, batch: Batch) -> Planned | None:
         """What computes the batch; None where it runs without a graph."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Literal
 
 import msgspec
@@ -43,6 +43,8 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     sequences: int
     """Slots of sequences, and those of snapshots."""
     snapshots: int
+    prompts: bool = False
+    """Whether small steps with prompts become graphs, as the first rank has tried it."""
 
 
 class Picked(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -68,6 +70,12 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """A method of Runner."""
 
     what: Preparation
+
+
+class FindKinds(msgspec.Struct, frozen=True, tag=True):
+    """Runner.kinds. Answered by Kinds."""
+
+    step_tokens: int
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +112,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     content: bytes
 
 
-ToRank = Start | Measure | Allocate | Step | Prepare | Draft | TryGuess | LoadAdapter | UseAdapter | Call
+ToRank = Start | Measure | Allocate | Step | Prepare | FindKinds | Draft | TryGuess | LoadAdapter | UseAdapter | Call
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -120,6 +128,14 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     """Bytes that the rank's device, or its machine, has for the KV cache."""
 
     available: int
+
+
+class Kinds(msgspec.Struct, frozen=True, tag=True):
+    """Kinds of Triton's kernels, or why they could not be found."""
+
+    found: list[tuple[str, str, str, tuple[str, int | str, int]]]
+    """The fields of each, as kernels/gpu/kinds.py has them."""
+    why_not: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -144,7 +160,7 @@ class Called(msgspec.Struct, frozen=True, tag=True):
     """What the call gave."""
 
 
-FromRank = Loaded | Measured | Failed | Progress | Ended | Called
+FromRank = Loaded | Measured | Kinds | Failed | Progress | Ended | Called
 
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
@@ -174,9 +190,13 @@ class Inbox:
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_read, args=(read, self._messages), name="inbox", daemon=True).start()
 
-    def get(self) -> bytes | None:
-        """Wait for the next message; None where there is none any more."""
-        if (content := self._messages.get()) is None:
+    def get(self, seconds: float | None = None) -> bytes | None:
+        """Wait for the next message; None where there is none any more. Raises TimeoutError after so many seconds."""
+        try:
+            content = self._messages.get(timeout=seconds)
+        except Empty as error:
+            raise TimeoutError from error
+        if content is None:
             self._messages.put(None)
         return content
 

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Stages(Ranks):
     def available(self, measure: Callable[[], int]) -> int:
         found = super().available(measure)
         for read in self._answers:  # from now on they answer nothing else
-            threading.Thread(target=_hear, args=(read, self._progress), name="progress", daemon=True).start()
+            hearing = (partial(read, None), self._progress)
+            threading.Thread(target=_hear, args=hearing, name="progress", daemon=True).start()
         return found
 
     def runner(self, *parts: Any) -> Runner:

@@ -34,6 +34,8 @@ from quire.engine.worker.ranks.messages import (
     Call,
     Called,
     Failed,
+    Inbox,
+    Kinds,
     LoadAdapter,
     Loaded,
     Measure,
@@ -60,7 +62,7 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 switches (NVLS); so it stays as it is where no graph is captured."""
 PROGRAM = module("quire.engine.worker.ranks.follower")
 
-Answer = TypeVar("Answer", Loaded, Measured, Called)
+Answer = TypeVar("Answer", Loaded, Measured, Kinds, Called)
 
 
 class RankProcess(Protocol):
@@ -113,7 +115,7 @@ class Ranks(SingleProcess):
         self.failure = ""
         """Which of them has ended, and how."""
         self._processes: list[RankProcess] = []
-        self._answers: list[Callable[[], bytes | None]] = []
+        self._answers: list[Callable[[float | None], bytes | None]] = []
         """What reads each one's next frame; None: it has ended."""
         self._sent: set[str] = set()
         """Digests of the adapters that other machines have."""
@@ -225,11 +227,16 @@ class Ranks(SingleProcess):
         with self.watched():
             yield
 
-    def read(self, kind: type[Answer]) -> list[Answer]:
-        """The next answer of each, which is of this kind. Raises what they raised."""
+    def read(self, kind: type[Answer], seconds: float | None = None) -> list[Answer]:
+        """The next answer of each, which is of this kind. Raises what they raised, and EngineError where one does not
+        answer for so many seconds (None: it takes as long as it does)."""
         found = []
-        for read in self._answers:
-            if (content := read()) is None:
+        for rank, read in enumerate(self._answers, 1):
+            try:
+                content = read(seconds)
+            except TimeoutError as error:
+                raise EngineError(f"rank {rank} of {self.count} has not answered for {seconds:g} s") from error
+            if content is None:
                 with self.watched():
                     raise RankEnded
             answer = decode_from_rank(content)
@@ -288,9 +295,9 @@ class Ranks(SingleProcess):
             raise
         finally:
             os.close(theirs)
-        self._begin(child, partial(read_frame, os.fdopen(answers, "rb")), start)
+        self._begin(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get, start)
 
-    def _begin(self, process: RankProcess, read: Callable[[], bytes | None], start: Start) -> None:
+    def _begin(self, process: RankProcess, read: Callable[[float | None], bytes | None], start: Start) -> None:
         self._processes.append(process)
         self._answers.append(read)
         watch = (process, start.rank, weakref.ref(self), self._closing)
@@ -340,9 +347,10 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
     stay_on(cores)
     for process in processes:
         process.end()
+    until = time.monotonic() + _STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
     for process in processes:
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.destroy()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.page_groups import without_windows
+from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch
 from quire.engine.layers.shard import Shard
@@ -37,7 +38,9 @@ from quire.engine.worker.ranks.messages import (
     Call,
     Called,
     Draft,
+    FindKinds,
     FromRank,
+    Kinds,
     LoadAdapter,
     Loaded,
     Measure,
@@ -56,6 +59,7 @@ from quire.engine.worker.ranks.stages import Stage
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.distributed import DistributedCollective
+from quire.kernels.gpu.faults import fault
 
 
 class Rank(ABC):
@@ -75,7 +79,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = without_windows(read_model_config(self._path, config.model_impl), config)
+        self._model_config = as_configured(read_model_config(self._path, config.model_impl), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
@@ -92,7 +96,7 @@ class Rank(ABC):
     def _load(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel: ...
 
     @abstractmethod
-    def _make_runner(self, room: Room, pages: int) -> Runner: ...
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner: ...
 
     def _step(self, batch: Batch, picked: list[Picked]) -> None:
         self._runner.launch(batch)
@@ -114,16 +118,18 @@ class Rank(ABC):
                 getattr(self._runner, what)()
             case TryGuess(count):
                 self._heads.try_guess(count)
+            case FindKinds(step_tokens):
+                return _kinds(self._runner, step_tokens)
             case Measure():
                 check_connection(self._group, self._chosen.device, self.setting)
                 about = self._model_config, self._chosen.backend, self._config
                 return Measured(available_bytes(model, *about, self._tower.step_bytes))
             case Call(content):
                 return Called(called(RankWorker(self._number, self._config.ranks, model), content))
-            case Allocate(pages, max_model_len, sequences, snapshots):
+            case Allocate(pages, max_model_len, sequences, snapshots, prompts):
                 shares = StateShares(sequences, snapshots)
                 room = make_room(self._config, self._chosen, self._part, pages, max_model_len, shares)
-                self._runner = self._make_runner(room, pages)
+                self._runner = self._make_runner(room, pages, prompts=prompts)
             case LoadAdapter(slot, adapter, files):
                 assert self._adapters is not None
                 self._adapters.load(slot, _copied(adapter, files, self._here))
@@ -151,14 +157,15 @@ class TensorRank(Rank):
         self.loaded = Loaded(loaded.read_bytes + self._tower.weight_bytes, digest=digest)
         return loaded
 
-    def _make_runner(self, room: Room, pages: int) -> Runner:
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner:
         part, config, heads = self._part, self._config, None
         if self._head is not None:
             heads = self._heads = self._head.heads(config, room, pages)
         pooler = choose_pooler(config, self._path, part)
         eos = self._model_config.eos_token_ids
-        grammars, features = SlotGrammars(_no_grammars), self._tower.features
-        return Runner(part.model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, features)
+        made, grammars = (room.pages, room.slots), SlotGrammars(_no_grammars)
+        features = self._tower.features
+        return Runner(part.model, *made, grammars, eos, room.capture, pooler, heads, features, prompts)
 
 
 class StageRank(Rank):
@@ -181,7 +188,7 @@ class StageRank(Rank):
         self.loaded = Loaded(held, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
 
-    def _make_runner(self, room: Room, pages: int) -> Runner:
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner:
         assert isinstance(self._group, DistributedCollective)
         grammars, eos = SlotGrammars(_no_grammars), self._model_config.eos_token_ids
         features = self._tower.features
@@ -191,6 +198,13 @@ class StageRank(Rank):
 
     def _step(self, batch: Batch, picked: list[Picked]) -> None:
         self._runner.compute(batch, picked)
+
+
+def _kinds(runner: Runner, step_tokens: int) -> Kinds:
+    try:
+        return Kinds([astuple(kind) for kind in runner.kinds(step_tokens)])
+    except Exception as error:  # as in compile_ahead (warmup.py)
+        return Kinds([], fault(error))
 
 
 def _copied(adapter: Adapter, files: Mapping[str, bytes], here: Joined | None) -> Adapter:

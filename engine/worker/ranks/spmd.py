@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -21,11 +21,17 @@ from quire.engine.types import SamplingParams
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.loading.samples import sampled
-from quire.engine.worker.ranks.messages import Draft, Loaded, Prepare, Step, TryGuess
+from quire.engine.worker.ranks.messages import Draft, FindKinds, Kinds, Loaded, Prepare, Step, TryGuess
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.remote import Remote
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.sampling_rules import only_largest
+
+if TYPE_CHECKING:
+    from quire.kernels.gpu.kinds import Kind
+
+KINDS_SECONDS = 600.0
+"""So long the first rank waits for the others' kinds of kernels, which they find without waiting for anybody."""
 
 
 class SpmdRanks(Ranks):
@@ -73,6 +79,22 @@ class SpmdRunner(Runner):
     def warm_prompts(self) -> None:
         with self._ranks.told(Prepare("warm_prompts")):
             super().warm_prompts()
+
+    def kinds(self, step_tokens: int) -> list[Kind]:
+        """Those of all ranks, each of which knows its own parts of layers; so what they would all compile is compiled
+        once. Meanwhile none meets another. Raises RuntimeError where one of them fails to find its own."""
+        from quire.kernels.gpu.kinds import Kind
+
+        self._ranks.send(FindKinds(step_tokens))
+        try:
+            found = dict.fromkeys(super().kinds(step_tokens))
+        finally:
+            others = self._ranks.read(Kinds, KINDS_SECONDS)  # else they would be what the next one asks for
+        for rank, each in enumerate(others, 1):
+            if each.why_not:
+                raise RuntimeError(f"rank {rank}: {each.why_not}")
+            found |= dict.fromkeys(Kind(*fields) for fields in each.found)
+        return list(found)
 
 
 class SpmdHeads(Heads):

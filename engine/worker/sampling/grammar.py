@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.engine.core.batch import Admission, Failure, Row
 from quire.engine.errors import InvalidRequest, Overloaded, QuireError
-from quire.engine.text.grammar import Compiled, GrammarCompiler, first_line, worn_out
+from quire.engine.text.grammar import Compiled, GrammarCompiler, first_line, refuse_long_text, worn_out
 from quire.engine.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,10 +90,12 @@ class SlotGrammars:
             return
         try:
             compiled = self.prepare().result().compiled(grammar)
+            followed = _Followed(grammar, compiled, compiled.matcher())
+            refuse_long_text(followed.matcher)
         except QuireError as error:
             self._unusable[slot] = Failure(error.message)
         else:
-            self._followed[slot] = _Followed(grammar, compiled, compiled.matcher())
+            self._followed[slot] = followed
             self._consume(slot, admission.token_ids[admission.num_prompt :])
 
     def leave(self, slot: int) -> None:
@@ -157,6 +159,7 @@ class SlotGrammars:
                     if not worn_out(followed.matcher):
                         raise InvalidRequest(first_line(followed.matcher))
                     followed.begin_again(self.prepare().result())
+                refuse_long_text(followed.matcher)
             except QuireError as error:
                 return self._fail(slot, error)
 

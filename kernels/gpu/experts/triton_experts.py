@@ -116,7 +116,7 @@ def multiply_experts(
     n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < outs
     x_rows = x + read.to(tl.int64)[None, :] * inner
-    lines = lines_at(_of_expert(table, 0, expert, codes, EXPERTS), n, stride, LINES, BLOCK_K)[:, None]
+    lines = lines_at(_of_expert(table, 0, expert, codes, EXPERTS), n, outs, stride, LINES, BLOCK_K)[:, None]
     own_scales, own_offsets = scales, scales
     if SCALED:
         own_scales = _of_expert(table, 1, expert, scales, EXPERTS)

@@ -20,6 +20,7 @@ from quire.kernels.gpu.triton_sizes import (
     even_splits,
     is_hopper,
     power_of_2,
+    split_parts,
     wanted_programs,
 )
 from quire.kernels.kv_codes import KV_CODES
@@ -69,9 +70,7 @@ def attention(
     if programs == 1:
         attend_latents[count,](out, *inputs, *strides, *rules, *sizes, *kinds, **compiled)
         return out
-    weighted = torch.empty((tokens * heads, splits, values), dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
-    parts, looped = (weighted, peaks, totals), programs < splits
+    parts, looped = split_parts(tokens * heads, splits, values, q.device), programs < splits
     attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, looped, **compiled)
     if fixed:
         block = min(sizes[2], _FIXED_NUMBERS)

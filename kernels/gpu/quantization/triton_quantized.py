@@ -92,10 +92,14 @@ def _small(code, less: tl.constexpr):
 
 
 @triton.jit
-def lines_at(codes, n, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more."""
+def lines_at(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
+    """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more. A
+    tile may have outputs behind the last LINES: they are given those, for a read of what is not there may fault."""
     wide = n.to(tl.int64)
-    return codes + wide // LINES * LINES * stride + wide % LINES * STEP
+    side = wide // LINES
+    if LINES > 1:
+        side = tl.minimum(side, (outs - 1) // LINES)
+    return codes + side * LINES * stride + wide % LINES * STEP
 
 
 @triton.jit
@@ -199,7 +203,7 @@ def multiply_whole(
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x + m.to(tl.int64)[None, :] * inner
-    lines = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None]
+    lines = lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None]
     if NESTED:
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for part in range(parts):
@@ -227,7 +231,8 @@ def multiply_part(
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = sum_whole(
-        x + m.to(tl.int64)[None, :] * inner, m < rows, lines_at(codes, n, stride, LINES, BLOCK_K)[:, None], n, n < outs,
+        x + m.to(tl.int64)[None, :] * inner, m < rows,
+        lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None], n, n < outs,
         scales, offsets, outs, inner, part * length, tl.minimum((part + 1) * length, stride), stride, group,
         KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
     )  # fmt: skip
@@ -262,7 +267,7 @@ def expand(
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
     inside, begin = n < outs, tl.program_id(1) * BLOCK_K
-    where = lines_at(codes, n, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
+    where = lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
     packed = tl.load(where, mask=inside[:, None] & (begin + k < stride)[None, :], other=0)
     factor = tl.load(factors + n, mask=inside, other=0.0)[:, None]
     for part in tl.static_range(parts):
@@ -366,7 +371,7 @@ def look_up(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
-    line = lines_at(codes, row, stride, LINES, STEP)
+    line = lines_at(codes, row, outs, stride, LINES, STEP)
     parts: tl.constexpr = _codes_of(KIND, codes.dtype.element_ty.primitive_bitwidth)
     if parts == 1:
         value = _of_code(_code(tl.load(line + column, mask=inside, other=0), 0, KIND), KIND, LOW, HIGH)

@@ -33,7 +33,8 @@ _WIDEST = 4
 _MOST_LOOKS = 2**30
 """Minutes: that a rank has ended is noticed otherwise, and earlier."""
 _LOOKS_OF_TRIAL = 2**26
-_TRIAL_SECONDS = 60.0
+_TRIAL_SECONDS = 45.0
+"""Of all its sums. One whose trial has failed waits at the store for what the others say of theirs, for a minute."""
 _TRIED = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -140,7 +141,7 @@ def _opened(handle: bytes, device: torch.device) -> Tensor:
 
 def _tried(sums: OneShot, rank: int, count: int, device: torch.device) -> bytes:
     """b"right" where sums of a few sizes have the bits that they have on a CPU; else raises ValueError."""
-    sums.most_looks = _LOOKS_OF_TRIAL
+    sums.most_looks, until = _LOOKS_OF_TRIAL, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*_TRIED, *_TRIED)):
         generator = torch.Generator().manual_seed(number)
         parts = (torch.randn((count, size), generator=generator) * 100).to(dtype)
@@ -149,7 +150,6 @@ def _tried(sums: OneShot, rank: int, count: int, device: torch.device) -> bytes:
             wanted = wanted + part.float()
         found, done = sums.sum(parts[rank].to(device)), torch.cuda.Event()
         done.record()
-        until = time.monotonic() + _TRIAL_SECONDS
         while not done.query():
             if time.monotonic() > until:
                 sums.stop()

@@ -15,7 +15,7 @@ from quire.kernels.gpu.recurrent.triton_delta_rule import advance_delta
 from quire.kernels.gpu.recurrent.triton_rows import finish, keep_guesses
 from quire.kernels.gpu.recurrent.triton_selective_scan import advance_scan
 from quire.kernels.gpu.recurrent.triton_state_space import advance_space
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.gpu.triton_sizes import cdiv, is_consumers_blackwell, power_of_2
 from quire.kernels.recurrent.delta_rule import EPSILON, DeltaRule
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
@@ -26,6 +26,8 @@ _NUMBERS, _FIXED_NUMBERS = 4096, 2048
 whose rows are 128 bytes, move two to three times the bytes of 8; where the same kernel computes long prompts too, whose
 tokens wait for each other, 16 are between."""
 _MOST_COLUMNS = 32
+_LONG_KEY = 256
+"""Numbers of a key, as Falcon H1's, with which a GPU of compute capability 12.0 spills registers with more columns."""
 _KEPT_AT_ONCE = 1024
 _GATED_AT_ONCE = 1024
 assert EPSILON == 1e-6, "what advance_delta adds"
@@ -82,7 +84,8 @@ def _advance(
     """asked: whether there are guesses; from how many tokens on others compute a sequence, 0: they compute none."""
     value, most = states.matrices.shape[3], states.guesses.shape[1]
     key = power_of_2(rule.key)
-    block = min(power_of_2(value), max((_FIXED_NUMBERS if fixed else _NUMBERS) // key, 1), _MOST_COLUMNS)
+    few = fixed or (key >= _LONG_KEY and is_consumers_blackwell(read.device.index))
+    block = min(power_of_2(value), max((_FIXED_NUMBERS if few else _NUMBERS) // key, 1), _MOST_COLUMNS)
     grid = (len(where[1]), rule.heads, cdiv(value, block))
     tensors = (read, states.matrices, *numbers, states.guesses, rule.rate, rule.shift)
     sizes = (rule.heads, rule.key, key, value)

@@ -71,7 +71,7 @@ def _perform(chat: Chat, line: str) -> Outcome:
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
-        case "/exit" | "/quit":
+        case "/exit" | "/quit" | "/bye":  # the last is Ollama's word
             return Outcome(leave=True)
         case "/help":
             return Outcome(f"{HELP}\n{KEYS}")

@@ -16,6 +16,7 @@ from quire.engine.checkpoint.kv_plan import (
     LEAST_PAGE_BYTES,
     StateShares,
     fit_pages,
+    graph_calls,
     graph_tokens,
     graphs_bytes,
     int8_embedding,
@@ -174,10 +175,11 @@ def planned_graphs(sizes: ModelSizes, machine: Machine, config: EngineConfig, st
     if not machine.gpu or config.enforce_eager:
         return 0
     asked = config.attention_backend
-    of_prompts = asked not in ("sdpa", "reference") and (machine.bf16 or asked != "auto") and machine.count == 1
+    of_prompts = asked not in ("sdpa", "reference") and (machine.bf16 or asked != "auto")
     longest = min(tokens, config.max_model_len or sizes.max_position)
     most = graph_tokens(longest, config.max_num_seqs) if of_prompts else None
-    return graphs_bytes(step, tokens, most, drafts=config.has_drafts)
+    calls = graph_calls(sizes.num_layers, machine.count, divides_tokens=config.divides_tokens)
+    return graphs_bytes(step, tokens, most, calls, drafts=config.has_drafts)
 
 
 def tower_share(sizes: ModelSizes, machine: Machine, width: int, quantized: str | None) -> int:

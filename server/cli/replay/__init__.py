@@ -34,7 +34,10 @@ from quire.server.encoding import DATA, encode_json
 
 AT_ONCE = 32
 """Receipts that are computed at the same time."""
-SAME = ("dtype", "quantization", "quantize_embedding", "kv_cache_dtype", "activation_bits", "tensor_parallel_size")
+SAME = (
+    *("dtype", "quantization", "quantize_embedding", "kv_cache_dtype", "activation_bits", "rope_context"),
+    "tensor_parallel_size",
+)
 """Settings that are as the first receipt says, unless they are given."""
 MakeLink = Callable[[EngineConfig], Link]
 

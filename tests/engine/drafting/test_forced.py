@@ -13,7 +13,7 @@ from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess
 from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.grammar import GrammarCompiler, json_grammar, usual_form, vocabulary_of
+from quire.engine.text.grammar import MAX_FORCED_BYTES, GrammarCompiler, json_grammar, usual_form, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, Request, SamplingParams
 
@@ -117,6 +117,14 @@ def test_an_answer_that_the_grammar_does_not_allow_is_followed_no_more() -> None
     assert guessed(drafter, seq) == "Tom"
     drafter.learn(seq, 2, 1)
     assert inner.learnt == [(2, 1)]
+
+
+def test_text_that_is_longer_than_an_answer_may_be_held_to_is_not_guessed() -> None:
+    drafter = ForcedTokens(NoDrafts(), compiler)
+    for size in (MAX_FORCED_BYTES, MAX_FORCED_BYTES + 1):
+        guess = guessed(drafter, sequence(Grammar("regex", "x" * size), ""))
+        assert bool(guess) is (size == MAX_FORCED_BYTES)
+        drafter = ForcedTokens(NoDrafts(), compiler)
 
 
 def test_text_that_is_forced_is_guessed_though_its_token_might_go_on() -> None:

@@ -124,6 +124,8 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, "bert")
     with pytest.raises(ConfigError, match="runner"):
         start(path, runner="generate")
+    with pytest.raises(ConfigError, match="hidden_act 'relu' is not supported in a 'modernbert'"):
+        start(save_tiny_encoder(tmp_path / "gated", "modernbert", hidden_activation="relu"))
     with pytest.raises(ConfigError, match="deterministic"):
         start(path, deterministic=True, dtype="float16", attention_backend="reference")
     assert start(path, deterministic=True).info.deterministic

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.engine.checkpoint.families import why_not_served
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.layers.rope import rope_table
 from tests.tiny_models import SHAPE
@@ -34,6 +35,19 @@ def test_yarn_is_as_in_transformers(theta: float, old: int, given: dict[str, Any
     angles = torch.outer(torch.arange(500.0), frequencies)
     wanted = torch.cat((angles.cos(), angles.sin()), -1) * size
     assert torch.allclose(rope_table(rope, 64, 500), wanted, atol=1e-4)
+
+
+def test_dynamic_scaling_is_none_within_the_models_positions(tmp_path: Path) -> None:
+    """Where contexts end."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = AutoConfig.for_model("llama", head_dim=32, max_position_embeddings=512, rope_parameters=rope)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=300)
+    angles = torch.outer(torch.arange(512.0), frequencies)
+    assert torch.allclose(rope_table(rope, 32, 512), torch.cat((angles.cos(), angles.sin()), -1), atol=1e-4)
+    given = SHAPE | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    assert not why_not_served(given)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert read_model_config(tmp_path).max_position == 512
 
 
 def test_yarn_that_was_added_to_a_file_gives_it_more_positions(tmp_path: Path) -> None:

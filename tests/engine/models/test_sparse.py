@@ -124,6 +124,7 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of an 'olmoe' is not supported"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3, where a 'phimoe' has 2"),
         ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "moe_topk"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min: at most 1e-06 is served, got 0.1"),
     ],
 )
 def test_what_is_not_served_is_named(family: str, change: dict, says: str, tmp_path: Path) -> None:

@@ -176,3 +176,13 @@ def test_the_engine_can_be_looked_at(llm: LLM) -> None:
     assert engine.model_config.get_vocab_size() == engine.get_tokenizer().vocab_size == 4096
     assert engine.cache_config.num_gpu_blocks == 600
     assert not engine.has_unfinished_requests()
+
+
+def test_what_of_vllms_is_not_there_is_answered_with_what_is(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"LLM has no apply_model: LLM\.collective_rpc"):
+        _ = llm.apply_model  # type: ignore[attr-defined]
+    assert not hasattr(llm, "nothing")
+    with pytest.raises(InvalidRequest, match="not embed; with pooling_type='last' it makes vectors"):
+        llm.encode("Once")
+    with pytest.raises(ImportError, match="use StructuredOutputsParams"):
+        from quire.sampling_params import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401

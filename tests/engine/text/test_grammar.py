@@ -21,6 +21,7 @@ from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.loop import Engine
 from quire.engine.text import grammar as grammar_module
 from quire.engine.text.grammar import (
+    MAX_FORCED_BYTES,
     GrammarCompiler,
     Vocabulary,
     choice_grammar,
@@ -275,6 +276,25 @@ def test_a_grammar_that_cannot_be_followed_fails_only_its_own_request(model: Pat
     assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", "slots can be used again"
 
 
+LONG = "z" * (MAX_FORCED_BYTES + 10)
+FORCED = [Grammar("regex", LONG), json_grammar({"const": LONG}), Grammar("regex", f"[a-f]{LONG}")]
+
+
+@pytest.mark.parametrize("drafts", ["none", "grammar"])
+def test_a_grammar_that_leaves_no_choice_about_much_text_fails_only_its_own_request(model: Path, drafts: str) -> None:
+    """It would cost each answer memory and time for all of that text; half of it is no harm."""
+    engine = start(model, speculative_config=drafts)
+    for index, grammar in enumerate([*FORCED, Grammar("regex", LONG[: len(LONG) // 2])]):
+        engine.add(request(str(index), [65], max_tokens=20, grammar=grammar))
+    ended = {}
+    while engine.busy:
+        ended |= {output.id: output for output in engine.step() if output.finish_reason}
+    assert ended.pop("3").finish_reason == "length"
+    for output in ended.values():
+        assert output.finish_reason == "error"
+        assert f"at most {MAX_FORCED_BYTES}" in (output.error or "")
+
+
 def test_a_model_without_a_tokenizer_serves_requests_without_grammars(model: Path, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)  # this directory has no tokenizer
     engine = start(tmp_path)
@@ -379,6 +399,7 @@ def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyP
         Grammar("json", "{"),
         Grammar("json", '{"items":' * 500 + "{}" + "}" * 500),
         Grammar("json", json.dumps({"enum": ["x" * 300_000]})),
+        *FORCED,
         Grammar("regex", "("),
         Grammar("regex", "(?=a)"),
         Grammar("lark", ""),

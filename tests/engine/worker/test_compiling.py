@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
-from quire.engine.worker import draft_runner, heads, inputs, runner
+from quire.engine.worker import draft_runner, heads, inputs, runner, startup
 from quire.engine.worker.compiling import processes
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.loading import room
@@ -26,10 +26,12 @@ from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu.faults import fault
 from quire.kernels.gpu.quantization import library
+from quire.kernels.probe import last_tokens
+from quire.kernels.softmax import Softmax
 from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import always
-from tests.engine.worker.test_never_waits import KINDS, capture
+from tests.engine.worker.test_never_waits import KINDS, Agreeing, QuietRanks, capture
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import nightly
@@ -61,6 +63,42 @@ def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     return [torch.from_numpy(np.ascontiguousarray(array)).clone() for array in arrays]
 
 
+class Nobody:
+    """In NCCL's place: the other rank has what this one has."""
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> Nobody:
+        out.view(2, -1).copy_(x)
+        return self
+
+    def alltoall_base(self, out: Tensor, x: Tensor, *_: object) -> Nobody:
+        out.copy_(x)
+        return self
+
+    def allreduce(self, tensors: list[Tensor], options: object = None) -> Nobody:
+        return self
+
+    broadcast = allreduce
+
+    def wait(self) -> None:
+        pass
+
+
+class Alone(QuietRanks):
+    """The first of two ranks, which sum by the kernel of ours where it takes the numbers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from quire.kernels.gpu.ranks.one_shot import OneShot, memory_bytes
+
+        super().__init__(config, 0, False)
+        memory = [torch.zeros(memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
+        near = OneShot(0, memory, torch.zeros(2, dtype=torch.int32))
+        self.group = Agreeing(Nobody, 0, 2, in_order=False, near=lambda: near)
+        self.group.sum(torch.zeros(1, dtype=torch.int64))  # they meet when memory is measured
+
+    def available(self, measure: Callable[[], int]) -> int:
+        return measure()
+
+
 def start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, path: Path | None = None, **options: Any
 ) -> Engine:
@@ -77,6 +115,8 @@ def start(
         "max_num_batched_tokens": 600,
         "dtype": "bfloat16",
     } | options
+    if options.get("tensor_parallel_size") == 2:
+        monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: Alone(config))
     path = path or save_tiny_model(tmp_path, family, max_position_embeddings=1024)
     config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
     return Engine(config)
@@ -93,6 +133,8 @@ def start(
         *nightly(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
         *nightly(("lfm2", {}), ("llama", {"enable_lora": True}), ("qwen3_5", {}), ("falcon_h1", {}), ("jamba", {})),
         *nightly(("deepseek_v2-lite", {}), ("deepseek_v2-lite", {"deterministic": True})),
+        ("gpt_oss", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ],
 )
 def test_steps_launch_nothing_else(
@@ -146,7 +188,6 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
     """That steps of an engine launch no other kinds than those that are compiled before it is ready."""
     from triton.runtime.jit import JITFunction
 
-    from quire.engine.worker.compiling.steps import launch_every_kind
     from quire.kernels.gpu.kinds import Kind, recorded
 
     found: dict[str, list[Kind]] = {}
@@ -163,7 +204,7 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         engine = started()
         worker, longest = engine.runner, engine.info.max_model_len
         assert isinstance(worker, Runner)
-        every = recorded(lambda: launch_every_kind(worker.model, worker._kv_cache, worker._slots, 600))
+        every = worker.kinds(600)
         if engine._drafting is not None:
             every += recorded(partial(engine._drafting.launch_every_kind, 600))
         found["every"] = every
@@ -187,6 +228,26 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
 
 def unused(_: object) -> None:
     pass
+
+
+@pytest.mark.parametrize("values", [None, 32])
+def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
+    """Of odd numbers of rows and splits, as a rank with three heads has them: all tensors begin at multiples of 16
+    bytes, which a kind says."""
+    from quire.kernels.gpu.kinds import recorded
+    from quire.kernels.gpu.triton_paged import Triton
+
+    heads, cache, found = 3, torch.zeros((2, 16, 1, 48), dtype=torch.bfloat16), set()
+
+    def launch(tokens: int) -> None:
+        metadata = last_tokens(torch.device("cpu"), (1, 1), (4096, 4096), 4096)
+        tables, lens = torch.zeros((tokens, 256), dtype=torch.int32), torch.full((tokens,), 4096, dtype=torch.int32)
+        ones = replace(metadata, block_table=tables, context_lens=lens)
+        Triton().attend(torch.zeros((tokens, heads, 48)).bfloat16(), cache, cache, ones, Softmax(1.0, values=values))
+
+    for tokens in range(1, 6):
+        found |= {(kind.name, kind.specialization) for kind in recorded(partial(launch, tokens))}
+    assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even"]
 
 
 @dataclass(frozen=True)

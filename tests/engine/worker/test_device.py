@@ -16,11 +16,12 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
-from quire.engine.worker import trials
+from quire.engine.worker import startup, trials
 from quire.engine.worker.compiling import kept
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
 from quire.engine.worker.memory import explained
+from quire.kernels import select
 from quire.kernels.reference import Reference
 from tests.tiny_models import FAMILIES, SHAPE
 
@@ -206,6 +207,42 @@ def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | 
     else:
         with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served on CPUs alone"):
             check_attention(torch.device("cuda"), config, decoder_spec(config))
+
+
+@pytest.fixture
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention computes right, but for what a graph holds of it."""
+
+    def probe(*_: Any, capture: Any, **__: Any) -> Any:
+        return lambda backend: None if capture is None else "computes something else than the reference in a CUDA graph"
+
+    monkeypatch.setattr(trials, "Probe", probe)
+    monkeypatch.setattr(trials, "CudaCapture", lambda device: object())
+    triton_paged = pytest.importorskip("quire.kernels.gpu.triton_paged")
+    monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(select, "_preferred", lambda device: ("triton",))
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backend_that_graphs_do_not_hold_runs_without(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks, of which the first alone has tried it."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES["llama"]))
+    monkeypatch.setattr(devices, "choose_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(devices, "choose_types", lambda *_: devices.Types(torch.bfloat16, torch.bfloat16, None))
+    divided = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    config, model = EngineConfig(model=str(tmp_path), **divided), read_model_config(tmp_path)
+    chosen = devices.choose(config, model)
+    assert chosen.why.startswith("Triton ")
+    assert chosen.why.endswith("triton: computes something else than the reference in a CUDA graph")
+    assert devices.choose_capture(config, chosen.backend, chosen.device, chosen.spec) is None
+    if ranks > 1:
+        monkeypatch.setattr(startup, "check_division", lambda *_, **__: None)
+        monkeypatch.setattr(startup, "SpmdRanks", lambda local, *_: local)
+        told = startup.start_ranks(config, tmp_path, chosen, lambda: None, None, given=False)
+        assert told.enforce_eager  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("llama", [16]), ("gemma4", [16, 32])])

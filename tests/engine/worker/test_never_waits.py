@@ -395,6 +395,7 @@ def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch,
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert "merge_ranks" in gpu.launched
+    assert engine.stats.captured_prompt_steps > 0
 
 
 @pytest.mark.slow
@@ -449,6 +450,13 @@ class Quiet:
         pass
 
 
+class Agreeing(DistributedCollective):
+    """Ranks whose captures all go well. To ask them the host waits, as it does for the capture itself."""
+
+    def agree(self, well: bool, device: torch.device) -> bool:
+        return well
+
+
 class QuietRanks(SpmdRanks):
     """Of two, this one alone is there."""
 
@@ -456,7 +464,7 @@ class QuietRanks(SpmdRanks):
 
     def __init__(self, config: EngineConfig, rank: int, sums_in_order: bool) -> None:
         self._config, self._device, self.count = config, torch.device("cuda"), 2
-        self.group = DistributedCollective(Quiet, rank, 2, in_order=sums_in_order)
+        self.group = Agreeing(Quiet, rank, 2, in_order=sums_in_order)
         self.sent: list[object] = []
         self._processes = []
 
@@ -466,7 +474,7 @@ class QuietRanks(SpmdRanks):
     def watched(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def read(self, kind: type[Any]) -> list[Any]:
+    def read(self, kind: type[Any], seconds: float | None = None) -> list[Any]:
         return []
 
     def available(self, measure: Callable[[], int]) -> int:
@@ -489,6 +497,7 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
     answers = run(engine, traffic(KINDS | grammar))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert ("pick_tokens" in gpu.launched) == (rank == 0)
+    assert (engine.stats.captured_prompt_steps > 10) == graphs
 
 
 @pytest.mark.few(2)

@@ -133,20 +133,21 @@ def test_strided_layers(device: torch.device, generator: torch.Generator) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (510, 9.0)])
+@pytest.mark.parametrize(("window", "softcap", "dim"), [(None, None, 32), (510, 9.0, 32), (None, None, 256)])
 def test_fixed_splits_do_not_depend_on_the_batch(
     device: torch.device,
     dtype: torch.dtype,
     window: int | None,
     softcap: float | None,
+    dim: int,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoded alone, in chunks of any kind, or as one prompt, a row has the same bits, stored in parts or merged."""
     backend = Paged(16, device, fixed=True)
-    part = random_part(520, 18, 2, 1, 32, dtype, generator)
+    part = random_part(520, 18, 2, 1, dim, dtype, generator)
     whole = attend(backend, [part], window=window, softcap=softcap)[0]
-    other = random_part(20, 1, 2, 1, 32, dtype, generator)
+    other = random_part(20, 1, 2, 1, dim, dtype, generator)
     for begin, end, beside in ((0, 1, 0), (0, 11, 0), (11, 13, 2), (9, 10, 0), (17, 18, 33)):
         parts = [*[other] * beside, part.rows(begin, end)]
         chunk = attend(backend, parts, seed=end, window=window, softcap=softcap)[-1]

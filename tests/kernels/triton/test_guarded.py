@@ -15,10 +15,13 @@ from torch import Tensor
 from quire.engine.layers.quantize import int4, int8
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.mixture import GroupedMixture
+from quire.kernels.gpu.latents.expanded import expanded_attention
+from quire.kernels.gpu.quantization.packing import Packed
+from quire.kernels.gpu.quantization.quantized import QuantizedLinear
 from quire.kernels.gpu.quantization.rounding import Eights
 from quire.kernels.gpu.triton_paged import Triton
 from quire.kernels.latents.latent import Latent
-from quire.kernels.quantized import Rounded
+from quire.kernels.quantized import GroupedWeight, Rounded
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
@@ -33,6 +36,7 @@ if not INTERPRETED:
     pytest.skip("guards are the interpreter's", allow_module_level=True)
 
 from tests.kernels.triton.guarded import guarded
+from tests.kernels.triton.test_experts import mxfp4
 from tests.kernels.triton.test_recurrent import KINDS
 
 MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 5), (60, 33)]}
@@ -99,7 +103,8 @@ def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: t
 @pytest.mark.parametrize("form", [int8, lambda weight: int4(weight, Reference())], ids=["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.Generator) -> None:
-    weight = torch.randn((72, 160), generator=generator)
+    """Of fewer outputs than a tile of few rows has, which end where their lines do."""
+    weight = torch.randn((60, 160), generator=generator)
     linear = Triton().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
     x = torch.randn((rows, 160), generator=generator).bfloat16()
     held(lambda: linear(x, NO_ADAPTERS))
@@ -192,6 +197,34 @@ def test_experts(generator: torch.Generator) -> None:
         assert isinstance(mixture, GroupedMixture)
         mixture(x)
         held(partial(mixture, x), *given.values())
+
+
+@pytest.mark.parametrize("form", [mxfp4, int8])
+def test_experts_in_few_bits(form: Callable[[Tensor], GroupedWeight], generator: torch.Generator) -> None:
+    given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
+    backend = Triton()
+    of = experts(backend, given, form=form)
+    packed = [
+        part for linear in (*of.gate_up, *of.down) if isinstance(linear, QuantizedLinear) for part in linear.parts
+    ]
+    held(partial(backend.mixture(of), x), *given.values(), *(each.codes for each in packed), *scales_of(packed))
+
+
+def scales_of(packed: list[Packed]) -> list[Tensor]:
+    return [each for part in packed for each in (part.factors, *part.kernel_scales)]
+
+
+@pytest.mark.parametrize(("plain", "rotated", "values"), [(24, 8, 20), (32, 16, 48)])
+def test_expanded_latents(plain: int, rotated: int, values: int, generator: torch.Generator) -> None:
+    """Where both parts of a key are one, and where they are apart; of sequences that end inside of tiles."""
+    heads, size, lengths = 3, 40, (70, 1, 33)
+    parts = [random_part(length, length, 1, 1, size + rotated, torch.bfloat16, generator) for length in lengths]
+    cache, _, metadata = page(Triton(), parts)
+    q = torch.randn((sum(lengths), heads, plain + rotated), generator=generator).bfloat16()
+    # Small integers, whose sums PyTorch's products on a CPU round alike wherever in memory they lie.
+    absorb = torch.randint(-2, 3, (heads, size, plain), generator=generator).bfloat16()
+    halves = absorb, torch.randint(-2, 3, (heads, values, size), generator=generator).bfloat16()
+    held(lambda: expanded_attention(q, halves, cache, metadata, Softmax(0.3, values=size)))
 
 
 def test_a_guard_that_can_tell() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,31 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         "silent": ["a sum did not come", ""],
     }
     assert together(2, [lambda: tried(0), lambda: tried(1)]) == wanted[fault]
+
+
+def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow its sums are: a rank whose trial has failed is at the store by then, for a minute."""
+    (made,) = ranks(1)
+    clock, begun = [0.0], [0.0]
+
+    def slept(seconds: float) -> None:
+        clock[0] += 1
+
+    def summed(own: OneShot, x: Tensor) -> Tensor:
+        begun[0] = clock[0]
+        return x
+
+    class Late(Done):
+        def query(self) -> bool:
+            return bool(made._words[0]) or clock[0] > begun[0] + 25
+
+    monkeypatch.setattr(one_shot, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept))
+    monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(OneShot, "sum", summed)
+    monkeypatch.setattr(OneShot, "stop", lambda own: own._words.fill_(1))
+    with pytest.raises(ValueError, match="a sum did not come"):
+        one_shot._tried(made, 0, 1, torch.device("cpu"))
+    assert clock[0] < 60
 
 
 class NoGroup:

@@ -229,6 +229,11 @@ def test_commands(server: ScriptedServer) -> None:
     assert "/reset" in out
 
 
+def test_ollamas_word_for_leaving(server: ScriptedServer) -> None:
+    assert chat(server, "/bye\none\n")[0] == 0
+    assert server.bodies == []
+
+
 def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: ScriptedServer) -> None:
     status, out, err = chat(server, "refuse\nbreak\none\n")
     assert status == 0

@@ -21,7 +21,7 @@ from transformers import AutoModel
 
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.kv_plan import DRAFT_GRAPHS_BYTES, GIB, GRAPH_BYTES, MOST_GRAPHS
+from quire.engine.checkpoint.kv_plan import CALL_BYTES, DRAFT_GRAPHS_BYTES, GIB, GRAPH_BYTES, MOST_GRAPHS
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
@@ -771,9 +771,11 @@ def test_a_plan_counts_what_graphs_take_as_the_engine_does(
     more = 0 if not beside else MOST_GRAPHS * GRAPH_BYTES
     made = estimate(sizes, machine, Wishes(asked))
     assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
-    together = asked.model_copy(update={"tensor_parallel_size": 2})
-    of_two = estimate(sizes, divided(machine, 2), Wishes(together)).step_bytes
-    assert of_two == pytest.approx(step * (1 if beside == 0 else 5 / 4), abs=1), "ranks have none of prompts"
+    for settings, calls in (({}, 2), ({"decode_context_parallel_size": 2}, 4)):
+        together = asked.model_copy(update={"tensor_parallel_size": 2} | settings)
+        of_two = estimate(sizes, divided(machine, 2), Wishes(together)).step_bytes
+        nccl = MOST_GRAPHS * (1 + calls * sizes.num_layers) * CALL_BYTES if beside else 0
+        assert of_two == made.step_bytes + nccl
     guessed = asked.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})
     assert estimate(sizes, machine, Wishes(guessed)).step_bytes - made.step_bytes == (beside != 0) * DRAFT_GRAPHS_BYTES
 

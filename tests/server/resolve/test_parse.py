@@ -50,3 +50,23 @@ def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said:
         validated({"messages": HI, "max_tokens": 5, **body}, model)
     assert said in refused.value.message
     assert "NamedTool" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "said"),
+    [
+        (ChatRequest, {"messages": []}, "messages: must not be empty"),
+        (ChatRequest, {"tools": [{"type": "web_search"}]}, "tools[0].type: tools of type web_search are not supported"),
+        (ResponsesRequest, {"tools": [{"type": "mcp"}]}, "tools[0]: tools of type mcp are not supported"),
+        (MessagesRequest, {"tools": [{"type": "bash_20250124"}]}, "tools[0].type: tools of type bash_20250124 are"),
+    ],
+)
+def test_no_message_is_in_pydantics_words(model: Any, body: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validated({"messages": HI, "max_tokens": 5, **body}, model)
+    assert refused.value.message.startswith(said)
+
+
+def test_functions_of_old_are_told_what_to_use() -> None:
+    with pytest.raises(InvalidRequest, match="functions is not supported: use tools"):
+        validated({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).ignored_params()

@@ -303,6 +303,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}]}, "messages[0].content"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": True}]}]},
+        "messages[0].content[0].cache_control: Input should be an object",
+    ),
+    (
+        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1m"}}]},
+        "system[0].cache_control.ttl",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text: "),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": None, "max_token": 1}, "got max_token: did you mean max_tokens?"),
@@ -355,7 +364,7 @@ async def test_errors_have_anthropics_form() -> None:
         api.http.headers["x-api-key"] = "secret"
         assert "does not exist" in await refused(api, {**HELLO, "model": "x"}, 404)
         assert "larger than" in await refused(api, {**HELLO, "system": "x" * 100_000}, 413)
-        assert "Unknown request URL" in await refused(api, {}, 404, "/v1/messages/batches")
+        assert "This server has no" in await refused(api, {}, 404, "/v1/messages/batches")
         assert "tripped" in await refused(api, HELLO, 500)
         events = named_events((await api.http.post(PATH, json={**HELLO, "stream": True})).text)
         assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the engine tripped"}}

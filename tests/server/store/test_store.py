@@ -170,6 +170,17 @@ def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
     database.close()
 
 
+def test_a_response_that_has_not_ended_is_the_last_to_make_room(tmp_path: Path) -> None:
+    database, store = opened(tmp_path, 20 * ROW)
+    store.put("a", response("going", "i", unfinished=True))
+    for number in range(20):
+        store.put("a", response(str(number), "i"))
+    assert store.unfinished() == [("a", "going")]
+    store.put("a", response("going", "i"))
+    assert store.known("a", "response", "going") is not None
+    database.close()
+
+
 def test_what_nobody_will_end(tmp_path: Path) -> None:
     database, store = opened(tmp_path, BIG)
     store.put("a", response("1", "x", unfinished=True))

@@ -28,7 +28,8 @@ from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
 from quire.engine.models.spec import base_spec
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.drafts.started import DraftWorker, SparePages, spare_pages
+from quire.engine.worker.loading.drafts.spare import SparePages, spare_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker
 from quire.engine.worker.loading.loader import load_weights, present, stored_tensors, unpickled
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import allocate_pages

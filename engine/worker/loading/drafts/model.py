@@ -20,7 +20,8 @@ from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.adapted import decoder_kind
 from quire.engine.worker.loading.checkpoint import open_weights
-from quire.engine.worker.loading.drafts.started import DraftWorker, SparePages, spare_pages
+from quire.engine.worker.loading.drafts.spare import SparePages, spare_pages
+from quire.engine.worker.loading.drafts.started import DraftWorker
 from quire.engine.worker.loading.loader import load_weights
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import allocate_pages, allocate_states, slot_bytes

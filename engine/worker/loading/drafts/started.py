@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from quire.engine.config import EngineConfig
 from quire.engine.worker.graphs.capture import Captured
+from quire.engine.worker.loading.drafts.spare import SparePages
 from quire.engine.worker.loading.room import Room
 from quire.engine.worker.memory import Paged
 
@@ -41,14 +42,6 @@ class Drafting(Protocol):
         computes is nothing, under `recorded`."""
 
 
-class SparePages(NamedTuple):
-    """As DraftPages of engine/drafting/model.py has them."""
-
-    first_spare: int
-    spare: int
-    max_model_len: int
-
-
 class LoadedDraft(Protocol):
     """A model or heads that draft, before there are pages."""
 
@@ -79,9 +72,3 @@ class DraftWorker:
     """The same, where it runs beside every step,"""
     model: DraftRunner | None = None
     """or is a model."""
-
-
-def spare_pages(config: EngineConfig, block_size: int) -> int:
-    """Of each slot, for drafts beyond the pages of its sequence."""
-    assert config.speculative_config is not None
-    return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

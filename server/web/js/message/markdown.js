@@ -61,7 +61,7 @@ const MAKERS = {
   list: ({ ordered, start, items }) =>
     [el(ordered ? "ol" : "ul", ordered && start !== 1 ? { start } : {}, items.flatMap(item))],
   table: ({ header, rows }) => [
-    el("table", {}, el("thead", {}, row(header, "th", { scope: "col" })),
+    el("table", { tabindex: "0" }, el("thead", {}, row(header, "th", { scope: "col" })),
       el("tbody", {}, rows.map((cells) => row(cells, "td", {})))),
   ],
   link: ({ href, raw, tokens }) => (SAFE.test(href) ? [link(href, nodes(tokens))] : [raw]),
@@ -102,7 +102,8 @@ function colour(code, hljs, language) {
 }
 
 function math({ text, raw }, displayMode) {
-  const place = el("span", { class: displayMode ? "formula displayed" : "formula" }, raw);
+  const scrolls = { class: "formula displayed", tabindex: "0", role: "region", "aria-label": "Formula" };
+  const place = el("span", displayMode ? scrolls : { class: "formula" }, raw);
   withLibrary(formulas, (katex) => {
     const options = { displayMode, output: "mathml", throwOnError: false, trust: false, maxSize: 20, maxExpand: 200 };
     katex.render(text, place, options);

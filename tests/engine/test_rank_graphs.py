@@ -1,0 +1,182 @@
+"""Graphs of ranks that meet at a store, as GPUs' do: all of them have the same ones, whatever fails on one of them, and
+what they hold is what steps without compute. On a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.worker.graphs.capture import Captured
+from quire.engine.worker.loading import room
+from quire.engine.worker.ranks import meeting, processes
+from quire.engine.worker.runner import Runner
+from quire.kernels.distributed import DistributedCollective, join_ranks
+from quire.kernels.probe import Capture
+from tests.engine.harness import run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import one_thread
+from tests.engine.test_spmd import engine, operators
+from tests.engine.worker.test_graphs import fake_flash, picked
+from tests.engine.worker.test_prompt_graphs import few_sizes, traffic
+from tests.kernels.fake_capture import FakeCapture
+from tests.kernels.test_join_ranks import together
+from tests.tiny_models import save_tiny_model
+from tests.variants import nightly
+
+__all__ = ["fake_flash", "few_sizes", "one_thread", "operators", "thread_ranks"]
+CPU = torch.device("cpu")
+
+
+def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """As CudaCapture: it runs once before it is recorded. Here ranks meet in both."""
+    function()
+    return (lambda: None), function()
+
+
+def refused(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    captured(function)
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_rank_cannot_capture_runs_without_on_all(failing: int, caplog: pytest.LogCaptureFixture) -> None:
+    def rank(group: DistributedCollective) -> Captured[str]:
+        ways, x = iter([refused if group.rank == failing else captured, captured]), torch.ones(2)
+        made: Captured[str] = Captured(lambda function: next(ways)(function), CPU, group)
+        for kind in ("first", "second"):
+            made.add(kind, 4, lambda: group.sum(x.clone()))
+        return made
+
+    found = together(2, rank)
+    assert [list(each.graphs) for each in found] == [["second"]] * 2
+    assert "out of memory" in found[failing].eager["first"]
+    assert found[1 - failing].eager == {"first": "another rank cannot capture it"}
+    assert "steps of 4 rows run without a graph" in caplog.text
+
+
+def test_a_graph_that_is_not_used_keeps_the_pool_for_others() -> None:
+    """PyTorch (c10/cuda/CUDACachingAllocator.cpp) takes no capture into a pool whose last graph has gone."""
+    kept = list[weakref.ref[Any]]()
+
+    def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        def replay() -> None:
+            pass
+
+        kept.append(weakref.ref(replay))
+        return replay, function()
+
+    def rank(group: DistributedCollective) -> Captured[str]:
+        made: Captured[str] = Captured(capture if group.rank == 0 else refused, CPU, group)
+        made.add("kind", 4, lambda: torch.zeros(1))
+        return made
+
+    found = together(2, rank)
+    gc.collect()
+    assert found[0].eager
+    assert kept[0]() is not None
+
+
+def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
+    """The others wait in what is left of it, and would take what this rank computes next for that."""
+
+    def broken() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    group = join_ranks(dist.HashStore(), 0, 2, CPU, in_order=True)  # the other one never comes
+    made: Captured[str] = Captured(captured, CPU, group)
+    with pytest.raises(ConfigError, match=r"enforce_eager: a step of 4 rows failed on one of several ranks.*of memory"):
+        made.add("kind", 4, broken)
+    alone: Captured[str] = Captured(captured, CPU)
+    alone.add("kind", 4, broken)
+    assert "out of memory" in alone.eager["kind"]
+
+
+class Forgetful(FakeCapture):
+    """Which cannot capture now and then."""
+
+    def __init__(self, every: int | None) -> None:
+        super().__init__()
+        self.every, self.attempts = every, 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.attempts += 1
+        made = super().__call__(function)
+        if self.every is not None and self.attempts % self.every == 0:
+            self.recordings.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int = 3) -> dict[int, Forgetful]:
+    """By rank, what captures for it; that of the `failing` one (None: of none) cannot now and then."""
+    made: dict[int, Forgetful] = {}
+
+    def capture(*_: object) -> Forgetful:
+        number = 0 if threading.current_thread() is threading.main_thread() else 1
+        made[number] = Forgetful(every if number == failing else None)
+        return made[number]
+
+    monkeypatch.setattr(room, "choose_capture", capture)
+    return made
+
+
+@pytest.mark.usefixtures("thread_ranks")
+def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(*_: object) -> Capture:
+        return captured if threading.current_thread() is threading.main_thread() else refused
+
+    monkeypatch.setattr(room, "choose_capture", capture)
+    started = engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0, max_num_seqs=1, max_model_len=64)
+    told = [each for each in started.info.notes if "graphs" in each][-2:]
+    assert told[0].startswith("0 of 2 decode graphs captured in ")
+    assert told[1] == "decodes of 1 rows run without graphs: another rank cannot capture it"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash", "few_sizes")
+@pytest.mark.parametrize(("failing", "ordered"), [(1, True), *nightly((None, False), (0, False))])
+def test_small_steps_with_prompts_hold_the_sums(
+    failing: int | None, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same order on all ranks, some at the start, some in idle moments and some when a step needs them; and with
+    the same numbers as without."""
+    for module in (processes, meeting):
+        monkeypatch.setattr(module, "in_order", lambda *_: ordered)
+    settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
+    settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 48, "warmup_seconds": 0.0}
+    monkeypatch.setattr(room, "choose_capture", lambda *_: None)
+    expected = picked(run(engine(DEMO_MODEL, 2, **settings), traffic()))
+    made = forgetful(monkeypatch, failing)
+    graphed = engine(DEMO_MODEL, 2, **settings)
+    for _ in range(2):
+        assert picked(run(graphed, traffic())) == expected
+        assert graphed.prepare()
+    while graphed.prepare():
+        pass
+    assert picked(run(graphed, traffic())) == expected
+    assert graphed.stats.captured_prompt_steps > 5
+    check_alike(graphed, made, failing)
+
+
+def check_alike(graphed: Engine, made: dict[int, Forgetful], failing: int | None) -> None:
+    assert isinstance(graphed.runner, Runner)
+    assert graphed.runner.graphs is not None
+    assert graphed.runner.prompt_graphs is not None
+    captured = [each.captured for each in (graphed.runner.graphs, graphed.runner.prompt_graphs)]
+    kept, lost = (sum(len(getattr(each, name)) for each in captured) for name in ("graphs", "eager"))
+    assert made[0].attempts == made[1].attempts == kept + lost
+    assert made[0].replays == made[1].replays > 10
+    assert (lost > 0) == (failing is not None)
+    assert captured[1].graphs

@@ -1,0 +1,80 @@
+"""Rotations that the longest context decides (LongRoPE): which one, is asked for, and no engine's memory says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig, fitted
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.server.served_model import fingerprint
+from tests.engine.harness import Answer, request, run
+from tests.engine.tiers.fakes import Always, Inline
+from tests.tiny_models import save_tiny_model
+
+OLD, MOST = 128, 1024
+"""Tokens up to which the short factors count; the model's positions."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    positions = {"max_position_embeddings": MOST, "original_max_position_embeddings": OLD}
+    return save_tiny_model(tmp_path_factory.mktemp("phi3"), "phi3-longrope", **positions)
+
+
+def engine(path: Path, **options: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), dtype="float32", **{"num_kv_blocks": 70, **options}))
+
+
+def answer(made: Engine) -> Answer:
+    return run(made, [request("0", [3 + 7 * at % 300 for at in range(60)], max_tokens=20, logprobs=0)])["0"]
+
+
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) -> None:
+    long, short = (answer(engine(path, model_impl=impl, max_model_len=most)) for most in (OLD + 16, OLD))
+    assert long.logprobs != short.logprobs
+    small = EngineConfig(model=str(path), model_impl=impl, dtype="float32", num_kv_blocks=OLD // 16)
+    first = Engine(small)
+    assert (first.info.max_model_len, first.info.rope_context) == (OLD, MOST)
+    assert answer(first) == long == answer(engine(path, model_impl=impl))
+    anew = small.model_copy(update=fitted(first.info))
+    assert answer(Engine(anew)) == long, "in the place of one that has died"
+    assert answer(engine(path, model_impl=impl, max_model_len=OLD, rope_context=MOST)) == long
+    by_short = engine(path, model_impl=impl, rope_context=OLD)
+    assert answer(by_short) == short
+    assert by_short.info.max_model_len == OLD
+
+
+def test_a_file_and_a_class_rotate_alike(path: Path) -> None:
+    for options in ({}, {"max_model_len": OLD}, {"num_kv_blocks": OLD // 16}):
+        ours, theirs = (answer(engine(path, model_impl=impl, **options)) for impl in ("quire", "transformers"))
+        assert ours.ids == theirs.ids, options
+
+
+def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    cached = []
+    for most in (OLD, OLD + 16, OLD + 32, OLD + 16):
+        made = engine(path, max_model_len=most, kv_offload_dir=str(tmp_path / "pages"))
+        found = answer(made)
+        assert found.logprobs == answer(engine(path, max_model_len=most)).logprobs
+        cached.append(found.cached_tokens)
+        made.close()
+    assert cached == [0, 0, 0, 48]
+
+
+def test_the_fingerprint_says_it_where_it_counts(path: Path, tmp_path: Path) -> None:
+    def told(folder: Path, **options: Any) -> str:
+        made = engine(folder, **options)
+        return fingerprint(made.info, "1", EngineConfig(model=str(path)))
+
+    assert told(path, max_model_len=OLD) != told(path, max_model_len=OLD + 16)
+    llama = save_tiny_model(tmp_path, "llama")
+    assert told(llama, max_model_len=OLD) == told(llama, max_model_len=OLD + 16)
+    with pytest.raises(ConfigError, match="rope_context: the model's rotations depend on no context"):
+        engine(llama, rope_context=OLD)
