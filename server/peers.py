@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Protocol
 
 from quire.engine.errors import QuireError
+from quire.engine.link.answering import Answer, Answering
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.calls import Calls
 from quire.server.store.shared import TOPIC
@@ -26,8 +27,8 @@ class Link(Protocol):
     """The way to the process that has what is kept, and through it to the others that share it: a HubLink, or
     deploy/ray's."""
 
-    answering: dict[str, Callable[[bytes], Awaitable[bytes | None]]]
-    """How this process answers the questions of others, by topic."""
+    answering: Answering
+    """How this process answers the questions of others."""
 
     @property
     def identity(self) -> str:
@@ -67,10 +68,10 @@ class Peers:
         said = await self._link.ask(topic, body, to=process)
         return said[0] if said else None
 
-    def answering(self, topic: str, answer: Callable[[bytes], Awaitable[bytes | None]]) -> None:
+    def answering(self, topic: str, answer: Answer) -> None:
         """How this process answers what others ask."""
         if self._link is not None:
-            self._link.answering[topic] = answer
+            self._link.answering.add(topic, answer)
 
 
 def asking(link: Link) -> Callable[[bytes], bytes]:

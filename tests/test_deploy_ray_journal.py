@@ -56,7 +56,7 @@ class Cluster:
         async def told(_: bytes) -> bytes:
             return msgspec.msgpack.encode(standing)
 
-        link.answering[STANDING] = told
+        link.answering.add(STANDING, told)
         await link.begin(self.folder)
         return shared_data(self.folder, asking(link))
 
@@ -106,7 +106,7 @@ async def test_replicas_ask_one_another(tmp_path: Path) -> None:
         async def upper(body: bytes) -> bytes | None:
             return body.upper() if body else await asyncio.sleep(60)
 
-        cluster.links["two"].answering["topic"] = upper
+        cluster.links["two"].answering.add("topic", upper)
         assert await peers.ask("two", "topic", b"said") == b"SAID"
         assert await peers.ask("two", "another topic", b"said") is None
         assert await peers.ask("nobody", "topic", b"said") is None

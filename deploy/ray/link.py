@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.ray.members import LIFE, Question
 from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.link.answering import Answering
 from quire.engine.link.hub_messages import HUB
 from quire.engine.link.tasks import Tasks
 from quire.server.durable import STANDING
@@ -27,7 +28,7 @@ class JournalLink:
         Overloaded where the process ends before it answers, and waits where there is none."""
         self._identity = identity
         self._call = call
-        self.answering: dict[str, Callable[[bytes], Awaitable[bytes | None]]] = {}
+        self.answering = Answering()
         self._life = ""
         """Of the one that this replica has joined."""
         self._joining = asyncio.Lock()
@@ -63,7 +64,7 @@ class JournalLink:
         async with self._joining:
             if self._life != left:
                 return
-            say = self.answering.get(STANDING)
+            say = self.answering.find(STANDING)
             self._life = await self._call("join", self._identity, None if say is None else await say(b""))
 
     async def _answer_others(self) -> None:
@@ -80,8 +81,7 @@ class JournalLink:
                 self._tasks.begin(self._answer(each))
 
     async def _answer(self, question: Question) -> None:
-        answer = self.answering.get(question.topic)
-        body = None if answer is None else await answer(question.body)
+        body = await self.answering.answer(question.topic, question.body)
         try:
             await self._call("say", self._identity, question.number, body)
         except Overloaded:  # then nobody waits for it

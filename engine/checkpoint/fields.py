@@ -24,6 +24,8 @@ from quire.engine.checkpoint.parts.quantized import Quantization
 MAX_LAYERS = 4096
 MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
+LONGROPE = ("longrope", "su", "yarn")
+"""What Phi's config.json calls LongRoPE; of other families the last one is another."""
 _Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 _LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 _Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from time import monotonic
 
@@ -18,6 +18,7 @@ import zmq
 
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
+from quire.engine.link.answering import Answering
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, encode, together
 from quire.engine.link.hub_messages import (
@@ -61,8 +62,6 @@ _LONG_ANSWER_SECONDS = 10.0
 """The same of a question to it alone, which nobody else can answer."""
 _REMEMBER_SECONDS = 5.0
 """Time between two questions to all API processes for the counts that would be lost with them."""
-Answering = Callable[[bytes], Awaitable[bytes]]
-"""Raises nothing."""
 
 
 class Hub:
@@ -88,8 +87,10 @@ class Hub:
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
         self._tasks = Tasks(self._failed)
-        self.answering: dict[str, Answering] = {SNAPSHOT: self._snapshot, CHANGE: self._change}
-        """How this process answers what API processes ask it, by topic."""
+        self.answering = Answering()
+        """How this process answers what API processes ask it."""
+        self.answering.add(SNAPSHOT, self._snapshot)
+        self.answering.add(CHANGE, self._change)
         self.changed = asyncio.Event()
         """Set when an API process has started, or cannot; then another event takes its place."""
 
@@ -242,7 +243,8 @@ class Hub:
 
     async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
         if asked.to == HUB:
-            bodies = [await self.answering[asked.topic](asked.body)]
+            said = await self.answering.answer(asked.topic, asked.body)
+            bodies = [] if said is None else [said]
         elif asked.to is not None:
             asks = [(who, each) for who, each in self._others(identity) if who == asked.to.encode()]
             bodies = await self._answers(asked.topic, asked.body, asks, _LONG_ANSWER_SECONDS)

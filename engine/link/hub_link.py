@@ -5,7 +5,9 @@ that has the engine, which tells how the engine is up to 0.1 s late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from time import monotonic
 
@@ -16,6 +18,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.snapshot import total
 from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, apart, encode
@@ -47,12 +50,12 @@ from quire.engine.link.weights import Mode
 from quire.engine.processes.wire import Wire
 from quire.engine.types import EngineInfo, Request
 
+log = logging.getLogger("quire.hub")
 _ALIVE_SECONDS = 1.0
 _SILENCE_SECONDS = 10.0
 """After so long without a sign of life from the hub, all that waits for it is given up."""
 _LINGER_MS = 1000
 """How long the last message of a process may take when it ends."""
-Answering = Callable[[bytes], Awaitable[bytes | None]]
 
 
 class HubLink(Link):
@@ -64,14 +67,16 @@ class HubLink(Link):
     def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
         """address, identity: where the hub listens, and how it knows this process."""
         super().__init__()
-        self.answering: dict[str, Answering] = {}
-        """How this process answers the questions of others, by topic."""
+        self.answering = Answering()
+        """How this process answers the questions of others."""
         self.on_version: list[Callable[[str], None]] = []
         """Called with the version of weights that have changed."""
         self._told_version = self.weights_version
         """What `on_version` was last called with."""
         self.inherited: bytes | None = None
         """The last answer to messages.LASTING of the process that this one replaces."""
+        self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
+        """Called when what the hub says can be followed no more, by a fault of ours."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -134,9 +139,12 @@ class HubLink(Link):
         self._asked[number] = asyncio.get_running_loop().create_future()
         self._write(Ask(number, topic, body, to))
         try:
-            return await self._asked[number]
+            answers = await self._asked[number]
         finally:
             del self._asked[number]
+        if to == HUB and not answers:
+            raise EngineError("the server's main process could not answer; see its log")
+        return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
@@ -187,7 +195,8 @@ class HubLink(Link):
         self._wire.send(encode(message))
 
     def _failed(self, error: BaseException) -> None:
-        self.die(f"the connection to the engine failed: {type(error).__name__}")
+        log.error("what the server's main process says can be followed no more", exc_info=error)
+        self.on_failure()
 
     async def _live(self) -> None:
         last = monotonic()
@@ -269,9 +278,7 @@ class HubLink(Link):
         return self._states[0].stats if len(self._states) == 1 else total([each.stats for each in self._states])
 
     async def _answer(self, question: Question) -> None:
-        answering = self.answering.get(question.topic)
-        body = None if answering is None else await answering(question.body)
-        self._write(Answer(question.number, body))
+        self._write(Answer(question.number, await self.answering.answer(question.topic, question.body)))
 
 
 class NoWeightsGroup(WeightsGroup):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.alike.rope import LONGROPE
-from quire.engine.checkpoint.fields import OneRope
+from quire.engine.checkpoint.fields import LONGROPE, OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec

@@ -37,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     warmup_seconds: float
     max_model_len: int | str | None
+    rope_context: int | str | None
     max_num_seqs: int
     max_num_batched_tokens: int | str | None
     long_prefill_token_threshold: int | None

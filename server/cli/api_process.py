@@ -7,9 +7,11 @@ announcement, which its parent prints.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sqlite3
 import sys
+from functools import partial
 
 import msgspec
 import uvloop
@@ -52,6 +54,8 @@ def main() -> int:
     try:
         with bind(setup) as listener:
             link = HubLink(config, setup.hub, setup.identity)
+            # As if it were killed: others go on with what is kept, and nothing of it is stored as failed.
+            link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiService(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
         tell(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))

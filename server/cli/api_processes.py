@@ -107,7 +107,7 @@ class ApiProcesses:
                 with closing(SocketFolder()) as sockets:
                     self._hub_address = f"ipc://{sockets.hub}"
                     hub = Hub(self._client, self._hub_address)
-                    hub.answering[TOPIC] = self._asked
+                    hub.answering.add(TOPIC, self._asked)
                     return await self._serve(hub)
             except asyncio.CancelledError:
                 return 0

@@ -79,7 +79,7 @@ class Background:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
-            peers.answering(method.__name__, answering(self, method))
+            peers.answering(method.__qualname__, answering(self, method))
         self._ended: dict[Key, Running] = {}
         """Those that ended a moment ago, where others may follow them."""
         self._running: dict[Key, Running] = {}
@@ -106,7 +106,7 @@ class Background:
 
     async def _ask(self, holder: str, method: Callable[..., Any], *given: object) -> Any:
         """What this method returns in another process; None where that says nothing."""
-        said = await self._peers.ask(holder, method.__name__, pack(given))
+        said = await self._peers.ask(holder, method.__qualname__, pack(given))
         return None if said is None else form_of(method).result.decode(said)
 
     async def follow(self, key: Key, after: int) -> AsyncGenerator[bytes] | None:

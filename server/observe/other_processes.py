@@ -37,8 +37,9 @@ class OtherProcesses:
         if self._remote is not None:
             kind = OtherProcesses
             asked = (kind.explained, kind.own_recent, kind.own_cancelled, kind.own_turns, kind.own_last_turn)
-            self._remote.answering = {each.__name__: answering(self, each) for each in asked}
-            self._remote.answering[LASTING] = answering(self, kind.own_counts)
+            for each in asked:
+                self._remote.answering.add(each.__qualname__, answering(self, each))
+            self._remote.answering.add(LASTING, answering(self, kind.own_counts))
 
     async def counts(self) -> list[Count]:
         """The counts of the other processes, including those that have ended."""
@@ -100,7 +101,7 @@ class OtherProcesses:
 
     async def _ask(self, method: Callable[..., Any], *given: object, topic: str = "") -> list[Any]:
         """What this method returns in each of the other processes, but None."""
-        said = [] if self._remote is None else await self._remote.ask(topic or method.__name__, pack(given))
+        said = [] if self._remote is None else await self._remote.ask(topic or method.__qualname__, pack(given))
         return [form_of(method).result.decode(each) for each in said]
 
     def _inherited(self) -> list[Count]:

@@ -163,11 +163,11 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(ConfigError, match="has no room for the weights: no space left"):
-            engine(path, weights_on_disk=str(tmp_path))
+            engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path))
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")
     monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", {"tmpfs"})
     with pytest.raises(ConfigError, match=r"weights_on_disk: .* is in memory itself \(tmpfs\)"):
-        engine(path, weights_on_disk=str(tmp_path))
+        engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path))
 
 
 def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
         links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         return sum(str(tmp_path / "disk") in link for link in links)
 
-    made = engine(path, weights_on_disk=str(tmp_path / "disk"))
+    made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path / "disk"))
     answers(made)
     assert files() > 0
     del made

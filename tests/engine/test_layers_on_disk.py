@@ -132,7 +132,7 @@ def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: py
 
 def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
-    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 250_000 / 2**30)
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 300_000 / 2**30)
     expected = answers(made)
     streamed = layers_of(made)
 
@@ -196,9 +196,9 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
 
 def test_without_a_bound_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
-    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 4 * 250_000)
+    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 4 * 300_000)
     assert len(layers_of(engine(path, weights_on_disk=str(tmp_path))).order) == 5
-    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 12 * 250_000)
+    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 12 * 300_000)
     assert not layers_of(engine(path, weights_on_disk=str(tmp_path))).order
 
 
@@ -209,7 +209,7 @@ def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> Non
         links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         return sum(str(tmp_path / "disk") in link for link in links)
 
-    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 250_000 / 2**30)
+    made = engine(path, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=2 * 300_000 / 2**30)
     answers(made)
     (thread,) = layers_of(made)._reader._threads
     assert files() > 0

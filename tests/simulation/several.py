@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,6 +64,7 @@ class ApiProcess(AppProcess):
         self.identity = setup.identity
         self._tail = folder / f"{PREFIX}{setup.identity}"
         self._link = HubLink(EngineConfig(), setup.hub, setup.identity)
+        self._link.on_failure = partial(self.die, 1)
         program.link.link = self._link
         program.begin(folder, EngineClient(self._link))
         self.code = 0

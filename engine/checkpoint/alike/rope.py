@@ -7,8 +7,6 @@ from typing import Any
 
 from quire.engine.checkpoint.fields import MAX_POSITIONS, ServedFields
 
-LONGROPE = ("longrope", "su", "yarn")
-"""What Phi's config.json calls LongRoPE; of other families the last one is another."""
 _BY_CONTEXT = ("longrope", "su", "dynamic")
 """What transformers' classes choose by the longest context."""
 

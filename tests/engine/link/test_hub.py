@@ -210,7 +210,8 @@ async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_pa
             async def count(body: bytes) -> bytes:
                 return f"count {number}".encode()
 
-            client.link.answering = {"name": say, LASTING: count}
+            client.link.answering.add("name", say)
+            client.link.answering.add(LASTING, count)
 
         for number, client in enumerate(server.clients):
             answering(client, number)
@@ -228,6 +229,43 @@ async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_pa
         await heir.link.start()
         assert heir.link.inherited == b"count 1"
         await heir.link.stop()
+
+
+async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        one, two = server.clients
+
+        async def fail(body: bytes) -> bytes:
+            raise ValueError(body)
+
+        for answering in (two.link.answering, server.hub.answering):
+            answering.add("name", fail)
+            with pytest.raises(AssertionError, match="in two ways"):
+                answering.add("name", fail)
+        stays = [asyncio.create_task(tokens_of(client, request(str(client), tokens=30))) for client in server.clients]
+        assert await one.link.ask("name", b"?") == await one.link.ask("name", b"?", to="1") == []
+        with pytest.raises(EngineError, match="could not answer"):
+            await one.link.ask("name", b"?", to=messages.HUB)
+        assert [len(tokens) for each in stays for tokens in (await each).values()] == [30, 30]
+
+
+async def test_a_link_that_cannot_follow_the_hub_leaves_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        one, two = server.clients
+        gone = asyncio.Event()
+        one.link.on_failure = gone.set
+        stream = one.submit([request("a", tokens=400)])
+        await until(lambda: bool(server.engine.running))
+        server.hub._wire.send(b"0", b"\xc1")
+        await asyncio.wait_for(gone.wait(), 10)
+        assert one.alive, "its process ends at once: nobody is told before that anything failed"
+        assert "ValidationError" in caplog.text or "DecodeError" in caplog.text, "why, with a traceback"
+        stream.close()
+        assert two.alive
+        server.hub._wire.send(b"1", b"\xc1")
+        await until(lambda: not two.alive)
 
 
 async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
 def test_other_models_are_refused(kind: str, says: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"model_type": kind, "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    config = {"model_type": kind, "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8, "num_hidden_layers": 1}))
     done = quantize(folder, tmp_path / "out", "--format", "fp8")
     assert done.returncode == 1

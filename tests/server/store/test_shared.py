@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.link.answering import Answering
 from quire.server.batches.output import finish
 from quire.server.peers import asking
 from quire.server.store.batches import Batch, Batches, Line, LineError, Result
@@ -161,7 +162,7 @@ class _Late:
 
     def __init__(self, data: Data) -> None:
         self._data = data
-        self.answering: dict[str, Any] = {}
+        self.answering = Answering()
         self.identity = "0.1"
         self.done = asyncio.Event()
 

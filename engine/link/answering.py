@@ -1,0 +1,32 @@
+"""How a process answers what others ask it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("quire.hub")
+Answer = Callable[[bytes], Awaitable[bytes | None]]
+"""From a question's body to the answer's; None: the process has nothing to say."""
+
+
+class Answering:
+    """By the topics of questions."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+
+    def add(self, topic: str, answer: Answer) -> None:
+        assert topic not in self._answers, f"{topic} would be answered in two ways"
+        self._answers[topic] = answer
+
+    def find(self, topic: str) -> Answer | None:
+        return self._answers.get(topic)
+
+    async def answer(self, topic: str, body: bytes) -> bytes | None:
+        """None also where the answer fails: that is no reason to end anything but what was asked for."""
+        try:
+            return None if (found := self.find(topic)) is None else await found(body)
+        except Exception:
+            log.exception("the question %r of another process could not be answered", topic)
+            return None
