@@ -132,8 +132,7 @@ class Slots:
 
     def sampling(self, slot: int, position: int) -> SamplingRow:
         """The pick of a slot's token at this position, by its owner's rules."""
-        owner = self.owner(slot)
-        admission = owner.admission
+        admission = (owner := self.owner(slot)).admission
         return SamplingRow(owner.rules, admission.seed, position, admission.num_prompt, self.token_ids, slot)
 
     def take_pages(self, rows: list[Row]) -> None:
@@ -212,25 +211,26 @@ class Slots:
         adapters = self.adapters[slots]
         if not adapters.any():
             return NO_ADAPTERS
-        (there,) = upload([adapters], self.device)
-        return LinearContext.of(there)
+        return LinearContext.of(*upload([adapters], self.device))
 
     def decode_inputs(self, rows: Tensor, pages: int, *, seen: bool = True) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
         hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
-        has more than `pages` pages. `seen`: whether matrices take the tokens in; they do not where heads read them."""
+        has more than `pages` pages. `seen`: whether matrices take the tokens in, which is noted; heads have none."""
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
         sequences = self._sequences(slots, positions) if seen else None
         return self._made_there(rows, (slots, starts, positions + 1), 1, pages, sequences)
 
-    def prompt_inputs(self, rows: Tensor, pieces: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
+    def prompt_inputs(
+        self, rows: Tensor, pieces: Tensor, pages: int, *, seen: bool = True
+    ) -> tuple[Tensor, AttentionMetadata]:
         """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the
         tokens are theirs, at least one, their contexts, and what Guesses says of them."""
-        slots, counts, contexts, seen, known = pieces
+        slots, counts, contexts, before, known = pieces
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
-        if self._seen_there is not None:
-            guesses = Guesses(seen.to(torch.int32), known.to(torch.int32))
+        if seen and self._seen_there is not None:
+            guesses = Guesses(before.to(torch.int32), known.to(torch.int32))
             self._seen_there[slots] = guesses.known
             sequences = Sequences(starts, contexts.to(torch.int32), guesses)
         return self._made_there(rows, (slots, starts, contexts), rows.shape[1], pages, sequences)

@@ -39,12 +39,12 @@ def warm_up(
     while clock() - began < seconds and (runner.warm_up() or (drafting is not None and drafting.warm_up())):
         pass
     decodes, prompts, guesses = runner.graphs, runner.prompt_graphs, None if drafting is None else drafting.graphs
-    told = f"{decodes.progress} decode graphs"
-    if guesses is not None:
-        told += f", and {guesses.progress} of guesses,"
+    counts = [f"{decodes.progress} decode graphs"]
     if prompts is not None and prompts.captured.graphs:
-        told += f", and {len(prompts.captured.graphs)} of steps with prompts,"
-    told += f" captured in {clock() - began:.1f} s"
+        counts.append(f"{len(prompts.captured.graphs)} of steps with prompts")
+    if guesses is not None:
+        counts.append(f"{guesses.progress} of guesses")
+    told = ", and ".join(counts) + "," * (len(counts) > 1) + f" captured in {clock() - began:.1f} s"
     if on_gpu:
         told += f"; they take {(free - torch.cuda.mem_get_info(runner.model.device)[0]) / 2**20:.0f} MiB"
     notes += [told, *decodes.captured.notes("decodes of {} rows"), *decodes.behind.notes("heads beside {} rows")]

@@ -174,9 +174,16 @@ class DecodeGraphs:
                 self.captured.add(kind, size, partial(self._pick, rows, places.hidden))
             else:
                 self.captured.add(kind, size, lambda: places.hidden.copy_(self._decode(rows, pages)))
-                if self._behind is not None and (size, pages) not in self.behind:
-                    self.behind.add((size, pages), size, partial(self._behind, rows[:2], places.hidden, pages))
+                self._capture_behind(kind, places)
         return self.captured.graphs.get(kind)
+
+    def _capture_behind(self, kind: _Kind, places: _Places) -> None:
+        """Of a step whose graph is there, and that may be the first of so many rows and pages."""
+        size, pages, _ = kind
+        if self._behind is None or pages is None or (size, pages) in self.behind:
+            return
+        if kind in self.captured.graphs:
+            self.behind.add((size, pages), size, partial(self._behind, places.rows[:2], places.hidden, pages))
 
     def _place(self, size: int) -> _Places:
         device = self._slots.device

@@ -49,13 +49,15 @@ class Forms:
         return self._behind(rows, metadata, hidden)
 
     def small_behind(self, rows: Tensor, pieces: Tensor, decodes: int, pages: int, hidden: Tensor) -> Tensor:
-        _, metadata = self._small(rows, pieces, decodes, pages)
+        _, metadata = self._small(rows, pieces, decodes, pages, seen=False)
         return self._behind(rows, metadata, hidden)
 
-    def _small(self, rows: Tensor, pieces: Tensor, decodes: int, pages: int) -> tuple[Tensor, AttentionMetadata]:
+    def _small(
+        self, rows: Tensor, pieces: Tensor, decodes: int, pages: int, *, seen: bool = True
+    ) -> tuple[Tensor, AttentionMetadata]:
         places, adapters = rows[:2], rows[2:]
-        ids, first = self._slots.decode_inputs(places[:, :decodes], pages)
-        others, behind = self._slots.prompt_inputs(places[:, decodes:], pieces, pages)
+        ids, first = self._slots.decode_inputs(places[:, :decodes], pages, seen=seen)
+        others, behind = self._slots.prompt_inputs(places[:, decodes:], pieces, pages, seen=seen)
         linear = LinearContext.of(adapters[0]) if len(adapters) else NO_ADAPTERS
         return torch.cat((ids, others)), joined(first, behind, linear)
 

@@ -44,8 +44,7 @@ of the rows are decodes; pages that the longest context may have) to hidden stat
 wait, nor read from the host anything that changes."""
 
 Behind = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
-"""(The same, and hidden states) to what is computed once the picks are written, [T, ...]. It may note what Guesses says
-once more."""
+"""(The same, and hidden states) to what is computed once the picks are written, [T, ...]."""
 
 
 class Kind(NamedTuple):
