@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
 from quire.engine.worker.graphs import capture as capturing
 from quire.engine.worker.graphs import decodes, prompts
+from quire.engine.worker.graphs.forms import Forms
+from quire.engine.worker.graphs.guesses import GuessGraphs
 from quire.engine.worker.loading import model as loading
 from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
@@ -40,9 +41,10 @@ from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
 from tests.engine.test_heads import Recorded, drafter_of, made_head
 from tests.engine.test_speculation import always
-from tests.kernels.fake_capture import FakeCapture
+from tests.kernels.fake_capture import FakeCapture, Refusing
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.tiny_models import save_tiny_model
+from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import nightly
 from tests.vision_families import save_family
 
@@ -274,11 +276,12 @@ def with_heads(
     """An engine of a small model all of whose heads' guesses are tried."""
     monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
-    model, head = tmp_path / "model", tmp_path / "head"
-    if not head.exists():
-        save_tiny_model(model, "llama", **shape)
-        made_head(head, method)
-    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
+    model, head = tmp_path / "model", None if method == "mtp" else str(tmp_path / "head")
+    if not model.exists():
+        (save_tiny_mtp if head is None else save_tiny_model)(model, "llama", **shape)
+        if head is not None:
+            made_head(Path(head), method)
+    speculative = SpeculativeConfig(method=method, model=head, num_speculative_tokens=3)
     options = {"model": str(model), "speculative_config": speculative, "max_num_seqs": 3} | options
     engine = start(monkeypatch, capture, **options)
     for each in engine._drafting.pages:
@@ -299,7 +302,9 @@ def few() -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize(("method", "idle"), [("eagle3", False), ("medusa", False), *nightly(("eagle", True))])
+@pytest.mark.parametrize(
+    ("method", "idle"), [("eagle3", False), ("mtp", False), *nightly(("medusa", False), ("eagle", True))]
+)
 def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same guesses, from hidden states that graphs leave, by graphs behind these; the same in their pages; and of
     an engine whose graphs were captured in idle moments."""
@@ -331,16 +336,19 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", None)
     wanted = picked(run(engine, few())), recorded.guesses
 
-    class Without(FakeCapture):
-        """Of memory that ends at what heads compute."""
+    def short(whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Of memory, where it is recorded."""
 
-        def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-            called = function.func.__name__ if isinstance(function, partial) else ""
-            if called in ("decode_behind", "_computed"):
+        def computed(*args: Any) -> Tensor:
+            if Refusing.depth > 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return super().__call__(function)
+            return whole(*args)
 
-    engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", Without(), warmup_seconds=60.0)
+        return computed
+
+    monkeypatch.setattr(Forms, "decode_behind", short(Forms.decode_behind))
+    monkeypatch.setattr(GuessGraphs, "_computed", short(GuessGraphs._computed))
+    engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
     assert (picked(run(engine, few())), recorded.guesses) == wanted
     reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
     whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")

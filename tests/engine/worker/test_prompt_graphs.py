@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.kv_plan import graph_tokens
-from quire.engine.config import SpeculativeConfig
 from quire.engine.core.batch import Batch, Row
 from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
@@ -21,10 +20,10 @@ from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.runner import Runner
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_heads import Recorded, drafter_of, made_head
-from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start
+from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
 from tests.tiny_models import save_tiny_model
+from tests.variants import nightly
 
 __all__ = ["fake_flash"]
 CPU = torch.device("cpu")
@@ -146,21 +145,23 @@ def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-def test_heads_find_the_states_of_all_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shape = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
-    model = save_tiny_model(tmp_path / "model", "llama", **shape)
-    head, _ = made_head(tmp_path / "head", "eagle3", 256)
-    speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
-    guesses = []
+@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa", "mtp")])
+def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By graphs behind these: the same states and guesses, the same in their pages."""
+    found = []
     for capture in (None, FakeCapture()):
-        engine = graphed(monkeypatch, capture, model=str(model), speculative_config=speculative)
-        recorded = Recorded(drafter_of(engine), 3)
-        engine.scheduler._drafter = recorded
+        options = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
+        engine, recorded = with_heads(monkeypatch, tmp_path, method, capture, **options)
         answers = [picked(run(engine, traffic())) for _ in range(2)]
         assert answers[0] == answers[1]
-        guesses.append((answers, recorded.guesses))
-        assert capture is None or engine.stats.captured_prompt_steps > 3
-    assert guesses[0] == guesses[1]
+        pages = [each[:, : engine.info.num_blocks].float() for each in engine._drafting.pages]
+        found.append((answers, recorded.guesses, [each.tolist() for each in (*recorded.states, *pages)]))
+    assert engine.stats.captured_prompt_steps > 3
+    behind = engine.runner.prompt_graphs.behind
+    assert len(behind.graphs) == (len(engine.runner.prompt_graphs.captured.graphs) if method != "medusa" else 0)
+    assert not behind.eager
+    assert found[0] == found[1]
+    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
 
 
 @pytest.mark.slow
@@ -231,12 +232,16 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     pieces = given[3 * planned.kind.total :].reshape(5, SEQUENCES)
     assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
     assert slots._seen.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
-    ids, metadata = slots.prompt_inputs(torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2)
+    given = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
+    assert slots._seen_there is not None
+    _, metadata = slots.prompt_inputs(*given, seen=False)
+    assert metadata.sequences is None
+    assert not slots._seen_there.any(), "as heads read them"
+    ids, metadata = slots.prompt_inputs(*given)
     assert len(ids) == 32
     assert metadata.sequences is not None
     assert metadata.sequences.guesses is not None
     assert metadata.sequences.guesses.seen.tolist()[:3] == [30, 13, 0]
-    assert slots._seen_there is not None
     assert slots._seen_there.tolist()[:3] == [36, 4, 31]
 
 
