@@ -36,6 +36,7 @@ from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
 from quire.kernels.gpu.libraries import flash
+from quire.kernels.probe import Capture
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
@@ -58,7 +59,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
-def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
+def start(monkeypatch: pytest.MonkeyPatch, capture: Capture | None, **options: Any) -> Engine:
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
@@ -271,14 +272,19 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
 
 
 def with_heads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, capture: FakeCapture | None, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    capture: Capture | None,
+    family: str = "llama",
+    **options: Any,
 ) -> tuple[Engine, Recorded]:
     """An engine of a small model all of whose heads' guesses are tried."""
     monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model, head = tmp_path / "model", None if method == "mtp" else str(tmp_path / "head")
     if not model.exists():
-        (save_tiny_mtp if head is None else save_tiny_model)(model, "llama", **shape)
+        (save_tiny_mtp if head is None else save_tiny_model)(model, family, **shape)
         if head is not None:
             made_head(Path(head), method)
     speculative = SpeculativeConfig(method=method, model=head, num_speculative_tokens=3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import graph_tokens
 from quire.engine.core.batch import Batch, Row
@@ -19,6 +21,7 @@ from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.runner import Runner
+from quire.kernels.recurrent import recurrence
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
@@ -162,6 +165,42 @@ def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.Monkey
     assert not behind.eager
     assert found[0] == found[1]
     assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+
+
+def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """In the place of a graph whose operations read from the host, as matrices' do on a CPU."""
+    result = function()
+    return lambda: unused(result.copy_(function())), result
+
+
+def unused(_: object) -> None:
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_flash", "few_sizes")
+def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found, row = [], recurrence._row
+
+    def tolerant(given: Tensor, rule: Any, states: Any, slot: int, context: int, *said: int) -> list[Tensor]:
+        """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
+        said = (context - len(given), context) if slot == len(states.matrices) - 1 else said
+        return row(given, rule, states, slot, context, *said)
+
+    monkeypatch.setattr(recurrence, "_row", tolerant)
+    for capture in (None, run_again):
+        options = {"max_num_batched_tokens": 48, "enable_prefix_caching": False}
+        engine, recorded = with_heads(monkeypatch, tmp_path, "mtp", capture, "qwen3_5", **options)
+        answers = [picked(run(engine, traffic())) for _ in range(2)]
+        found.append((answers, recorded.guesses))
+    assert found[0] == found[1]
+    assert sum(len(guesses) for _, guesses in found[0][1]) > 60
+    worker, slots = engine.runner, engine.runner._slots
+    assert engine.stats.captured_prompt_steps > 3
+    for each in (worker.graphs, worker.prompt_graphs):
+        assert each.behind.graphs
+        assert not each.behind.eager
+    assert slots._seen_there[:-1].tolist() == slots._seen.tolist()
 
 
 @pytest.mark.slow
