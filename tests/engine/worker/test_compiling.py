@@ -20,6 +20,8 @@ from quire.engine.loop import Engine
 from quire.engine.worker import draft_runner, heads, inputs, runner, startup
 from quire.engine.worker.compiling import processes
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
+from quire.engine.worker.draft_runner import DraftRunner
+from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
@@ -185,12 +187,25 @@ def test_what_drafts_launches_nothing_else(
 
 
 def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine], *, drafts: bool = False) -> None:
-    """That steps of an engine launch no other kinds than those that are compiled before it is ready."""
+    """That steps of an engine launch no other kinds than those that are compiled before it is ready; and what drafts no
+    other than it says itself, whatever steps of the served model launch."""
     from triton.runtime.jit import JITFunction
 
     from quire.kernels.gpu.kinds import Kind, recorded
 
-    found: dict[str, list[Kind]] = {}
+    found: dict[str, list[Kind]] = {"guesses": [], "every guess": []}
+
+    def apart(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*args: Any) -> Any:
+            results = list[Any]()
+            found["guesses"] += recorded(lambda: results.append(whole(*args)))
+            return results[0]
+
+        return launched
+
+    for owner, names in ((Heads, ("follow", "draft")), (DraftRunner, ("begin", "another"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, apart(getattr(owner, name)))
 
     def nothing() -> None:
         launch = JITFunction.run
@@ -204,10 +219,9 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         engine = started()
         worker, longest = engine.runner, engine.info.max_model_len
         assert isinstance(worker, Runner)
-        every = worker.kinds(600)
+        found["every step"] = worker.kinds(600)
         if engine._drafting is not None:
-            every += recorded(partial(engine._drafting.launch_every_kind, 600))
-        found["every"] = every
+            found["every guess"] = recorded(partial(engine._drafting.launch_every_kind, 600))
         asked = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
@@ -218,12 +232,14 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         assert (sum(engine.stats.accepted_drafts) > 10) == drafts
 
     recorded(nothing)
-    others = {(kind.name, kind.specialization) for kind in found["steps"]} - {
-        (kind.name, kind.specialization) for kind in found["every"]
-    }
-    same = [kind.specialization for kind in found["every"] if kind.name in {name for name, _ in others}]
-    assert not others, f"beside {same}"
+    for launched, compiled in (("steps", "every step"), ("guesses", "every guess")):
+        others = {(kind.name, kind.specialization) for kind in found[launched]} - {
+            (kind.name, kind.specialization) for kind in found[compiled]
+        }
+        same = [kind.specialization for kind in found[compiled] if kind.name in {name for name, _ in others}]
+        assert not others, f"{launched}, beside {same}"
     assert len(found["steps"]) > 10
+    assert bool(found["guesses"]) == drafts
 
 
 def unused(_: object) -> None:
