@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
+from quire.engine.models import decoder
 from quire.engine.worker import draft_runner, heads, inputs, runner, startup
 from quire.engine.worker.compiling import processes
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
@@ -163,8 +164,8 @@ def test_what_drafts_launches_nothing_else(
 ) -> None:
     """Of a smaller model of other widths, and of heads: beside steps, and in guesses."""
     monkeypatch.setattr(library, "why_not", lambda *_: None)
-    # What no kernel has written may be no number.
-    monkeypatch.setattr(runner, "had_numbers", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
+    for each in (runner, decoder):  # what no kernel has written may be no number, and would end a request
+        monkeypatch.setattr(each, "had_numbers", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
     model = None
     if method == "draft_model":
         shape = {"max_position_embeddings": 1024, "hidden_size": 96, "intermediate_size": 160}
