@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest, RequestNotFound
+from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import GenerationRoute, admission_of
 from quire.server.access.held import hold, hold_of
 from quire.server.encoding import encode_event
@@ -131,12 +131,14 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
     async def ended() -> None:
         try:
-            if not (writer.unfinished and leaving()):  # else the next process goes on with it
+            if running.begins_again and server.durable is not None:
+                server.durable.begin_again(keeper.owner, spec.answer_id)
+            elif not (writer.unfinished and leaving()):  # else the next process goes on with it
                 await patiently(f"the end of {spec.answer_id} waits", kept, leaving)
         finally:
             held.end()
 
-    running = Running(writer, close, [] if spec.stream else None)
+    running = Running(writer, close, [] if spec.stream else None, begins_again=server.streams is not None)
     events = events_of(generation, writer, spec, runtime, nothing)
     server.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream and (resumed is None or not resumed.attempt):
@@ -180,6 +182,8 @@ async def retrieve_response(
             hold(request.scope, 3 * kept.length)  # each event is sent again
             return EventStream(events, _stay, {}, config)
         kept = await _find(request, response_id)  # it may have ended just now
+        if kept.about["status"] in WORKED_ON:  # by nobody: its server has ended, and another has not begun it yet
+            raise Overloaded("The response is about to be gone on with. Please try again")
         return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
     if works and (told := await background.so_far(key)) is not None:
         return answer(request, told)

@@ -15,6 +15,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from quire.engine.errors import Overloaded
 from quire.server.resolve.translated import history
 from quire.server.routes.stored import conversations
 from quire.server.store.database import FILE
@@ -252,6 +253,44 @@ async def test_a_background_response_that_fails_or_whose_server_ends(tmp_path: P
     async with storing(tmp_path) as api:
         assert (await api.openai.responses.retrieve(left.id)).status == "incomplete"
         assert not api.engine.seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_server(
+    stream: bool, tmp_path: Path
+) -> None:
+    asked = body(background=True, stream=stream, max_output_tokens=40)
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
+        call = asyncio.create_task(api.http.post(PATH, json=asked))
+        await api.engine.sent.wait()
+        await asyncio.sleep(0.05)
+        api.engine.die("the engine could not be brought back")
+        told = await call
+        id = events_of(told.text)[0]["response"]["id"] if stream else told.json()["id"]
+        assert "response.failed" not in told.text, "whoever follows it learns the end from the next server"
+        await asyncio.sleep(0.1)
+        assert (await api.http.get(f"{PATH}/{id}")).json()["status"] in ("queued", "in_progress")
+        if stream:
+            assert (await api.http.get(f"{PATH}/{id}?stream=true")).status_code == 503, "it has not ended"
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"))) as api:
+        ended = await at_its_end(api, id)
+        assert ended.status == "incomplete"
+        whole = await api.openai.responses.create(
+            model=NAME, input="Hi", max_output_tokens=40, extra_body={"seed": api.engine.seen[0].seed}
+        )
+        assert ended.output_text == whole.output_text
+
+
+async def test_a_background_response_goes_on_when_its_engine_is_back(tmp_path: Path) -> None:
+    """As after a model was unloaded, or after the server's main process was not heard of for a while."""
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
+        begun = await api.openai.responses.create(model=NAME, input="Hi", background=True, max_output_tokens=40)
+        await api.engine.sent.wait()
+        await asyncio.sleep(0.05)
+        api.runtime.client.end_all(Overloaded("please try again"))
+        ended = await at_its_end(api, begun.id)
+        assert (ended.status, len(api.engine.seen)) == ("incomplete", 2)
+        assert api.engine.seen[1].emitted_ids, "from the tokens that it had"
 
 
 async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
