@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError(self._refusal)
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.send = Unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = Unchunked(self.cycle)  # type: ignore[assignment]
         else:
             cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
         self._in_head = False

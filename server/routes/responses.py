@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import GenerationRoute, admission_of
+from quire.server.access.admission import CountedRoute, GenerationRoute, admission_of
 from quire.server.access.held import hold, hold_of
 from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import Documented, owner_of, resolved_spec
+from quire.server.resolve.translated.responses import count_input_tokens, resolve_response
+from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
 from quire.server.runtime import runtime_of, server_of
@@ -34,6 +34,8 @@ from quire.server.streams import RESUMED
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
 """The route whose calls the engine computes."""
+counting = APIRouter(route_class=CountedRoute)
+"""The route whose calls only read their bodies."""
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
 WORKED_ON = ("queued", "in_progress")
@@ -98,6 +100,13 @@ async def create_response(request: Request) -> Response:
     if fields.background:
         return await _in_background(request, keeper)
     return await reply(request, spec, writer, keeper.keep)
+
+
+@counting.post("/v1/responses/input_tokens", response_model=None, openapi_extra=Documented(ResponsesRequest))
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens that an input has as a prompt."""
+    counted = await worked_on(request, partial(count_input_tokens, owner=owner_of(request)))
+    return Response(counted.body, 200, counted.headers, "application/json")
 
 
 async def _in_background(request: Request, keeper: Keeper) -> Response:

@@ -78,6 +78,24 @@ async def test_a_chain_of_responses_survives_a_restart(tmp_path: Path) -> None:
             await api.openai.responses.retrieve(second["id"])
 
 
+async def test_input_tokens_are_those_of_the_response(tmp_path: Path) -> None:
+    async with storing(tmp_path, "Done.") as api:
+        first = await api.post(PATH, body("One", tools=TOOLS, instructions="Once."))
+        about: dict[str, Any] = {"instructions": "Be brief.", "tools": TOOLS, "previous_response_id": first["id"]}
+        for fields in ({}, about):
+            counted = await api.openai.responses.input_tokens.count(model=NAME, input="Two", **fields)
+            answered = await api.openai.responses.create(model=NAME, input="Two", **fields)
+            assert answered.usage is not None
+            assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+        counting = f"{PATH}/input_tokens"
+        told = await api.http.post(counting, json=body("Two", temperature=1.0, truncation="auto"))
+        assert told.headers["x-ignored-params"] == "truncation, temperature"
+        assert (await api.post(counting, body("x" * 9000)))["input_tokens"] > api.engine.max_model_len
+        assert (await api.post(counting, body(previous_response_id="resp_x"), 400))["error"]["param"] == (
+            "previous_response_id"
+        )
+
+
 async def test_a_streamed_response_is_stored_before_its_end_is_told(tmp_path: Path) -> None:
     async with storing(tmp_path) as api:
         response = await api.http.post(PATH, json=body(stream=True), headers={"X-Request-Id": "mine"})
