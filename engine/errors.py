@@ -12,7 +12,8 @@ QuireError
 │   └── QueueTimeout          the request did not start within its queue_timeout
 ├── SlowReader                the client reads its answer too slowly
 ├── Timeout                   the request was not complete within its timeout
-├── EngineError               the engine failed a request, or is gone
+├── EngineError               the engine failed a request
+│   ├── EngineGone            there is no engine any more: only another server, or another load, can answer
 │   └── RequestQuarantined    the request ended several engine processes and was given up
 └── ConfigError               a bad flag, file or environment variable: names the key; the server does not start
     └── ModelError            the model's files cannot be found, read or understood
@@ -95,6 +96,10 @@ class EngineError(QuireError):
     code = "engine_error"
 
 
+class EngineGone(EngineError):
+    pass
+
+
 class RequestQuarantined(EngineError):
     code = "request_quarantined"
 
@@ -106,6 +111,11 @@ class ConfigError(QuireError):
 class ModelError(ConfigError):
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model")
+
+
+def may_succeed_later(error: Exception) -> bool:
+    """Whether what failed was not the request's fault: the same request may be answered at another time."""
+    return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelUnloadable)
 
 
 def refuse(param: str, *reasons: str | bool | None) -> None:

@@ -55,7 +55,7 @@ from quire.server.store.shared import shared_data
 BODIES_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""
 ROUTERS = (
-    *(endpoints.router, responses.creating, responses.router, conversations.router),
+    *(endpoints.router, responses.creating, responses.counting, responses.router, conversations.router),
     *(ollama.router, pull.router, batches.router, files.router, streams.router, models.router, models.counted),
     *(sessions.router, requests.router, engine.router, engine.asleep, status.router, page.router),
 )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
+from starlette.types import Message, Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from quire.engine.link.client import EngineClient
@@ -61,6 +62,29 @@ class Parser(httptools.HttpRequestParser):
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
                 # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
                 parser = self._connection.parser = Parser(self._connection)
+
+
+class Unchunked:
+    """Sends an answer to a client of HTTP/1.0 (nginx by default, `ab`), which knows no chunks: one whose length is not
+    known ends with the connection.
+
+    uvicorn writes chunks for such a client, too. What it writes otherwise must have a length, which here is told as
+    each part comes.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cast(Send, cycle.send)
+        self._open_end = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._open_end = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._open_end:
+                self._cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and self._open_end:
+            self._cycle.expected_content_length += len(message.get("body", b""))
+        await self._send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -134,7 +158,10 @@ class Connection(HttpToolsProtocol):
             self._refusal = (400, f"More than {MAX_PIPELINED} requests wait in this connection")
             raise ValueError(self._refusal)
         super().on_headers_complete()
-        cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = Unchunked(self.cycle)  # type: ignore[assignment]
+        else:
+            cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
         self._in_head = False
         self._set_reading_timer()
 

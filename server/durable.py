@@ -54,6 +54,13 @@ class Durable:
     peers: Peers
     seen: Look = field(init=False)
     """By the last `look`."""
+    dropped: set[tuple[str, str]] = field(default_factory=set)
+    """Owners and ids of the responses in the background that this process is to begin again."""
+
+    def begin_again(self, owner: str, id: str) -> None:
+        """A response in the background that this process worked on could not be answered now, by no fault of its own:
+        its engine is gone, or its model was unloaded. If this process ends, another one begins it."""
+        self.dropped.add((owner, id))
 
     async def look(self) -> Look:
         """What all processes have together."""
@@ -108,7 +115,6 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
     taken_up = False
 
     async def answer(owner: str, id: str) -> None:
-        nonlocal taken_up
         async with places:
             try:
                 return await _answer_again(parts, app, tenants, owner, id)
@@ -117,21 +123,22 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
             except Exception:  # it costs no other one
                 return log.exception("the response %s cannot be made again now; the next start tries it again", id)
         await asyncio.sleep(PATIENCE)
-        begun.discard((owner, id))
-        taken_up = False
+        parts.dropped.add((owner, id))
 
     async with asyncio.TaskGroup() as group:
         while True:
             try:
                 if (await parts.look()).leads and not (taken_up and parts.peers.alone):
-                    for each in await asyncio.to_thread(parts.data.processes.left):
-                        if each not in begun:
-                            begun.add(each)
-                            group.create_task(answer(*each))
+                    left = await asyncio.to_thread(parts.data.processes.left)
+                    parts.dropped |= set(left) - begun
                     await parts.batches.look()
                     taken_up = True
             except (sqlite3.OperationalError, OSError, QuireError) as error:
                 log.error("data_dir cannot be read: %s", error)
+            now, parts.dropped = parts.dropped, set()
+            begun |= now
+            for each in now:
+                group.create_task(answer(*each))
             await asyncio.sleep(_LOOK_ALONE_SECONDS if taken_up and parts.peers.alone else _LOOK_SECONDS)
 
 

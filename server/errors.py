@@ -20,6 +20,7 @@ from quire.engine.errors import (
     Conflict,
     ContextLengthExceeded,
     EngineError,
+    EngineGone,
     InvalidRequest,
     ModelNotFound,
     ModelUnloadable,
@@ -43,6 +44,7 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (RateLimited, 429, "rate_limit_error"),
     (Overloaded, 503, SERVER),
     (Timeout, 408, SERVER),
+    (EngineGone, 503, SERVER),
     (EngineError, 500, SERVER),
     (QuireError, 500, SERVER),
 )

@@ -60,13 +60,28 @@ def keeps_all(config: EngineConfig) -> str | None:
 def as_configured(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The model with the context that is asked for, so far as it decides more than how much is kept."""
     model = _without_windows(model, config)
-    of_phi = model.model_type in PHI and model.rope.get("rope_type") in LONGROPE
-    if not (of_phi if model.given is None else chosen_by_context(model.given)):
-        refuse("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
+    decides = context_decides(model.model_type, model.rope, model.given)
+    if (context := rope_context(config, model.max_position, decides=decides)) is None:
         return model
-    # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
-    context = config.rope_context or config.max_model_len or model.max_position
     return replace(model, rope_context=context, max_position=min(model.max_position, context))
+
+
+def context_decides(model_type: str, rope: Mapping[str, Any], given: Mapping[str, Any] | None) -> bool:
+    """Whether the longest context decides a model's rotations. `given`: its config.json where transformers' class
+    computes it, which reads that itself."""
+    if given is not None:
+        return chosen_by_context(given)
+    return model_type in PHI and (rope.get("rope_type") or rope.get("type")) in LONGROPE
+
+
+def rope_context(config: EngineConfig, max_position: int, *, decides: bool) -> int | None:
+    """The context by which a model of so many positions rotates; None where none `decides`. Raises ConfigError for one
+    that is asked for then."""
+    if not decides:
+        refuse("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
+        return None
+    # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
+    return config.rope_context or config.max_model_len or max_position
 
 
 def _without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
-from quire.engine.errors import EngineError, QuireError
+from quire.engine.errors import EngineError, EngineGone, QuireError
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
 _T = TypeVar("_T")
@@ -108,7 +108,7 @@ class Link(ABC):
     def die(self, message: str) -> None:
         """The engine is gone for good. Only the first call counts."""
         if self.failure is None:
-            self.failure = EngineError(message)
+            self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
 
     @abstractmethod

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import msgspec
 
 from quire.engine.errors import InvalidRequest, ModelError, Overloaded
+from quire.engine.text.heap import heap_bytes
 from quire.engine.types import Grammar
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ FEW_STATES, MOST_STATES = 4096, 50_000
 needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
 _MOST_LARGE = 16
 """Lexers with more than FEW_STATES at a time: 330 MB where all are full."""
+MOST_COMPILED_BYTES = 1 << 30
+"""Of all grammars that answers follow or the cache has, as they are compiled: 0.15 MB for a schema of five fields, 10
+for one of 130 KB, 15 for ten numbers with large `multipleOf`. Lexers grow beside that."""
+MOST_BYTES_OF_ONE = 128 << 20
+_LEAST_BYTES = 16
+"""A compiled grammar is taken for at least so many times its text, where nobody says how large it is."""
 MAX_FORCED_BYTES = 16 * 1024
 """Text about which a grammar may leave no choice at a time. Half a KB is kept for each byte of it, and it is divided
 into tokens again with each token: a text of 256 KB would cost each answer 130 MB, and 0.1 s a token."""
@@ -112,6 +119,8 @@ class Compiled:
     _first: LLMatcher
     states: int
     """Limit of its lexer."""
+    size: int
+    """Bytes that it took to compile, about."""
     alone: bool = False
     """Whether it is one answer's."""
 
@@ -144,16 +153,17 @@ class GrammarCompiler:
         }
         self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         """The grammars compiled last, the least recently used one first."""
-        self._large: WeakSet[Compiled] = WeakSet()
-        """Those with MOST_STATES that somebody uses or the cache has."""
+        self._living: WeakSet[Compiled] = WeakSet()
+        """Those that somebody uses or the cache has."""
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A new matcher for the grammar. Raises InvalidRequest for a grammar that is wrong or not supported."""
         return self.compiled(grammar).matcher()
 
     def compiled(self, grammar: Grammar) -> Compiled:
-        """The grammar for a new answer. Raises InvalidRequest as `matcher`."""
-        found = self._cache.pop(grammar, None) or Compiled(self._compile(grammar, FEW_STATES), FEW_STATES)
+        """The grammar for a new answer. Raises InvalidRequest as `matcher`, and Overloaded where the others take all
+        memory that is set aside for them."""
+        found = self._cache.pop(grammar, None) or self._made(grammar, FEW_STATES)
         self._keep(grammar, found)
         return found
 
@@ -161,7 +171,8 @@ class GrammarCompiler:
         """The grammar for an answer that cannot be followed with `worn` any more, as its lexer has an error: with a
         large lexer, `alone`: of its own. Nobody else is given `worn` again.
 
-        Raises InvalidRequest where the answer had a lexer of its own, and Overloaded where too many are large.
+        Raises InvalidRequest where the answer had a lexer of its own, and Overloaded where too many are large, and as
+        `compiled`.
         """
         cached = self._cache.get(grammar)
         if cached is worn:
@@ -171,8 +182,7 @@ class GrammarCompiler:
         if worn.alone:
             raise InvalidRequest(f"too complex: this answer alone needs more than a lexer of {MOST_STATES} states")
         self._make_room()
-        found = Compiled(self._compile(grammar, MOST_STATES), MOST_STATES, alone)
-        self._large.add(found)
+        found = self._made(grammar, MOST_STATES, alone=alone)
         if not alone:
             self._keep(grammar, found)
         return found
@@ -182,14 +192,35 @@ class GrammarCompiler:
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
 
+    def _made(self, grammar: Grammar, states: int, *, alone: bool = False) -> Compiled:
+        matcher, size = self._compile(grammar, states)
+        # At most what `check` lets through: what another thread took meanwhile is not this grammar's.
+        made = Compiled(matcher, states, min(size, MOST_BYTES_OF_ONE), alone)
+        self._living.add(made)
+        for cached in list(self._cache):  # one that the cache alone has ends with its place there
+            if self._size <= MOST_COMPILED_BYTES:
+                break
+            del self._cache[cached]
+        if self._size > MOST_COMPILED_BYTES:
+            raise Overloaded("Other answers follow grammars as large as this one. Please try again later")
+        return made
+
+    @property
+    def _size(self) -> int:
+        return sum(each.size for each in self._living)
+
+    @property
+    def _large(self) -> int:
+        return sum(each.states == MOST_STATES for each in self._living)
+
     def _make_room(self) -> None:
         """For a large lexer. One that the cache alone has ends with its place there."""
         for grammar, states in [(each, compiled.states) for each, compiled in self._cache.items()]:
-            if len(self._large) < _MOST_LARGE:
+            if self._large < _MOST_LARGE:
                 return
             if states == MOST_STATES:
                 del self._cache[grammar]
-        if len(self._large) >= _MOST_LARGE:
+        if self._large >= _MOST_LARGE:
             raise Overloaded(f"{_MOST_LARGE} answers follow grammars as complex as this one. Please try again later")
 
     def encode(self, text: bytes) -> list[int]:
@@ -208,7 +239,10 @@ class GrammarCompiler:
         """
         import numpy as np
 
-        matcher = self._compile(grammar, MOST_STATES)
+        matcher, size = self._compile(grammar, MOST_STATES)
+        if size > MOST_BYTES_OF_ONE:
+            taken, most = size >> 20, MOST_BYTES_OF_ONE >> 20
+            raise InvalidRequest(f"too complex: compiled it takes {taken} MiB, at most {most}", param="grammar")
         for _ in range(_CHECK_STEPS):
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
             if matcher.is_error() or not len(allowed):
@@ -218,11 +252,13 @@ class GrammarCompiler:
             refuse_long_text(matcher)
             matcher.consume_token(int(allowed[-1]))
 
-    def _compile(self, grammar: Grammar, states: int) -> LLMatcher:
+    def _compile(self, grammar: Grammar, states: int) -> tuple[LLMatcher, int]:
+        """A matcher, and the bytes that it takes, about."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"longer than {MAX_GRAMMAR_BYTES} bytes", param="grammar")
+        before = heap_bytes()
         if grammar.kind == "json":
             source = LLMatcher.grammar_from_json_schema(grammar.text)
         elif grammar.kind == "regex":
@@ -232,7 +268,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits[states])
         if matcher.is_error():
             raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
-        return matcher
+        size = max(heap_bytes() - before, _LEAST_BYTES * len(grammar.text))
+        return matcher, size
 
 
 def _as_lark(text: str) -> str:

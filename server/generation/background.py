@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.errors import may_succeed_later
 from quire.server.encoding import answering, form_of, pack
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.answers.writer import AnswerWriter
@@ -41,6 +42,8 @@ class Running:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when more has come; each has a successor."""
     ended: bool = False
+    begins_again: bool = False
+    """Whether it is begun again where another time may answer it: its readers are then told no end."""
     task: asyncio.Task[None] | None = None
 
     def add(self, events: bytes) -> None:
@@ -158,7 +161,11 @@ class Background:
             async for chunk in events:
                 running.add(chunk)
         except Exception as error:
-            running.add(running.writer.failed(error))
+            running.begins_again = running.begins_again and may_succeed_later(error)
+            if not running.begins_again:
+                running.add(running.writer.failed(error))
+        else:
+            running.begins_again = False
         finally:
             running.close()
             try:

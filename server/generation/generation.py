@@ -35,6 +35,8 @@ class Usage:
     """When what came; None where nobody asks."""
     missed: Sequence[PrefixReport] = ()
     """What the prompts could have found cached, as far as it is known."""
+    first_at: float | None = None
+    """When the first token came, of time.monotonic()."""
 
     @property
     def total_tokens(self) -> int:
@@ -162,6 +164,7 @@ class Generation(ABC):
             reasoning_tokens=self.reasoning_tokens,
             metrics=None if not self._spec.timed or self.timeline is None else times(self.timeline),
             missed=[choice.prefix for choice in first_of_prompts if choice.prefix is not None],
+            first_at=min((each.first_at for each in self._choices if each.first_at is not None), default=None),
         )
 
     @property

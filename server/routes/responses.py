@@ -12,16 +12,16 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest, RequestNotFound
-from quire.server.access.admission import GenerationRoute, admission_of
+from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
+from quire.server.access.admission import CountedRoute, GenerationRoute, admission_of
 from quire.server.access.held import hold, hold_of
 from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import Documented, owner_of, resolved_spec
+from quire.server.resolve.translated.responses import count_input_tokens, resolve_response
+from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
 from quire.server.runtime import runtime_of, server_of
@@ -34,6 +34,8 @@ from quire.server.streams import RESUMED
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
 """The route whose calls the engine computes."""
+counting = APIRouter(route_class=CountedRoute)
+"""The route whose calls only read their bodies."""
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
 WORKED_ON = ("queued", "in_progress")
@@ -100,6 +102,13 @@ async def create_response(request: Request) -> Response:
     return await reply(request, spec, writer, keeper.keep)
 
 
+@counting.post("/v1/responses/input_tokens", response_model=None, openapi_extra=Documented(ResponsesRequest))
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens that an input has as a prompt."""
+    counted = await worked_on(request, partial(count_input_tokens, owner=owner_of(request)))
+    return Response(counted.body, 200, counted.headers, "application/json")
+
+
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, server, spec, writer = runtime_of(request), server_of(request), keeper.spec, keeper.writer
     resumed = request.scope.get(RESUMED)
@@ -131,12 +140,14 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
     async def ended() -> None:
         try:
-            if not (writer.unfinished and leaving()):  # else the next process goes on with it
+            if running.begins_again and server.durable is not None:
+                server.durable.begin_again(keeper.owner, spec.answer_id)
+            elif not (writer.unfinished and leaving()):  # else the next process goes on with it
                 await patiently(f"the end of {spec.answer_id} waits", kept, leaving)
         finally:
             held.end()
 
-    running = Running(writer, close, [] if spec.stream else None)
+    running = Running(writer, close, [] if spec.stream else None, begins_again=server.streams is not None)
     events = events_of(generation, writer, spec, runtime, nothing)
     server.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream and (resumed is None or not resumed.attempt):
@@ -180,6 +191,8 @@ async def retrieve_response(
             hold(request.scope, 3 * kept.length)  # each event is sent again
             return EventStream(events, _stay, {}, config)
         kept = await _find(request, response_id)  # it may have ended just now
+        if kept.about["status"] in WORKED_ON:  # by nobody: its server has ended, and another has not begun it yet
+            raise Overloaded("The response is about to be gone on with. Please try again")
         return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
     if works and (told := await background.so_far(key)) is not None:
         return answer(request, told)

@@ -187,6 +187,8 @@ def test_neon_computes_what_plain_kernels_do(tmp_path: Path) -> None:
 
 WITHOUT_THREADS = """
 import os, resource, torch
+from quire.kernels.cpu.backend import Cpu
+
 cpu = Cpu()
 torch.set_num_threads(1)
 x = torch.randn(300, 704)

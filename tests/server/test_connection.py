@@ -396,3 +396,22 @@ async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
         assert statuses(await port.send(few)) == [200] * 51
         assert len(statuses(await port.send(few * 100))) <= MAX_PIPELINED + 2
         assert statuses(await port.send(few)) == [200] * 51
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_of_http_1_0_gets_no_chunks(stream: bool) -> None:
+    """nginx with its defaults, `ab`: an answer without a length ends with the connection."""
+    body = json.dumps({"prompt": "x", "max_tokens": 5, "seed": 1, "stream": stream}).encode()
+    whole = completion(body)
+    async with serving(FakeEngine(LETTERS)) as port:
+        answer = await port.send(whole.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        chunked = await port.send(whole)
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert (b"content-length" in head) is not stream
+        assert content.startswith(b"data: {" if stream else b"{")
+        assert content.endswith(b"data: [DONE]\n\n" if stream else b"}")
+        assert content.count(b"data: ") == (chunked.count(b"data: ") if stream else 0)
+        head, _, content = (await port.send(b"HEAD /metrics HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+        assert content == b""

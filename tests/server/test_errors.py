@@ -114,7 +114,7 @@ BAD_INPUTS = [
     (completion(timeout=0), "timeout", "greater than 0"),
     (chat(queue_timeout=float("inf")), "queue_timeout", "finite"),
     (chat(timeout="soon"), "timeout", "valid number"),
-    (chat(messages=[]), "messages", "at least 1"),
+    (chat(messages=[]), "messages", "must not be empty"),
     (chat(messages="x"), "messages", "valid list"),
     ((CHAT, {"mesages": USER}), "messages", "messages: Field required; got mesages: did you mean messages\\?"),
     ((CHAT, {"Message": USER}), "messages", "; got Message: did you mean messages\\?$"),
@@ -417,7 +417,8 @@ async def test_an_engine_that_dies() -> None:
         await asyncio.sleep(0.05)
         engine.die("the engine died")
         assert parse_events((await call).text)[-1]["error"]["code"] == "engine_error"
-        await api.post(*completion(), 500)
+        later = await api.http.post(completion()[0], json=completion()[1])
+        assert (later.status_code, later.headers["retry-after"]) == (503, "1"), "of a server that is about to end"
         assert (await api.http.get("/health")).status_code == 503
 
 

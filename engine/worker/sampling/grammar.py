@@ -93,7 +93,7 @@ class SlotGrammars:
             followed = _Followed(grammar, compiled, compiled.matcher())
             refuse_long_text(followed.matcher)
         except QuireError as error:
-            self._unusable[slot] = Failure(error.message)
+            self._unusable[slot] = Failure(error.message, "busy" if isinstance(error, Overloaded) else "engine")
         else:
             self._followed[slot] = followed
             self._consume(slot, admission.token_ids[admission.num_prompt :])

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import OneOf, add, command
-from quire.server.cli.plan.configured import cheapest, lighter, shared_out, wishes_of
+from quire.server.cli.plan.configured import cheapest, lighter, shared_out, sizes_of, wishes_of
 from quire.server.cli.plan.estimate import estimate
 from quire.server.cli.plan.images import images, planned_images, vision_of
 from quire.server.cli.plan.machine import Machine, find_card, read_cards, this_machine, with_memory
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], started: float) -> int:
     if "max_loras" in vars(args):
         config = config.model_copy(update={"enable_lora": True})
     raw, folder = read_raw_config(config.model, config.revision)
-    sizes = read_sizes(raw)
+    sizes = sizes_of(config, raw)
     stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
     wishes = wishes_of(config, raw, folder, args.concurrency)
     vision = None if args.images is None else vision_of(config.model, config.revision, raw, folder)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
-from quire.engine.checkpoint.families import WITH_EXPERTS
-from quire.engine.checkpoint.files import read_raw_config, resolve_model
+from quire.engine.checkpoint.families import WITH_EXPERTS, has_file
+from quire.engine.checkpoint.files import read_raw_config, resolve_model, text_config
+from quire.engine.checkpoint.page_groups import context_decides, rope_context
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
@@ -25,6 +26,17 @@ def wishes_of(config: EngineConfig, raw: dict[str, Any], folder: Path | None, co
     `folder` if they are on this machine. Raises ModelError for what guesses tokens and cannot be read."""
     modules = planned_modules(raw) if config.enable_lora else {}
     return Wishes(config, concurrency, modules, planned_draft(config.speculative_config, raw, folder))
+
+
+def sizes_of(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
+    """Of a model with this config.json, as this configuration serves it. Raises ModelError, and ConfigError for a
+    rope_context that it has no use for."""
+    sizes, text = read_sizes(raw), text_config(raw)
+    by_class = config.model_impl == "transformers" or not has_file(raw)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    decides = context_decides(sizes.model_type, rope if isinstance(rope, dict) else {}, raw if by_class else None)
+    rope_context(config, sizes.max_position, decides=decides)
+    return replace(sizes, max_position=min(sizes.max_position, config.rope_context or sizes.max_position))
 
 
 def shared_out(machine: Machine, config: EngineConfig) -> Machine:
@@ -67,7 +79,7 @@ class _Planned:
 def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
     try:
         raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
-        sizes, files = read_sizes(raw), folder if config.load_format == "auto" else None
+        sizes, files = sizes_of(config, raw), folder if config.load_format == "auto" else None
         stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
         wishes = wishes_of(config, raw, files)
         parts = shared_out(machine, config)

@@ -302,6 +302,7 @@ def _flags(made: Estimate, draft: Draft | None, context: int | None, seqs: int) 
     utilization, disk, memory = config.gpu_memory_utilization, config.disk_gib, config.weights_in_memory
     given: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
         ("--max-model-len", context),
+        ("--rope-context", config.rope_context),
         (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
         ("--decode-context-parallel-size", machine.count if config.divides_tokens else None),
         ("--enable-expert-parallel", "" if config.enable_expert_parallel else None),

@@ -14,7 +14,6 @@ from quire.server.encoding import encode_json
 from quire.server.errors import failure
 from quire.server.generation.answers.messages import arguments_of
 from quire.server.generation.answers.writer import PartsWriter
-from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
 from quire.server.generation.spec import GenerationSpec
@@ -33,17 +32,11 @@ class OllamaWriter(PartsWriter):
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._began = time.monotonic_ns()
-        self._first: int | None = None
-        """When the first step came."""
 
     @property
     def ping(self) -> bytes:
         """A line without text: clients of Ollama read no comments."""
         return self._line()
-
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        self._first = self._first or time.monotonic_ns()
-        return super().step(deltas)
 
     def last(self, usage: Usage) -> bytes:
         reason = None if self._ended is None else self._ended.finish_reason
@@ -88,9 +81,9 @@ class OllamaWriter(PartsWriter):
         return encode_json({**about, **shown, "done": done is not None, **(done or {})}) + b"\n"
 
     def _end(self, reason: str | None, usage: Usage) -> dict[str, object]:
-        """Ollama's reasons are stop and length. Times are in nanoseconds; a whole answer's are not told apart."""
+        """Ollama's reasons are stop and length. Times are in nanoseconds."""
         ended = time.monotonic_ns()
-        first = self._first or ended
+        first = ended if usage.first_at is None else int(usage.first_at * 1e9)
         return {
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": ended - self._began,
@@ -98,7 +91,7 @@ class OllamaWriter(PartsWriter):
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": first - self._began,
             "eval_count": usage.completion_tokens,
-            "eval_duration": ended - first if self._first else ended - self._began,
+            "eval_duration": ended - first,
             **usage.misses,
         }
 

@@ -12,8 +12,14 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.decode import head_of
 from quire.engine.text.chat_template import TemplateAbilities
+from quire.server.config import ServerConfig
 from quire.server.images.asked import NeedsImages
+from quire.server.protocol.chat import ChatRequest
+from quire.server.resolve.checks import check_text
 from quire.server.resolve.common import Resolved
+from quire.server.resolve.prompts import rendered, with_images
+from quire.server.resolve.tools import tool_use
+from quire.server.served_model import ServedModel
 
 Places = dict[str, str]
 """The caller's names of images' fields, by the names that a chat has for them."""
@@ -94,3 +100,12 @@ def placed(turns: Sequence[Turn], shows: TemplateAbilities, places: Places) -> l
             if field := part.pop(FIELD, None):
                 places[f"messages[{index}].content[{place}].image_url.url"] = field
     return found
+
+
+def prompt_tokens(chat: ChatRequest, model: ServedModel, config: ServerConfig) -> int:
+    """How many the prompt has that a chat makes. Raises InvalidRequest."""
+    shown = tool_use(chat, model.formats.tools).shown
+    text = rendered(chat, model, shown, trusted=config.trust_request_chat_template)
+    text = with_images(text, chat.messages, model)
+    check_text(text, "messages")
+    return len(model.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens))

@@ -26,12 +26,9 @@ from quire.server.protocol.messages import (
 )
 from quire.server.protocol.translated import EXTENSIONS
 from quire.server.resolve.chat import chat_call, ignored_by_template
-from quire.server.resolve.checks import check_text
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.prompts import rendered, with_images
 from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.tools import tool_use
 from quire.server.resolve.translated.as_chat import (
     Places,
     Turn,
@@ -40,6 +37,7 @@ from quire.server.resolve.translated.as_chat import (
     in_own_words,
     named_by_caller,
     placed,
+    prompt_tokens,
     tool_turn,
 )
 from quire.server.served_model import ServedModel
@@ -86,12 +84,8 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
         others = [name for name in body.model_extra or () if name not in EXTENSIONS]
         ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats.template)]
         headers = ignored_header(ignored, config.strict)
-        shown = tool_use(chat, model.formats.tools).shown
-        text = rendered(chat, model, shown, trusted=config.trust_request_chat_template)
-        text = with_images(text, chat.messages, model)
-        check_text(text, "messages")
-    ids = model.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-    return Reply(encode_json({"input_tokens": len(ids)}), headers)
+        count = prompt_tokens(chat, model, config)
+    return Reply(encode_json({"input_tokens": count}), headers)
 
 
 def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:

@@ -15,6 +15,7 @@ from quire.server.encoding import encode_json
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.spec import ResponseFields
 from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import ignored_header
 from quire.server.protocol.items import Item, ItemReference, Message, full_name
 from quire.server.protocol.responses import (
     ENCRYPTED,
@@ -26,11 +27,18 @@ from quire.server.protocol.responses import (
     FunctionTool,
     ResponsesRequest,
 )
-from quire.server.resolve.chat import chat_call
+from quire.server.resolve.chat import chat_call, ignored_by_template
 from quire.server.resolve.checks import NeedsWorker, check_text, check_texts
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.translated.as_chat import Places, in_own_words, named_by_caller, placed
+from quire.server.resolve.tokenize import Reply
+from quire.server.resolve.translated.as_chat import (
+    Places,
+    in_own_words,
+    named_by_caller,
+    placed,
+    prompt_tokens,
+)
 from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
@@ -48,6 +56,12 @@ NAMES = {
     "function.parameters": "parameters",
 }
 """Names of a chat's fields, and what they are called here."""
+
+OF_ANSWERS = {
+    *("max_output_tokens", "temperature", "top_p", "top_logprobs", "include", "metadata", "stream", "stream_options"),
+    *("store", "background", "safety_identifier", "prompt_cache_key"),
+}
+"""What says nothing of the prompt."""
 
 
 def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
@@ -78,6 +92,21 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         conversation=body.conversation_id,
     )
     return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES)
+
+
+def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Reply:
+    """The number of tokens of the prompt that a response to this body has. Raises as above."""
+    body = parse(given, ResponsesRequest)
+    model.answer_name(body.model)
+    check_stored(body, config)
+    earlier, items = all_items(body, model, config, owner)
+    ignored = [*without_effect(body, model), *sorted(OF_ANSWERS & body.model_fields_set)]
+    with named_by_caller(NAMES) as places:
+        chat = as_chat(body, earlier, items, model, places)
+        ignored += ignored_by_template(chat, model.formats.template)
+        headers = ignored_header(ignored, config.strict)
+        count = prompt_tokens(chat, model, config)
+    return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers)
 
 
 def as_json(told: Mapping[str, Any]) -> bytes:

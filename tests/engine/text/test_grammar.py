@@ -377,6 +377,31 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
     assert admitted(17) is None
 
 
+def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the length of their text: this one of 130 bytes takes megabytes."""
+    compiler = GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS))
+    slots = SlotGrammars(lambda: compiler)
+    numbers = [[{"type": "integer", "multipleOf": 3001 + place + 2 * slot} for place in range(2)] for slot in range(7)]
+    grammars = [json_grammar({"type": "array", "prefixItems": each, "minItems": 2}) for each in numbers]
+
+    def admitted(slot: int) -> str | None:
+        owner = Admission(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
+        slots.admit(owner)
+        failure = slots.consume(slot, owner, [])
+        return None if failure is None else failure.cause
+
+    monkeypatch.setattr(grammar_module, "MOST_COMPILED_BYTES", 9 << 20)
+    fate = [admitted(slot) for slot in range(6)]
+    assert fate[0] is None
+    assert fate[-1] == "busy", "one that the caller may send again"
+    for slot in range(6):
+        slots.leave(slot)
+    assert admitted(6) is None, "what only the cache has makes room"
+    monkeypatch.setattr(grammar_module, "MOST_BYTES_OF_ONE", 1 << 20)
+    with pytest.raises(InvalidRequest, match="MiB"):
+        compiler.check(grammars[0])
+
+
 def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask after a draft, what is picked there would be free."""
     few_states(monkeypatch, 20, 1000)

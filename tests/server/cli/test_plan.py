@@ -627,6 +627,23 @@ def test_mistakes_are_named(args: list[str], named: str, capsys: pytest.CaptureF
     assert named in capsys.readouterr().err
 
 
+def test_a_context_of_rotations_is_refused_as_serve_refuses_it(
+    coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", coder, "--gpu", "h100", "--rope-context", "4096"]) == 1
+    assert "rope_context: the model's rotations depend on no context" in capsys.readouterr().err
+    phi = DEEPSEEK_CODER | {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(phi))
+    own = plan(capsys, str(tmp_path), "--gpu", "h100")
+    short = plan(capsys, str(tmp_path), "--gpu", "h100", "--rope-context", "4096")
+    assert (own["context"], short["context"]) == (16384, 4096), "which serve does not exceed"
+    assert short["flags"][short["flags"].index("--rope-context") + 1] == "4096"
+
+
 def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -274,6 +274,22 @@ async def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
     assert choices[0] == choices[1]
 
 
+async def test_no_line_fails_because_the_engine_is_gone(tmp_path: Path) -> None:
+    asked = [request(f"r{number}", f"Text {number}") for number in range(30)]
+    async with keeping(tmp_path, step_seconds=0.01, max_num_seqs=3) as api:
+        batch = await begin(api, jsonl(*asked))
+        await api.engine.sent.wait()
+        api.engine.die("the engine could not be brought back")
+        await asyncio.sleep(0.3)
+        counts = (await api.openai.batches.retrieve(batch.id)).request_counts
+        assert counts is not None
+        assert counts.failed == 0
+    async with keeping(tmp_path) as api:
+        ended = await at_its_end(api, batch.id)
+        assert ended.request_counts is not None
+        assert (ended.status, ended.request_counts.completed) == ("completed", 30)
+
+
 async def test_batches_wait_behind_everything_else(tmp_path: Path) -> None:
     async with keeping(tmp_path) as api:
         await at_its_end(api, (await begin(api, jsonl(request("a", priority=-7)))).id)

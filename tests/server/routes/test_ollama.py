@@ -68,6 +68,15 @@ async def test_a_chat_with_thinking_and_calls_whole_and_streamed() -> None:
     assert plain(folded(streamed)) == plain(whole)
 
 
+async def test_times_of_whole_answers_are_those_of_streams() -> None:
+    async with open_api(FakeEngine(hashed(b"ab"), step_seconds=0.005)) as api:
+        asked = {**HELLO, "options": {"num_predict": 20}}
+        for told in (await api.post(CHAT, {**asked, "stream": False}), (await lines(api, CHAT, asked))[-1]):
+            total, _, prompt, answer = (told[name] for name in TIMES)
+            assert prompt + answer == total
+            assert min(prompt, answer) > 0
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.text("ab é<", max_size=30), st.integers(1, 40), st.integers(1, 5))
 async def test_a_whole_answer_is_the_fold_of_the_stream(text: str, most: int, burst: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from quire.engine.errors import Overloaded
 from quire.server.resolve.translated import history
 from quire.server.routes.stored import conversations
 from quire.server.store.database import FILE
@@ -75,6 +76,24 @@ async def test_a_chain_of_responses_survives_a_restart(tmp_path: Path) -> None:
             assert second["id"] in error["message"]
         with pytest.raises(openai.NotFoundError, match="not any more"):
             await api.openai.responses.retrieve(second["id"])
+
+
+async def test_input_tokens_are_those_of_the_response(tmp_path: Path) -> None:
+    async with storing(tmp_path, "Done.") as api:
+        first = await api.post(PATH, body("One", tools=TOOLS, instructions="Once."))
+        about: dict[str, Any] = {"instructions": "Be brief.", "tools": TOOLS, "previous_response_id": first["id"]}
+        for fields in ({}, about):
+            counted = await api.openai.responses.input_tokens.count(model=NAME, input="Two", **fields)
+            answered = await api.openai.responses.create(model=NAME, input="Two", **fields)
+            assert answered.usage is not None
+            assert (counted.object, counted.input_tokens) == ("response.input_tokens", answered.usage.input_tokens)
+        counting = f"{PATH}/input_tokens"
+        told = await api.http.post(counting, json=body("Two", temperature=1.0, truncation="auto"))
+        assert told.headers["x-ignored-params"] == "truncation, temperature"
+        assert (await api.post(counting, body("x" * 9000)))["input_tokens"] > api.engine.max_model_len
+        assert (await api.post(counting, body(previous_response_id="resp_x"), 400))["error"]["param"] == (
+            "previous_response_id"
+        )
 
 
 async def test_a_streamed_response_is_stored_before_its_end_is_told(tmp_path: Path) -> None:
@@ -252,6 +271,44 @@ async def test_a_background_response_that_fails_or_whose_server_ends(tmp_path: P
     async with storing(tmp_path) as api:
         assert (await api.openai.responses.retrieve(left.id)).status == "incomplete"
         assert not api.engine.seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_server(
+    stream: bool, tmp_path: Path
+) -> None:
+    asked = body(background=True, stream=stream, max_output_tokens=40)
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
+        call = asyncio.create_task(api.http.post(PATH, json=asked))
+        await api.engine.sent.wait()
+        await asyncio.sleep(0.05)
+        api.engine.die("the engine could not be brought back")
+        told = await call
+        id = events_of(told.text)[0]["response"]["id"] if stream else told.json()["id"]
+        assert "response.failed" not in told.text, "whoever follows it learns the end from the next server"
+        await asyncio.sleep(0.1)
+        assert (await api.http.get(f"{PATH}/{id}")).json()["status"] in ("queued", "in_progress")
+        if stream:
+            assert (await api.http.get(f"{PATH}/{id}?stream=true")).status_code == 503, "it has not ended"
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"))) as api:
+        ended = await at_its_end(api, id)
+        assert ended.status == "incomplete"
+        whole = await api.openai.responses.create(
+            model=NAME, input="Hi", max_output_tokens=40, extra_body={"seed": api.engine.seen[0].seed}
+        )
+        assert ended.output_text == whole.output_text
+
+
+async def test_a_background_response_goes_on_when_its_engine_is_back(tmp_path: Path) -> None:
+    """As after a model was unloaded, or after the server's main process was not heard of for a while."""
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
+        begun = await api.openai.responses.create(model=NAME, input="Hi", background=True, max_output_tokens=40)
+        await api.engine.sent.wait()
+        await asyncio.sleep(0.05)
+        api.runtime.client.end_all(Overloaded("please try again"))
+        ended = await at_its_end(api, begun.id)
+        assert (ended.status, len(api.engine.seen)) == ("incomplete", 2)
+        assert api.engine.seen[1].emitted_ids, "from the tokens that it had"
 
 
 async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""One API process, with a hub that the test plays."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.engine.processes.child import module
+from quire.server.cli.api_processes import Setup
+
+
+def test_a_process_that_cannot_follow_the_hub_ends_at_once_and_says_nothing(tmp_path: Path) -> None:
+    """As if it were killed: what it has goes on elsewhere, and nothing of it is told or stored as failed."""
+    hub = f"ipc://{tmp_path}/hub"
+    setup = Setup("{}", hub, "0.0", socket.AF_INET, ("127.0.0.1", 0), time.perf_counter())
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as wire:
+        wire.bind(hub)
+        wire.setsockopt(zmq.RCVTIMEO, 60_000)
+        command = [sys.executable, *module("quire.server.cli.api_process")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as api:
+            try:
+                assert api.stdin is not None
+                assert api.stderr is not None
+                api.stdin.write(msgspec.json.encode(setup) + b"\n")
+                api.stdin.flush()
+                identity, _ = wire.recv_multipart()
+                wire.send_multipart([identity, b"\xc1"])  # what no message begins with
+                assert api.wait(60) == 1
+                assert b"can be followed no more" in api.stderr.read()
+            finally:
+                api.kill()
+        assert not wire.poll(0), "not even that it could not start"
