@@ -56,7 +56,7 @@ from quire.engine.link.engine_messages import (
 from quire.engine.lora.queue import AdapterQueue
 from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.tiers.choose import check_tiers, choose_tiers
-from quire.engine.tiers.identity import WeightFiles
+from quire.engine.tiers.identity import WeightFiles, code_hash, content_of
 from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
@@ -129,6 +129,8 @@ class Engine:
         self.info = msgspec.structs.replace(
             worker.info,
             load_seconds=seconds,
+            content=content_of(model, files),
+            code=code_hash().hex(),
             arithmetic=worker.info.arithmetic + tiers.room,
             notes=[*worker.info.notes, *prepared, *kept],
         )

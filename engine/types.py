@@ -393,6 +393,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Why requests may not bring images; "" where they may."""
     step_tokens: int = 0
     """Most tokens in one step."""
+    content: str = ""
+    code: str = ""
+    """Digests of the model's files, wherever they lie (see content_of), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of the linears that may have adapters, by name, where a class of transformers has them; {}: as
-    engine/lora/modules.py says it."""
+    """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/modules.py says."""

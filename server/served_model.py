@@ -128,10 +128,11 @@ class ServedModel(ModelSource):
 
 
 def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
-    """A name of all that decides a seed's tokens: Quire's version, the model and its weights, its type, the device, the
-    backend, the bits of what is computed with, and the ranks, whose sums round differently. The end says whether the
-    batch decides them too (see `quire verify`)."""
-    parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
+    """A name of all that decides a seed's tokens: Quire's version and code, the model and its weights, wherever they
+    lie, its type, the device, the backend, the bits of what is computed with, and the ranks, whose sums round
+    differently. The end says whether the batch decides them too (see `quire verify`)."""
+    model = info.content or info.model
+    parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)
     asked = (
         config.at_load,
         config.quantize_embedding,

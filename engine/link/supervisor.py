@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 
 from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.stats import EngineSnapshot, EngineStats
@@ -20,6 +19,7 @@ from quire.engine.link import engine_messages as messages
 from quire.engine.link.link import Answers, EngineLink
 from quire.engine.link.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
 from quire.engine.link.replay import Replay
+from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.types import EngineInfo, Request
 
@@ -29,15 +29,6 @@ _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Wait before a start, by the number of failures in a row before it."""
 _END_SECONDS = 60.0
 """How long a process that has failed may take to end by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change that was asked for: the engine is to be let go, or built anew."""
-
-    config: EngineConfig
-    version: str
-    done: asyncio.Future[None]
 
 
 class ProcessLink(EngineLink):
@@ -65,7 +56,9 @@ class ProcessLink(EngineLink):
         """Engine processes in a row that failed to start, or that crashed with nothing to compute."""
         self._fitted: dict[str, int] = {}
         """What the first engine found that the memory allows, by configuration key."""
-        self._change: _Change | None = None
+        self._content = ""
+        """What the model is that the engine has: see EngineInfo."""
+        self._change: Change | None = None
         """The change under way; `ready` is False meanwhile."""
         self._wakes = asyncio.Event()
         """Set when a change needs a process, and it sleeps without one."""
@@ -139,7 +132,7 @@ class ProcessLink(EngineLink):
             raise self.failure
         if not self.ready and not self.asleep:
             raise Overloaded("the engine is being replaced; please try again")
-        self._change = change = _Change(config, version, asyncio.get_running_loop().create_future())
+        self._change = change = Change(config, version, asyncio.get_running_loop().create_future())
         self.ready = False
         if self._process is None or self._ending:
             self._wakes.set()
@@ -157,7 +150,7 @@ class ProcessLink(EngineLink):
             await self.stop()
             raise
         # An engine that is built anew gets the same context and pages, whatever memory is free then.
-        self._fitted = fitted(info)
+        self._fitted, self._content = fitted(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
 
@@ -288,7 +281,8 @@ class ProcessLink(EngineLink):
             began = time.monotonic()
             # Open streams wait for it: it captures its decode graphs when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
-            await self._start_engine(self._config.max_engine_starts)
+            if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
+                raise EngineError("the files of the model are not those that it had: start the server again")
             log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
 
     async def _sleep_without_process(self) -> None:
@@ -301,7 +295,7 @@ class ProcessLink(EngineLink):
                 continue
             self._config = change.config
             try:
-                await self._start_engine(tries=1)
+                self._content = (await self._start_engine(tries=1)).content
             except (ConfigError, EngineError) as error:
                 self._config, self._failures = before, 0
                 await self._discard_process()
@@ -346,7 +340,7 @@ class ProcessLink(EngineLink):
                     self._changed()
                 case messages.Ready():
                     self._on_engine_gone(external=True)
-                    self.ready = True
+                    self.ready, self._content = True, message.info.content
                     if message.failure is None:
                         self._changed()
                     else:

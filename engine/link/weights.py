@@ -12,10 +12,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
@@ -28,6 +30,15 @@ LEVELS = (1, 2)
 _POLL_SECONDS = 0.01
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One that was asked for: an engine is to be let go, or built anew."""
+
+    config: EngineConfig
+    version: str
+    done: asyncio.Future[None]
 
 
 class WeightChanges(Protocol):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from quire.engine.gguf.files import SUFFIX, without_part
 log = logging.getLogger("quire.tiers")
 
 _CODE = (".py", ".so", ".cpp", ".h")
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+"""Pieces of a model's files, and how long each is."""
+_LEAST_SAMPLES = 16
+"""Of each file, however many there are."""
 _PART = 64 * 2**20
 """Bytes that are hashed at a time, each part in a thread."""
 _THREADS = 4
@@ -45,6 +50,15 @@ def identity_of(config: EngineConfig, model: ModelConfig, weights: bytes, layout
     return blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
+def content_of(model: ModelConfig, files: WeightFiles | None) -> str:
+    """What tells a model from another one in the same place, and is the same wherever it lies: a digest of config.json
+    and of samples of its weights. "" where these are in no file, or changed while they were loaded."""
+    if files is None or (sample := files.sample()) is None:
+        return ""
+    raw = json.dumps(model.raw, sort_keys=True, default=repr)
+    return blake2b(sample + raw.encode(), digest_size=12).hexdigest()
+
+
 def code_hash() -> bytes:
     """Of what computes keys and values: kernels, layers and models, as they are installed."""
     engine = Path(__file__).resolve().parent.parent
@@ -61,14 +75,33 @@ class WeightFiles:
 
     def __init__(self, config: EngineConfig) -> None:
         self._made_up = config.load_format == "dummy"
+        self._seed = config.seed
         self._stamps = [] if self._made_up else _stamps(stored_at(config))
+
+    def sample(self) -> bytes | None:
+        """Of their sizes and of pieces spread over them: milliseconds for any size. Another training changes some of
+        these pieces; a change of a few rows may go unseen, which `hash` would find. None: as `hash`."""
+        if self._made_up:
+            return b"%d" % self._seed
+        found = blake2b(digest_size=16)
+        count = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(self._stamps)))
+        for path, size, *_ in self._stamps:
+            found.update(b"%d:" % size)
+            with suppress(OSError), open(path, "rb") as file:
+                for place in range(count):
+                    found.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * place // count))
+        return found.digest() if self._unchanged() else None
+
+    def _unchanged(self) -> bool:
+        """Whether they are there, and as they were when this was made."""
+        return bool(self._stamps) and [_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def hash(self, memory: Path | None) -> bytes | None:
         """Of their content; None where they have changed since this was made, so that nobody knows what was loaded.
         `memory`: a folder that remembers hashes."""
         if self._made_up:
             return bytes(16)  # of the seed, which the identity has
-        if not self._stamps or [_stamp(Path(stamp[0])) for stamp in self._stamps] != self._stamps:
+        if not self._unchanged():
             return None
         key = blake2b(repr(self._stamps).encode(), digest_size=16).hexdigest()
         known = {} if memory is None else _remembered(memory)
@@ -77,7 +110,7 @@ class WeightFiles:
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = [(path, begin) for path, size, *_ in self._stamps for begin in range(0, size, _PART)]
             found = blake2b(b"".join(threads.map(_part_hash, parts)), digest_size=16)
-        if [_stamp(Path(stamp[0])) for stamp in self._stamps] != self._stamps:
+        if not self._unchanged():
             return None
         if memory is not None:
             _remember(memory, known | {key: found.hexdigest()})

@@ -46,6 +46,8 @@ PRIVATE_SERVER: dict[str, object] = {
 """Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
 
 _DRAIN_SECONDS = 0.05
+_LAST_SECONDS = 2.0
+"""In which requests may end whose engine is gone."""
 
 
 class HttpServer(uvicorn.Server):
@@ -97,6 +99,12 @@ class HttpServer(uvicorn.Server):
             each.workers.give_up(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
         self.should_exit = True
+
+    async def ended(self) -> None:
+        """Wait until the requests have ended whose engine is gone: the end of the event loop would cancel them, and each
+        would be a traceback in the log."""
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for each in self._models.loaded:

@@ -200,6 +200,8 @@ class Service:
                 return 0
             finally:
                 await self._models.stop()
+                if self._server is not None:
+                    await self._server.ended()
 
     async def _serve(self, server: HttpServer) -> int:
         watcher = asyncio.create_task(self._watch(server))

@@ -153,7 +153,7 @@ def here_of(request: Request) -> Here:
     runtime = runtime_of(request)
     info, config = runtime.info, runtime.config
     weights = (
-        info.model,
+        info.content or info.model,
         info.dtype,
         runtime.client.link.weights_version,
         config.quantization,

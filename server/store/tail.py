@@ -173,8 +173,9 @@ def _boot() -> bytes:
 
 
 def left(path: Path) -> Iterator[Tokens]:
-    """The tokens in the tail of a process that has ended, in order, up to the first broken record. Raises OSError. Its
-    version may have had halves of another size, and no records of single tokens."""
+    """The tokens in the tail of a process that has ended, in order, up to the first record that is broken or of a kind
+    that is not known here. Raises OSError. Its version may have had halves of another size, and no records of single
+    tokens."""
     content = path.read_bytes()
     if len(content) < _HEAD or content[:_BOOT_BYTES] != _boot():
         return
@@ -203,7 +204,11 @@ def left(path: Path) -> Iterator[Tokens]:
             record = content[begin:at]
             if _check(record) != check:
                 return
-            match _decode(record):
+            try:
+                decoded = _decode(record)
+            except msgspec.MsgspecError:  # of a later version, which has more kinds of them
+                return
+            match decoded:
                 case Begun() as begun:
                     calls |= {begun.number + choice: (begun, choice) for choice in range(begun.choices)}
                 case Got(number, choice, place, ids, ended) if number in calls:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from msgspec.structs import replace
 
-from quire.engine.config import EngineConfig
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.tiers.identity import WeightFiles, content_of
 from quire.engine.types import EngineInfo
 from quire.server.served_model import fingerprint
 
@@ -24,3 +29,32 @@ def test_each_setting_that_changes_bits_is_told() -> None:
     told = {fingerprint(replace(INFO, kv_cache_dtype=config.kv_cache_dtype), "1", config) for config in tried}
     assert len(told) == len(tried)
     assert fingerprint(INFO, "1", EngineConfig()) == fingerprint(INFO, "1", EngineConfig(max_num_batched_tokens=64))
+
+
+def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path) -> None:
+    """An upgrade within a version, other weights in the place of some, and a folder that was moved."""
+
+    def told(folder: Path) -> str:
+        config = EngineConfig(model=str(folder))
+        content = content_of(read_model_config(folder), WeightFiles(config))
+        return fingerprint(replace(INFO, model=config.model, content=content, code="a"), "1", config)
+
+    folders = [tmp_path / name for name in ("here", "moved")]
+    for folder in folders:
+        shutil.copytree(DEMO_MODEL, folder)
+    assert told(folders[0]) == told(folders[1])
+    weights = folders[1] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-40_000:] = content[-40_000:][::-1]
+    weights.write_bytes(content)
+    assert told(folders[0]) != told(folders[1]), "two pieces in a hundred are others"
+    assert fingerprint(replace(INFO, code="a"), "1", EngineConfig()) != fingerprint(INFO, "1", EngineConfig())
+
+
+def test_weights_that_change_while_they_are_loaded_are_not_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    files, model = WeightFiles(EngineConfig(model=str(folder))), read_model_config(folder)
+    assert content_of(model, files)
+    (folder / "model.safetensors").write_bytes(b"others")
+    assert content_of(model, files) == ""
+    assert content_of(model, None) == ""

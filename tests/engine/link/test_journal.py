@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
 from quire.engine.link.client import EngineClient
+from quire.engine.link.engine_messages import Ready
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import Request, SamplingParams
-from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
+from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
 from tests.variants import examples
 
 ACTIONS = st.one_of(
@@ -93,6 +95,31 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
             await asyncio.sleep(0.005)
     await client.link.stop()
     assert seconds == [20.0, 0.0, 0.0]
+
+
+async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where somebody overwrote the model's folder while it was served."""
+    contents = ["one", "one", "two"]
+
+    class Overwritten(FakeProcess):
+        def connect(self) -> None:
+            self._sent.put_nowait(Ready(msgspec.structs.replace(INFO, content=contents.pop(0))))
+
+    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", Overwritten)
+    client = EngineClient(ProcessLink(EngineConfig()))
+    await client.link.start()
+    for left in (1, 0):
+        assert client.alive
+        assert isinstance(client.link._process, Overwritten)
+        client.link._process.exit(KILLED)
+        async with asyncio.timeout(10):
+            while len(contents) > left or (client.alive and not client.link.ready):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await settle()
+    assert not client.alive
+    await client.link.stop()
 
 
 async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,21 @@ def test_single_tokens_of_another_version_are_read(tmp_path: Path) -> None:
     kept.close()
 
 
+def test_a_kind_of_records_of_a_later_version_ends_what_is_read(tmp_path: Path) -> None:
+    """As after an upgrade that is taken back: the start must not end, and what follows is computed again."""
+
+    class Later(tail.Got, frozen=True, tag="later", array_like=True):
+        pass
+
+    kept = Tail(tmp_path, "a")
+    number = kept.begin("me", "one")
+    kept.add_step([number, 0, 5])
+    kept._write(Later(number, 0, 1, [6], None))
+    kept.add_step([number, 2, 7])
+    assert list(left(tmp_path / "tail-a")) == [Tokens("me", "one", 0, 0, (5,), None)]
+    kept.close()
+
+
 def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "HALF", 4096)
     kept, expected, noted = Tail(tmp_path, "a"), list[int](), 0
