@@ -177,7 +177,7 @@ def _within(name: str, value: float | None, low: float, high: float, *, above: b
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
-class Adapter(msgspec.Struct, frozen=True, array_like=True):
+class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """A low-rank adapter (LoRA: Hu et al., 2021) beside the model."""
 
     name: str
