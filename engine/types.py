@@ -44,13 +44,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     the thinking."""
 
 
-_BOUNDS: Mapping[str, tuple[float, float | None]] = {
+_BOUNDS: Mapping[str, tuple[float, float]] = {
     "n": (1, 128),
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "top_k": (-1, _MOST_TOKENS),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, None),
+    "repetition_penalty": (1e-6, 1e6),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "max_tokens": (1, _MOST_TOKENS),
@@ -59,9 +59,11 @@ _BOUNDS: Mapping[str, tuple[float, float | None]] = {
     "logprobs": (0, _MOST_TOKENS),
     "prompt_logprobs": (0, _MOST_TOKENS),
 }
-"""What fields of SamplingParams must be, at least and at most,"""
-_ABOVE = ("top_p", "repetition_penalty")
-"""and those that must be above that."""
+"""What fields of SamplingParams must be, at least and at most. Logits that are divided or multiplied stay finite;"""
+_ABOVE = ("top_p",)
+"""what must be above that;"""
+_LEAST_TEMPERATURE = 1e-5
+"""and below what temperature, as in vLLM, nothing is drawn: divided by less, logits may be infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -69,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy."""
+    """0, and what is below 1e-5, is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
@@ -127,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _LEAST_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
         """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
@@ -163,22 +165,19 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         _within("dimensions", self.dimensions, 1, _MOST_TOKENS)
 
 
-def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
+def _within(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
     """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
     if value is None:
         return
-    fits = (value > low if above else value >= low) and (high is None or value <= high) and abs(value) != float("inf")
-    if not fits:
-        if high is None:
-            bounds = f"{'above' if above else 'at least'} {low:g}"
-        elif isinstance(low, int):
+    if not ((value > low if above else value >= low) and value <= high):
+        if isinstance(low, int):
             bounds = f"at least {low} and at most {high}"
         else:
             bounds = f"in {'(' if above else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
-class Adapter(msgspec.Struct, frozen=True, array_like=True):
+class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """A low-rank adapter (LoRA: Hu et al., 2021) beside the model."""
 
     name: str

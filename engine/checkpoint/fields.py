@@ -345,5 +345,5 @@ class GenerationFields(TypedDict, total=False):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None
     eos_token_id: _TokenId | _TokenIds | None

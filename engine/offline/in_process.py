@@ -9,12 +9,13 @@ import asyncio
 import gc
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.stats import EngineSnapshot, EngineStats
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.errors import ConfigError, EngineError, QuireError
 from quire.engine.link.link import EngineLink
 from quire.engine.types import EngineInfo, Request
 
@@ -84,7 +85,8 @@ class InProcessLink(EngineLink):
     async def load_tensors(self, tensors: Tensors, version: str) -> None:
         """As `load`, with weights that are in memory, under their names in the checkpoint. Where that fails, the
         weights before are back if a file has them; if not, the model sleeps until some are given."""
-        config = self._config.model_copy(update=self._fitted | {"load_format": "auto"})
+        # Without the folder of an earlier update: it may be gone by now.
+        config = self._config.model_copy(update=self._fitted | {"load_format": "auto", "weights": None})
         await self._build(config, version, tensors)
 
     async def _build(self, config: EngineConfig, version: str, tensors: Tensors | None = None) -> None:
@@ -101,7 +103,8 @@ class InProcessLink(EngineLink):
             traceback.clear_frames(error.__traceback__)  # what was loaded is in them
             let_go()
             if before is not None:
-                self._begin(Engine(before.model_copy(update=self._fitted)))
+                with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
+                    self._begin(Engine(before.model_copy(update=self._fitted)))
             raise
         self._config, self._given, self.weights_version = config, tensors is not None, version
         self._begin(engine)

@@ -360,7 +360,12 @@ class LLM(Serving):
         """Do all of `work` at once; results are in its order."""
 
         async def everything(done: Callable[[], None]) -> list[_T]:
-            return await asyncio.gather(*(one(each, done) for each in work))
+            tasks = [asyncio.create_task(one(each, done)) for each in work]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:  # where one failed, the others would be computed for nobody
+                for task in tasks:
+                    task.cancel()
 
         with shown_progress(doing, len(work), show_progress) as done:
             return self._run(everything(done))

@@ -257,13 +257,15 @@ def listed(prompts: Any) -> list[Any]:
     """One prompt or several, as a list. Raises InvalidRequest for what is neither."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+    sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1)
+    if isinstance(prompts, bytes) or not sized:
         advice = (
             "; list(...) makes one of it" if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes) else ""
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
-    return [prompts] if len(prompts) and _is_index(prompts[0]) else list(prompts)
+    found = list(prompts)  # of a table's column, whose rows may have any numbers, too
+    return [prompts] if found and _is_index(found[0]) else found
 
 
 def _is_index(value: object) -> bool:

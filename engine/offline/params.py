@@ -39,6 +39,8 @@ _INSTEAD = {
 """What to do instead of parameters of vLLM's that are not here."""
 _HERE = ("bad_words", "structured_outputs", "truncate_prompt_tokens", "detokenize", "output_kind", "logits_processors")
 """Fields that the engine does not get: what becomes of them is decided before or behind it."""
+_COUNTS = ("logprobs", "prompt_logprobs")
+"""Fields of which -1 means the model's vocabulary."""
 _T = TypeVar("_T")
 
 
@@ -109,7 +111,7 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy."""
+    """0, and what is below 1e-5, is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
@@ -139,6 +141,7 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     """Report these tokens beside each picked one, and no others, whatever `logprobs` says."""
     prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
@@ -161,10 +164,12 @@ class SamplingParams:
     def as_sent(self, **resolved: Any) -> types.SamplingParams:
         """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
         self._check()
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in _HERE}
-        given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given["stop_token_ids"] = self.stop_token_ids or ()
-        given["logprobs"] = None if self.logprobs == -1 else self.logprobs
+        names = [each.name for each in dataclasses.fields(self) if each.name not in _HERE]
+        given = {name: _plain(getattr(self, name)) for name in names}
+        given["stop"] = [self.stop] if isinstance(self.stop, str) else given["stop"] or ()
+        given["stop_token_ids"] = given["stop_token_ids"] or ()
+        for name in _COUNTS:
+            given[name] = None if given[name] == -1 else given[name]
         try:
             return msgspec.convert(given | resolved, types.SamplingParams)
         except (msgspec.ValidationError, TypeError) as error:
@@ -176,8 +181,7 @@ class SamplingParams:
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
             resolved["grammar"] = self.structured_outputs.as_grammar()
-        if self.logprobs == -1:
-            resolved["logprobs"] = vocab_size
+        resolved |= {name: vocab_size for name in _COUNTS if getattr(self, name) == -1}
         params = self.as_sent(**resolved)
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
@@ -202,7 +206,7 @@ class SamplingParams:
             "output_kind": RequestOutputKind,
         }
         for name, kind in kinds.items():
-            value = getattr(self, name)
+            value = _plain(getattr(self, name))
             if value is not None and (not isinstance(value, kind) or (name == "bad_words" and isinstance(value, str))):
                 wanted = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
                 wanted += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
@@ -214,6 +218,15 @@ class SamplingParams:
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != -1 and kept < 1:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's numbers and arrays, alone or in a list or a mapping, as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple | set) else value
 
 
 @suggesting
@@ -254,7 +267,8 @@ def each_params(
 
 def each_priority(given: Sequence[int] | None, count: int) -> list[int]:
     """Those of each of so many prompts. Raises InvalidRequest."""
-    found = [0] * count if given is None else list(given) if isinstance(given, Sequence) else []
+    plain = _plain(given)
+    found = [0] * count if given is None else plain if isinstance(plain, list) else []
     if len(found) != count or not all(isinstance(each, int) for each in found):
         raise InvalidRequest(f"priority: {count} prompts need a list of as many integers", param="priority")
     return found

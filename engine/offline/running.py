@@ -69,9 +69,11 @@ class RunningEngine:
 def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if pid != os.getpid():  # a forked process has no engine, because threads are not forked
         return
-    asyncio.run_coroutine_threadsafe(client.link.stop(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    stopping = asyncio.run_coroutine_threadsafe(client.link.stop(), loop)
+    stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+    if threading.current_thread() is not thread:  # whose garbage collection may have found that nobody has it any more
+        stopping.result()
+        thread.join()
 
 
 @contextmanager

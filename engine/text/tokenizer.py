@@ -158,6 +158,8 @@ class Tokenizer:
         """What the library makes of each text. Raises InvalidRequest for one on which it fails."""
         try:
             return list(self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens))
+        except TypeError:
+            raise InvalidRequest("a text has half a character (a surrogate) in it", param="prompt") from None
         except BaseException as error:
             if not panicked(error):
                 raise

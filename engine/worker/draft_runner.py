@@ -90,7 +90,8 @@ class DraftRunner:
             return Download([torch.empty(2, 0)], None)
         if found is None:
             logits = self._model.logits(hidden)
-            warm = np.array([row.rules.params.temperature or 1.0 for row in rows], dtype=np.float32)
+            asked = [row.rules.params for row in rows]
+            warm = np.array([1.0 if each.greedy else each.temperature for each in asked], dtype=np.float32)
             slots, known, temperatures = upload([*self._going, warm], logits.device)
             picked = self._sample(logits, rows, None)
             found = _with_chances(picked, logits / temperatures[:, None])

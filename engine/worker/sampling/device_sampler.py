@@ -65,7 +65,7 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask 
     asked, vocab = [row.rules.params for row in rows], logits.shape[1]
     top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in asked]
     arrays: list[np.ndarray] = [
-        np.array([each.temperature for each in asked], dtype=np.float32),
+        np.array([0.0 if each.greedy else each.temperature for each in asked], dtype=np.float32),
         np.array(top_k, dtype=np.int32),
         np.array([each.top_p for each in asked], dtype=np.float64),
         np.array([each.min_p for each in asked], dtype=np.float32),

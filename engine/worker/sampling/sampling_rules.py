@@ -76,7 +76,7 @@ def only_largest(params: SamplingParams) -> bool:
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     plain = params.min_tokens == 0 and penalties == (1.0, 0.0, 0.0)
-    return params.temperature == 0.0 and plain and all(each is None for each in (*asked, *changed))
+    return params.greedy and plain and all(each is None for each in (*asked, *changed))
 
 
 def listed_tokens(rules: Sequence[Rules], device: torch.device) -> Tensor | None:

@@ -1,9 +1,12 @@
 """The offline API, on the embedded model."""
 
 import contextlib
+import gc
 import json
 import os
+import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -177,10 +180,73 @@ def test_a_closed_one_says_so_and_holds_no_engine_any_more() -> None:
         llm.generate("Once", use_tqdm=False)
 
 
-@pytest.mark.parametrize("prompt", [[], [10**6], [1] * 5000])
+def test_one_that_its_own_thread_finds_to_be_garbage_ends() -> None:
+    """The thread waited for itself, for ever."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.llm, self.me = LLM(num_kv_blocks=64, max_model_len=64, threads=1), self
+
+    trainer = Trainer()
+    loop, engine = trainer.llm._running._loop, weakref.ref(trainer.llm._client.link._engine)
+    threads = {each for each in threading.enumerate() if each.name == "quire-engine"}
+    (thread,) = (each for each in threads if each.ident == trainer.llm._run(_ident()))
+    del trainer
+    loop.call_soon_threadsafe(gc.collect)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert engine() is None
+
+
+async def _ident() -> int:
+    return threading.get_ident()
+
+
+def test_where_one_answer_fails_the_others_are_computed_for_nobody_no_more(llm: LLM) -> None:
+    others = SamplingParams(max_tokens=900, ignore_eos=True)
+    with pytest.raises(EngineError, match="unclosed group"):
+        llm.generate(["Once"] * 3, [others, SamplingParams(grammar=Grammar("regex", "(")), others], use_tqdm=False)
+    for _ in range(9):  # turns of the engine's loop
+        llm.reset_prefix_cache()
+    assert not llm._client.has_unheld
+
+
+def test_prompts_may_be_the_column_of_a_table(llm: LLM) -> None:
+    class Column:
+        """As pandas', whose first row need not be row 0."""
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("Once", "The fox"))
+
+        def __getitem__(self, row: int) -> str:
+            return {7: "Once", 9: "The fox"}[row]
+
+    answers = llm.generate(Column(), SamplingParams(max_tokens=1), use_tqdm=False)  # type: ignore[arg-type]
+    assert [answer.prompt for answer in answers] == ["Once", "The fox"]
+
+
+def test_half_a_character_is_no_text(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.generate("a fox \ud83e", use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.chat([{"role": "user", "content": "\ud83e"}], use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        llm.generate("Once", SamplingParams(bad_words=["\ud83e"]), use_tqdm=False)
+
+
+def test_prompt_log_probabilities_of_the_whole_vocabulary(llm: LLM) -> None:
+    (found,) = llm.generate("Once upon", SamplingParams(max_tokens=1, prompt_logprobs=-1), use_tqdm=False)
+    assert found.prompt_logprobs is not None
+    assert [each and len(each) for each in found.prompt_logprobs] == [None, llm.llm_engine.model_config.vocab_size]
+
+
+@pytest.mark.parametrize("prompt", [[], [10**6], [1] * 5000, torch.tensor(5)])
 def test_prompts_that_cannot_be_served_are_refused(llm: LLM, prompt: list[int]) -> None:
     with pytest.raises(InvalidRequest):
-        llm.generate([prompt], use_tqdm=False)
+        llm.generate(prompt if isinstance(prompt, torch.Tensor) else [prompt], use_tqdm=False)
 
 
 def test_params_out_of_range_name_themselves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
-from quire.engine.offline.outputs import RequestOutput
+from quire.engine.offline.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import VOCAB, save_tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -45,6 +46,11 @@ def answer(llm: LLM) -> RequestOutput:
     return generation
 
 
+def output(llm: LLM) -> CompletionOutput:
+    """What is answered, whatever the weights are called."""
+    return replace(answer(llm).outputs[0], weights_versions=[])
+
+
 def farthest(model: PreTrainedModel, generation: RequestOutput) -> float:
     """The largest difference between transformers' log probabilities and those that came with the tokens."""
     (output,) = generation.outputs
@@ -69,7 +75,7 @@ def test_tensors_are_loaded_as_files_are(folder: Path) -> None:
     assert after.num_cached_tokens == 0
     assert farthest(model, after) < 1e-3
     assert llm.load_weights(iter(model.named_parameters()), version="named") == llm.weights_version == "named"
-    assert answer(llm).outputs[0].token_ids == after.outputs[0].token_ids
+    assert output(llm).token_ids == after.outputs[0].token_ids
     llm.close()
 
 
@@ -78,19 +84,19 @@ def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> Non
     model = changed(folder)
     model.save_pretrained(tmp_path)
     from_files = open_llm(tmp_path, quantization="int8", dtype="bfloat16")
-    expected = answer(from_files).outputs[0]
+    expected = output(from_files)
     from_files.close()
     llm = open_llm(folder, quantization="int8", dtype="bfloat16")
-    assert answer(llm).outputs[0].token_ids != expected.token_ids
+    assert output(llm).token_ids != expected.token_ids
     llm.load_weights(model.state_dict().items())
-    assert answer(llm).outputs[0] == expected
+    assert output(llm) == expected
     llm.close()
 
 
 @pytest.mark.slow
 def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> None:
     llm, model = open_llm(folder), changed(folder)
-    before = answer(llm).outputs[0]
+    before = output(llm)
 
     def breaks() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(model.state_dict().items())[:4]
@@ -104,7 +110,7 @@ def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> Non
     ):
         with pytest.raises(error, match=words):
             llm.load_weights(tensors)
-        assert answer(llm).outputs[0] == before
+        assert output(llm) == before
     assert llm.weights_version == "1"
     llm.close()
 
@@ -112,7 +118,7 @@ def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> Non
 @pytest.mark.slow
 def test_sleep(folder: Path, tmp_path: Path) -> None:
     llm, model = open_llm(folder), changed(folder)
-    before = answer(llm).outputs[0]
+    before = output(llm)
     llm.sleep()
     llm.sleep(level=2)
     assert llm.is_sleeping()
@@ -120,23 +126,37 @@ def test_sleep(folder: Path, tmp_path: Path) -> None:
         answer(llm)
     llm.wake_up()
     llm.wake_up()
-    assert answer(llm).outputs[0] == before
+    assert output(llm) == before
     llm.load_weights(model.state_dict().items())
-    new = answer(llm).outputs[0]
+    new = output(llm)
     llm.sleep()
     with pytest.raises(ConfigError, match="in no file"):
         llm.wake_up()
     llm.load_weights(model.state_dict().items())  # which wakes it
-    assert answer(llm).outputs[0] == new
+    assert output(llm) == new
     with pytest.raises(ModelError, match="lack"):
         llm.load_weights([])
     assert llm.is_sleeping(), "the weights before are nowhere any more"
     model.save_pretrained(tmp_path)
     assert llm.update_weights(tmp_path) == llm.weights_version == "4"
-    assert answer(llm).outputs[0] == new
+    assert output(llm) == new
     llm.sleep()
     llm.wake_up()
-    assert answer(llm).outputs[0] == new, "the weights of the update, not the first"
+    assert output(llm) == new, "the weights of the update, not the first"
+    llm.close()
+
+
+def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_path: Path) -> None:
+    """It was asked for again, so that no weights could be loaded any more."""
+    llm, model = open_llm(folder), changed(folder)
+    shutil.copytree(folder, tmp_path / "step-1")
+    llm.update_weights(tmp_path / "step-1")
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(ModelError, match="lack"):  # not that the folder is gone
+        llm.load_weights([])
+    assert llm.is_sleeping(), "the weights before are nowhere any more"
+    llm.load_weights(model.state_dict().items())
+    assert farthest(model, answer(llm)) < 1e-4
     llm.close()
 
 

@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from quire import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, json_grammar
 from quire.engine import types
@@ -60,6 +62,17 @@ def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] |
     params = SamplingParams(stop=stop)
     assert params.stop == (["the"] if stop else [])
     assert params.as_sent().stop == (("the",) if stop else ())
+
+
+def test_numbers_may_be_numpys_and_torchs() -> None:
+    """As those of a sweep's np.linspace, or of rng.integers."""
+    numbers = {"temperature": np.float64(0.5), "top_p": torch.tensor(0.5), "seed": np.int64(7), "n": np.int32(2)}
+    lists = {"stop_token_ids": np.array([3, 4]), "allowed_token_ids": [np.int64(5)], "logit_bias": {np.int64(5): 1.0}}
+    sent = SamplingParams(**numbers, **lists, truncate_prompt_tokens=np.int64(9)).as_sent()
+    assert (sent.temperature, sent.top_p, sent.seed, sent.n) == (0.5, 0.5, 7, 2)
+    assert (sent.stop_token_ids, sent.allowed_token_ids, sent.logit_bias) == ((3, 4), (5,), {5: 1.0})
+    with pytest.raises(InvalidRequest, match="seed"):
+        SamplingParams(seed=np.float64(0.5))
 
 
 def test_they_can_be_changed_and_copied() -> None:

@@ -13,6 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from quire.engine.errors import InvalidRequest
 from quire.engine.types import Grammar, SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.sampler import (
     HostChanges,
@@ -81,6 +82,26 @@ def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int)
     found = filtered_probs(logits.clone(), filters([p] * 6, vocab))
     assert torch.equal(found > 0, wanted > -torch.inf)
     torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted.softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
+def test_the_least_temperatures_are_greedy(temperature: float) -> None:
+    """Divided by them logits are infinite, and any token was drawn."""
+    rows = [row(temperature=temperature, seed=seed, logprobs=0) for seed in range(6)]
+    logits = noise(6, 500)
+    found = sample(logits.clone(), rows)
+    assert torch.equal(found, logits.argmax(-1))
+    assert only_largest(SamplingParams(temperature=temperature))
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_largest_penalties_leave_numbers(penalty: float) -> None:
+    found = torch.tensor([0.0, 30.0, -30.0, 1.0])
+    adjust(found, row(tokens=[0, 1, 2], repetition_penalty=penalty))
+    assert found.isfinite().all()
+    for wrong in (penalty**2, 0.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidRequest, match="repetition_penalty must be in"):
+            SamplingParams(repetition_penalty=wrong)
 
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
