@@ -55,23 +55,23 @@ struct Prefetch {
 
 template <class T, int R, int C, class O>
 INLINE void finish_block(const Linear<T, O>& l, long row, long column, const Vec (&acc)[R][C]) {
-  UNROLLED for (int c = 0; c < C; ++c) {
+  UNROLLED (c, C) {
     const long at = (column + c) * 16;
     const int left = static_cast<int>(l.outs - at < 16 ? l.outs - at : 16);
     if (left <= 0) break;
     const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
-    UNROLLED for (int r = 0; r < R; ++r) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
+    UNROLLED (r, R) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
   }
 }
 
 template <class T, int R, int C, class X, class O>
 INLINE void start_block(const Linear<T, O>& l, long row, long column, const X* (&rows)[R], Vec (&acc)[R][C]) {
-  UNROLLED for (int r = 0; r < R; ++r) {
+  UNROLLED (r, R) {
     rows[r] = reinterpret_cast<const X*>(l.x + (row + r) * l.in);
     // The lines of `out` are prefetched while the sums are computed: stores that miss the cache would delay the next
     // block.
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
-    UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+    UNROLLED (c, C) acc[r][c] = vset(0.0f);
   }
 }
 
@@ -85,7 +85,7 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
     const uint32_t* columns[C];
     Vec acc[R][C];
     start_block<T, R, C>(l, row, panel * kPanelColumns + column, rows, acc);
-    UNROLLED for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
+    UNROLLED (c, C) columns[c] = words + (column + c) * 16;
     multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), prefetch);
     finish_block<T, R, C>(l, row, panel * kPanelColumns + column, acc);
   }

@@ -37,12 +37,12 @@ struct Codes {
 template <int R, int C>
 INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const int8_t* x) {
   constexpr int kLine = 4 * kCodeBytes * kTogether;
-  UNROLLED for (int pass = 0; pass < kCodeBytes; ++pass) {
+  UNROLLED (pass, kCodeBytes) {
     Words factors[C];
-    UNROLLED for (int c = 0; c < C; ++c) factors[c] = factors_of(weights[c], pass);
-    UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED (c, C) factors[c] = factors_of(weights[c], pass);
+    UNROLLED (r, R) {
       const Words row = wset(word_at(x + kLine * r + 4 * pass));
-      UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = idot(acc[r][c], factors[c], row);
+      UNROLLED (c, C) acc[r][c] = idot(acc[r][c], factors[c], row);
     }
   }
 }
@@ -56,10 +56,10 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 #pragma GCC unroll 4
     for (int i = 0; i < kTogether; ++i) {
       Words weights[C];
-      UNROLLED for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
+      UNROLLED (c, C) weights[c] = codes.load(s, i, column + c);
       if (kNibbles && keep)
-        UNROLLED for (int c = 0; c < C; ++c)
-            wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
+        UNROLLED (c, C)
+          wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
       multiply_step(acc, weights, x + 4 * kCodeBytes * i);
     }
   }
@@ -67,13 +67,12 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 
 template <int R, int C, class O>
 INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Vec (&sums)[R][C]) {
-  UNROLLED for (int c = 0; c < C; ++c) {
+  UNROLLED (c, C) {
     const int at = (column + c) * 16, left = panel.outs - at < 16 ? panel.outs - at : 16;
     if (left <= 0) break;
     const Vec factor = vload_first(panel.factors + at, left);
     const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
-    UNROLLED for (int r = 0; r < R; ++r)
-        vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
+    UNROLLED (r, R) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
   }
 }
 
@@ -83,10 +82,11 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   const int block = panel.block, steps = block / 4;
   const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
   // As in linear.cpp: stores that miss the cache would delay the next tile.
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; c += kPack<O>)
-      __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
+  UNROLLED (r, R)
+    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
   Vec sums[R][C];
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
+  UNROLLED (r, R)
+    UNROLLED (c, C) sums[r][c] = vset(0.0f);
   Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
   uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
   const uint8_t* group = panel.groups;
@@ -98,20 +98,21 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
-      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
-          wset(kCodeBytes == 2 ? of_row[r].start : 0);
+      UNROLLED (r, R)
+        UNROLLED (c, C) acc[r][c] = wset(kCodeBytes == 2 ? of_row[r].start : 0);
       multiply_block(acc, codes, x, column, steps, keep, ahead);
       if constexpr (kCodeBytes == 1) {
-        UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
-            wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
+        UNROLLED (r, R)
+          UNROLLED (c, C) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
         if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
       }
-      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) {
-        const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
-        if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
-        sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                     : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
-      }
+      UNROLLED (r, R)
+        UNROLLED (c, C) {
+          const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
+          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
+          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
+                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+        }
       x += block * kCodeBytes * R;
       of_row += R;
       codes.at += code_bytes;
