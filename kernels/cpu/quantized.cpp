@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "quantization/panel.h"
+#include "rows.h"
 #include "tiles/quantized_tiles.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -187,6 +188,9 @@ Panel find_panel(const PackedLinear& l, int inner, long panel) {
           bias};
 }
 
+// Of a row of x.
+int blocks_of(const PackedLinear& l) { return (l.in + l.quantized->block - 1) / l.quantized->block; }
+
 template <class T>
 void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, int threads) {
   const QuantizedLinear& q = *l.quantized;
@@ -215,11 +219,11 @@ void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, in
 }
 
 template <class T, class O>
-void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
   constexpr long kOneThreadWork = 1200000;  // as in linear.cpp: with less, waking a thread does not pay
   static thread_local std::vector<char> memory;
   const QuantizedLinear& q = *l.quantized;
-  const int blocks = (l.in + q.block - 1) / q.block, inner = blocks * q.block;
+  const int blocks = blocks_of(l), inner = blocks * q.block;
   const size_t wanted = QuantizedRows::bytes(rows, inner, blocks);
   if (memory.size() < wanted) memory.resize(wanted);
   const QuantizedRows to(memory.data(), rows, inner, blocks, q.outliers);
@@ -239,6 +243,15 @@ void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int thre
       }
       multiply_tiles(find_panel(l, inner, number), to, begin, end, out, l.outs, following, bytes, meanwhile);
     });
+  });
+}
+
+// A part of the rows at a time: their codes take memory.
+template <class T, class O>
+void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+  const int blocks = blocks_of(l);
+  in_parts(rows, QuantizedRows::bytes(1, blocks * l.quantized->block, blocks), [&](long begin, long end) {
+    multiply_part(l, x + begin * l.in, out + begin * l.outs, end - begin, threads, meanwhile);
   });
 }
 

@@ -133,6 +133,11 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
   return dot_pairs(acc, a, b);
 }
 
+INLINE Words as_words(Vec x) {
+  Words words;
+  __builtin_memcpy(&words, &x, sizeof words);
+  return words;
+}
 INLINE Vec halves(Words pairs, bool high) { return high ? high_halves(pairs) : low_halves(pairs); }
 
 // How many columns of 16 outputs are computed together with R rows.
@@ -152,11 +157,11 @@ INLINE void multiply(Vec (&acc)[R][C], const X* const (&a)[R], const uint32_t* c
   constexpr bool kFloats = sizeof(T) == 2 && std::is_same_v<X, float>;
   for (long s = 0; s < steps; ++s) {
     fetch(s);
-    if constexpr (sizeof(T) == 4 || !kHalvesApart) {
+    if constexpr (sizeof(T) == 4 || !(kHalvesApart || kFloats)) {
       Words column[C];
       UNROLLED (c, C) column[c] = wload(b[c] + s * stride);
       UNROLLED (r, R) {
-        const Words row = wset(a[r][s]);
+        const Words row = wset(word_at(reinterpret_cast<const char*>(a[r]) + 4 * s));
         UNROLLED (c, C) acc[r][c] = dot<T>(acc[r][c], column[c], row);
       }
     } else {
