@@ -34,6 +34,10 @@ struct Codes {
   }
 };
 
+// Whether a tile of R rows may be one of several, for which bytes are kept: these are of nearly equal size.
+template <int R>
+constexpr bool kMayKeep = 2 * R >= kRows;
+
 // acc[r][c] += the products of a step: of R rows, whose lines follow each other.
 template <int R, int C>
 INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const int8_t* x) {
@@ -58,7 +62,7 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
     for (int i = 0; i < kTogether; ++i) {
       Words weights[C];
       UNROLLED (c, C) weights[c] = codes.load(s, i, column + c);
-      if (kNibbles && keep)
+      if (kNibbles && kMayKeep<R> && keep)
         UNROLLED (c, C)
           wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
       multiply_step(acc, weights, x + 4 * kCodeBytes * i);
@@ -125,7 +129,7 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
 
 template <int R, bool kNibbles, class O>
 void multiply_panel(const Panel& panel, const Tile<O>& tile, Ahead& ahead) {
-  constexpr int C = kTileColumns;
+  constexpr int C = kTileColumns<R>;
   const QuantizedPart& part = panel.part;
   const auto multiply = part.offsets  ? multiply_tile<R, C, kNibbles, kOffsets, O>
                         : part.scales ? multiply_tile<R, C, kNibbles, kScales, O>
