@@ -14,19 +14,27 @@ import torch
 from benchmarks.common.options import options
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.quantized import GroupedWeight
+from quire.kernels.quantized import Float8Weight, GroupedWeight
 
 SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
-KINDS = {"bfloat16": None, "8 bits": (8, 0, False), "8 bits, groups of 32": (8, 32, False)} | {
+KINDS: dict[str, tuple[int, int, bool] | int | None] = {
+    "bfloat16": None,
+    "8 bits": (8, 0, False),
+    "8 bits, groups of 32": (8, 32, False),
     "4 bits, groups of 32": (4, 32, False),
     "the same with offsets": (4, 32, True),
+    "8-bit floats": 128,
 }
-"""Bits, inputs of a group (0: all), whether groups have offsets."""
+"""Integers: bits, inputs of a group (0: all), whether groups have offsets. Floats: outputs, and inputs, of a block."""
 
 
-def make(cpu: Cpu, kind: tuple[int, int, bool] | None, outs: int, inner: int) -> Linear:
+def make(cpu: Cpu, kind: tuple[int, int, bool] | int | None, outs: int, inner: int) -> Linear:
     if kind is None:
         return cpu.pack_linear(torch.randn(outs, inner).bfloat16() * 0.03, None)
+    if isinstance(kind, int):
+        floats = (torch.randn(outs, inner) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        blocks = torch.rand(-(-outs // kind), -(-inner // kind)) * 1e-4 + 1e-4
+        return cpu.pack_quantized([Float8Weight(floats, blocks, (kind, kind))], None, dtype=torch.bfloat16)
     bits, group, offsets = kind
     codes = torch.randint(0, 256, (outs, inner * bits // 8), dtype=torch.uint8)
     scales = torch.rand(outs, inner // group if group else 1) * 0.01 + 0.001

@@ -66,19 +66,19 @@ template <class T, int R, int C>
 INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, float (&scores)[R][kTile]) {
   Vec acc[R][C];
   const uint32_t *query[R], *keys[C], *ahead[C];
-  UNROLLED for (int c = 0; c < C; ++c) {
+  UNROLLED (c, C) {
     keys[c] = tile.keys[block + c];
     ahead[c] = tile.values[block + c];
   }
-  UNROLLED for (int r = 0; r < R; ++r) {
+  UNROLLED (r, R) {
     query[r] = rows.query[r];
-    UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+    UNROLLED (c, C) acc[r][c] = vset(0.0f);
   }
   multiply<T, R, C>(acc, query, keys, kBlock, tile.dim / kPack<T>, [&](int s) {
     for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * kBlock, 0, 2);
   });
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c)
-      vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
+  UNROLLED (r, R)
+    UNROLLED (c, C) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
 }
 
 // The largest of a row's scores of blocks [begin, end), times `scale`. Before that they get the scales of codes, the
@@ -134,11 +134,12 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
                          float* out) {
   constexpr int kSteps = kBlock / kPack<T>;
   Vec acc[R][C];
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+  UNROLLED (r, R)
+    UNROLLED (c, C) acc[r][c] = vset(0.0f);
   for (int b = begin; b < end; ++b) {
     const uint32_t *weight[R], *values[C], *ahead[C];
-    UNROLLED for (int r = 0; r < R; ++r) weight[r] = reinterpret_cast<const uint32_t*>(weights[r]) + b * kSteps;
-    UNROLLED for (int c = 0; c < C; ++c) {
+    UNROLLED (r, R) weight[r] = reinterpret_cast<const uint32_t*>(weights[r]) + b * kSteps;
+    UNROLLED (c, C) {
       values[c] = tile.values[b] + (column + c) * 16;
       ahead[c] = tile.next_keys[b] + (column + c) * 16;
     }
@@ -146,8 +147,8 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
       for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * tile.width, 0, 2);
     });
   }
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c)
-      vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
+  UNROLLED (r, R)
+    UNROLLED (c, C) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
 }
 
 // Calls work(first column, how many) for the columns (blocks, or groups of 16 dimensions) from `begin` to `end`: C at a

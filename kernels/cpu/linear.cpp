@@ -13,17 +13,13 @@
 
 #include "compress12.h"
 #include "panels.h"
+#include "rows.h"
 #include "tiles/linear_tiles.h"
 
 namespace {
 
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
                                     // (docs/cpu.md)
-
-// Rows of x as they are multiplied: floats where no instruction multiplies pairs of bfloat16, which would be taken
-// apart for each panel anew.
-template <class T>
-using Row = std::conditional_t<kHalvesApart, float, T>;
 
 // O is the type of the result: T, or float where it is not to be rounded (logits).
 template <class T, class O>
@@ -40,38 +36,25 @@ struct Linear {
   int steps() const { return in / kPack<T>; }
 };
 
-// What to prefetch into L2 while a group of rows is multiplied: `lines` cache lines of each step of the next panel, and
-// the lines of `extra`.
-struct Prefetch {
-  const char* from = nullptr;
-  int lines = 0, stride = 0;
-  mutable Fetch::Lines extra = {};
-
-  __attribute__((always_inline)) void operator()(int step) const {
-    extra.step();
-    for (int i = 0; i < lines; ++i) __builtin_prefetch(from + static_cast<long>(step) * stride + 64 * i, 0, 2);
-  }
-};
-
 template <class T, int R, int C, class O>
 INLINE void finish_block(const Linear<T, O>& l, long row, long column, const Vec (&acc)[R][C]) {
-  UNROLLED for (int c = 0; c < C; ++c) {
+  UNROLLED (c, C) {
     const long at = (column + c) * 16;
     const int left = static_cast<int>(l.outs - at < 16 ? l.outs - at : 16);
     if (left <= 0) break;
     const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
-    UNROLLED for (int r = 0; r < R; ++r) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
+    UNROLLED (r, R) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
   }
 }
 
-template <class T, int R, int C, class X, class O>
-INLINE void start_block(const Linear<T, O>& l, long row, long column, const X* (&rows)[R], Vec (&acc)[R][C]) {
-  UNROLLED for (int r = 0; r < R; ++r) {
-    rows[r] = reinterpret_cast<const X*>(l.x + (row + r) * l.in);
+template <class T, int R, int C, class O>
+INLINE void start_block(const Linear<T, O>& l, long row, long column, const Row<T>* (&rows)[R], Vec (&acc)[R][C]) {
+  UNROLLED (r, R) {
+    rows[r] = l.x + (row + r) * l.in;
     // The lines of `out` are prefetched while the sums are computed: stores that miss the cache would delay the next
     // block.
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
-    UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+    UNROLLED (c, C) acc[r][c] = vset(0.0f);
   }
 }
 
@@ -81,12 +64,12 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
   constexpr int C = kColumns<R>;
   static_assert(kPanelColumns % C == 0);
   for (int column = 0; column < kPanelColumns; column += C) {
-    const std::conditional_t<kHalvesApart && sizeof(T) == 2, float, uint32_t>* rows[R];
+    const Row<T>* rows[R];
     const uint32_t* columns[C];
     Vec acc[R][C];
     start_block<T, R, C>(l, row, panel * kPanelColumns + column, rows, acc);
-    UNROLLED for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
-    multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), prefetch);
+    UNROLLED (c, C) columns[c] = words + (column + c) * 16;
+    multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), prefetch.part(column / C, kPanelColumns / C));
     finish_block<T, R, C>(l, row, panel * kPanelColumns + column, acc);
   }
 }
@@ -123,7 +106,7 @@ struct Decompressed {
 template <class T, int R, class O>
 void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
   constexpr int C = kPanelColumns;
-  const uint32_t* rows[R];
+  const Row<T>* rows[R];
   Vec acc[R][C];
   start_block<T, R, C>(l, row, panel * C, rows, acc);
   const int steps = l.steps();
@@ -134,7 +117,7 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
     if (words)
       for (int c = 0; c < C; ++c) wstore(words + s * kPanel + c * 16, column[c]);
     for (int r = 0; r < R; ++r) {
-      const Words value = wset(rows[r][s]);
+      const Words value = wset(word_at(rows[r] + s * kPack<T>));
       for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], value);
     }
   }
@@ -272,35 +255,18 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
   });
 }
 
-// The rows as they are multiplied.
-template <class T>
-const Row<T>* rows_of(const T* x, long size, int threads) {
-  if constexpr (std::is_same_v<Row<T>, T>) {
-    return x;
-  } else {
-    static thread_local std::vector<float> floats;
-    if (static_cast<long>(floats.size()) < size) floats.resize(size);
-    float* to = floats.data();
-    parallel_rows(threads, size, size, [&](long begin, long end) {
-      for (long i = begin; i < end; i += 16) {
-        const int n = end - i < 16 ? static_cast<int>(end - i) : 16;
-        vstore_first(to + i, vload_first(x + i, n), n);
-      }
-    });
-    return to;
-  }
-}
-
 template <class T>
 void apply(const PackedLinear& l, const T* input, void* out, long rows, int threads, Fetch* meanwhile) {
-  const Row<T>* x = rows_of(input, rows * l.in, threads);
+  const auto* bias = static_cast<const T*>(l.bias);
   const auto run = [&](const uint32_t* packed, const Compressed* compressed) {
-    const T* bias = static_cast<const T*>(l.bias);
-    if (l.wide)
-      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows,
-                             threads);
-    else
-      multiply_all<T, T>({x, bias, static_cast<T*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows, threads);
+    with_converted(input, rows, l.in, threads, [&](const Row<T>* x, long begin, long count) {
+      const auto multiply = [&](auto* to) {
+        using O = std::remove_pointer_t<decltype(to)>;
+        multiply_all<T, O>({x, bias, to + begin * l.outs, l.in, l.outs, packed, compressed, meanwhile}, count, threads);
+      };
+      if (l.wide) return multiply(static_cast<float*>(out));
+      multiply(static_cast<T*>(out));
+    });
   };
   if (!l.compressed) return run(static_cast<const uint32_t*>(l.weight), nullptr);
   auto* at = static_cast<uint8_t*>(l.weight);

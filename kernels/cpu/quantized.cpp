@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "quantization/panel.h"
+#include "rows.h"
 #include "tiles/quantized_tiles.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -33,16 +34,20 @@ struct Codes {
   }
 };
 
+// Whether a tile of R rows may be one of several, for which bytes are kept: these are of nearly equal size.
+template <int R>
+constexpr bool kMayKeep = 2 * R >= kRows;
+
 // acc[r][c] += the products of a step: of R rows, whose lines follow each other.
 template <int R, int C>
 INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const int8_t* x) {
   constexpr int kLine = 4 * kCodeBytes * kTogether;
-  UNROLLED for (int pass = 0; pass < kCodeBytes; ++pass) {
+  UNROLLED (pass, kCodeBytes) {
     Words factors[C];
-    UNROLLED for (int c = 0; c < C; ++c) factors[c] = factors_of(weights[c], pass);
-    UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED (c, C) factors[c] = factors_of(weights[c], pass);
+    UNROLLED (r, R) {
       const Words row = wset(word_at(x + kLine * r + 4 * pass));
-      UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = idot(acc[r][c], factors[c], row);
+      UNROLLED (c, C) acc[r][c] = idot(acc[r][c], factors[c], row);
     }
   }
 }
@@ -56,10 +61,10 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 #pragma GCC unroll 4
     for (int i = 0; i < kTogether; ++i) {
       Words weights[C];
-      UNROLLED for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
-      if (kNibbles && keep)
-        UNROLLED for (int c = 0; c < C; ++c)
-            wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
+      UNROLLED (c, C) weights[c] = codes.load(s, i, column + c);
+      if (kNibbles && kMayKeep<R> && keep)
+        UNROLLED (c, C)
+          wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
       multiply_step(acc, weights, x + 4 * kCodeBytes * i);
     }
   }
@@ -67,13 +72,12 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 
 template <int R, int C, class O>
 INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Vec (&sums)[R][C]) {
-  UNROLLED for (int c = 0; c < C; ++c) {
+  UNROLLED (c, C) {
     const int at = (column + c) * 16, left = panel.outs - at < 16 ? panel.outs - at : 16;
     if (left <= 0) break;
     const Vec factor = vload_first(panel.factors + at, left);
     const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
-    UNROLLED for (int r = 0; r < R; ++r)
-        vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
+    UNROLLED (r, R) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
   }
 }
 
@@ -83,10 +87,11 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   const int block = panel.block, steps = block / 4;
   const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
   // As in linear.cpp: stores that miss the cache would delay the next tile.
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; c += kPack<O>)
-      __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
+  UNROLLED (r, R)
+    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
   Vec sums[R][C];
-  UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
+  UNROLLED (r, R)
+    UNROLLED (c, C) sums[r][c] = vset(0.0f);
   Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
   uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
   const uint8_t* group = panel.groups;
@@ -98,20 +103,21 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
-      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
-          wset(kCodeBytes == 2 ? of_row[r].start : 0);
+      UNROLLED (r, R)
+        UNROLLED (c, C) acc[r][c] = wset(kCodeBytes == 2 ? of_row[r].start : 0);
       multiply_block(acc, codes, x, column, steps, keep, ahead);
       if constexpr (kCodeBytes == 1) {
-        UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) acc[r][c] =
-            wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
+        UNROLLED (r, R)
+          UNROLLED (c, C) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
         if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
       }
-      UNROLLED for (int r = 0; r < R; ++r) UNROLLED for (int c = 0; c < C; ++c) {
-        const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
-        if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
-        sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                     : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
-      }
+      UNROLLED (r, R)
+        UNROLLED (c, C) {
+          const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
+          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
+          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
+                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+        }
       x += block * kCodeBytes * R;
       of_row += R;
       codes.at += code_bytes;
@@ -123,7 +129,7 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
 
 template <int R, bool kNibbles, class O>
 void multiply_panel(const Panel& panel, const Tile<O>& tile, Ahead& ahead) {
-  constexpr int C = kTileColumns;
+  constexpr int C = kTileColumns<R>;
   const QuantizedPart& part = panel.part;
   const auto multiply = part.offsets  ? multiply_tile<R, C, kNibbles, kOffsets, O>
                         : part.scales ? multiply_tile<R, C, kNibbles, kScales, O>
@@ -186,6 +192,9 @@ Panel find_panel(const PackedLinear& l, int inner, long panel) {
           bias};
 }
 
+// Of a row of x.
+int blocks_of(const PackedLinear& l) { return (l.in + l.quantized->block - 1) / l.quantized->block; }
+
 template <class T>
 void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, int threads) {
   const QuantizedLinear& q = *l.quantized;
@@ -214,11 +223,11 @@ void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, in
 }
 
 template <class T, class O>
-void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
   constexpr long kOneThreadWork = 1200000;  // as in linear.cpp: with less, waking a thread does not pay
   static thread_local std::vector<char> memory;
   const QuantizedLinear& q = *l.quantized;
-  const int blocks = (l.in + q.block - 1) / q.block, inner = blocks * q.block;
+  const int blocks = blocks_of(l), inner = blocks * q.block;
   const size_t wanted = QuantizedRows::bytes(rows, inner, blocks);
   if (memory.size() < wanted) memory.resize(wanted);
   const QuantizedRows to(memory.data(), rows, inner, blocks, q.outliers);
@@ -238,6 +247,15 @@ void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int thre
       }
       multiply_tiles(find_panel(l, inner, number), to, begin, end, out, l.outs, following, bytes, meanwhile);
     });
+  });
+}
+
+// A part of the rows at a time: their codes take memory.
+template <class T, class O>
+void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+  const int blocks = blocks_of(l);
+  in_parts(rows, QuantizedRows::bytes(1, blocks * l.quantized->block, blocks), [&](long begin, long end) {
+    multiply_part(l, x + begin * l.in, out + begin * l.outs, end - begin, threads, meanwhile);
   });
 }
 

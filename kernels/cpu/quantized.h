@@ -19,9 +19,11 @@
 #include "tiles/tiles.h"
 
 constexpr int kOuts = 32;  // of a panel: with more, a tile would need two passes through what memory brings
-// Columns of 16 outputs that are multiplied with kRows rows. With AVX-512 their integers and their float32 sums are all
-// in registers, and the inputs of a tile are packed so that one pointer finds them: with six, a block's end was slower.
-constexpr int kTileColumns = kAccumulators == 24 ? 2 : 1;
+// Columns of 16 outputs that are multiplied with R rows: both of a panel where registers have their integers, and with
+// AVX-512 their float32 sums too. The inputs of a tile are packed so that one pointer finds them: with six, a block's
+// end was slower.
+template <int R>
+constexpr int kTileColumns = kAccumulators == 24 || 2 * R <= kAccumulators ? 2 : 1;
 constexpr int kMostInBlock = 96;
 constexpr int kTogether = 4;  // steps that are unrolled: a block has a multiple of them
 constexpr int kStepBytes = 4 * kOuts;

@@ -133,6 +133,11 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
   return dot_pairs(acc, a, b);
 }
 
+INLINE Words as_words(Vec x) {
+  Words words;
+  __builtin_memcpy(&words, &x, sizeof words);
+  return words;
+}
 INLINE Vec halves(Words pairs, bool high) { return high ? high_halves(pairs) : low_halves(pairs); }
 
 // How many columns of 16 outputs are computed together with R rows.
@@ -152,25 +157,25 @@ INLINE void multiply(Vec (&acc)[R][C], const X* const (&a)[R], const uint32_t* c
   constexpr bool kFloats = sizeof(T) == 2 && std::is_same_v<X, float>;
   for (long s = 0; s < steps; ++s) {
     fetch(s);
-    if constexpr (sizeof(T) == 4 || !kHalvesApart) {
+    if constexpr (sizeof(T) == 4 || !(kHalvesApart || kFloats)) {
       Words column[C];
-      UNROLLED for (int c = 0; c < C; ++c) column[c] = wload(b[c] + s * stride);
-      UNROLLED for (int r = 0; r < R; ++r) {
-        const Words row = wset(a[r][s]);
-        UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], row);
+      UNROLLED (c, C) column[c] = wload(b[c] + s * stride);
+      UNROLLED (r, R) {
+        const Words row = wset(word_at(reinterpret_cast<const char*>(a[r]) + 4 * s));
+        UNROLLED (c, C) acc[r][c] = dot<T>(acc[r][c], column[c], row);
       }
     } else {
       long at = s;
-      UNROLLED for (int half = 0; half < 2; ++half) {
+      UNROLLED (half, 2) {
         Vec column[C];
-        UNROLLED for (int c = 0; c < C; ++c) column[c] = halves(wload(b[c] + at * stride), half);
-        UNROLLED for (int r = 0; r < R; ++r) {
+        UNROLLED (c, C) column[c] = halves(wload(b[c] + at * stride), half);
+        UNROLLED (r, R) {
           Vec row;
           if constexpr (kFloats)
             row = vset(a[r][2 * at + half]);
           else
             row = halves(wset(a[r][at]), half);
-          UNROLLED for (int c = 0; c < C; ++c) acc[r][c] = vfma(column[c], row, acc[r][c]);
+          UNROLLED (c, C) acc[r][c] = vfma(column[c], row, acc[r][c]);
         }
         asm("" : "+r"(at));  // else GCC keeps what it has loaded, and the sums in memory
       }

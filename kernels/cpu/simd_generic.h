@@ -32,7 +32,7 @@ struct Words {
   Bits part[kParts];
 };
 
-#define EACH UNROLLED for (int i = 0; i < kParts; ++i)
+#define EACH UNROLLED (i, kParts)
 
 template <class To, class From>
 INLINE To read_as(const From* p) {

@@ -3,6 +3,7 @@
 
 // 16 integers of 32 bits, as Words; see simd_avx512.h.
 typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(kBytes)));
 INLINE Bits add_pairs(Shorts a, Shorts b) {  // the sums of neighbours' products
 #if defined(__AVX2__)
   return (Bits)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -44,7 +45,7 @@ INLINE void store_codes(int8_t* p, Words w) {
 #endif
 }
 INLINE Words factors_of(Words w, int odd) {
-  EACH w.part[i] = odd ? (w.part[i] >> 8) & 0x00ff00ffu : w.part[i] & 0x00ff00ffu;
+  EACH w.part[i] = odd ? (Bits)((UnsignedShorts)w.part[i] >> 8) : w.part[i] & 0x00ff00ffu;
   return w;
 }
 INLINE Words idot(Words acc, Words a, Words b) {

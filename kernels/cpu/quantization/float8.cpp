@@ -4,13 +4,14 @@
 // order, 32 of a block's inputs at a time.
 //
 // Panels, rows and threads are those of linear.cpp. A panel is packed as [steps of 4 inputs][64 words]. Where the rows
-// are so many that a panel is read several times, its bfloat16 numbers are kept for the next rows.
+// are so many that a panel is read several times, its bfloat16 numbers are made first, and kept for all of them.
 #include "float8.h"
 
 #include <algorithm>
 
 #include "../kernels.h"
 #include "../panels.h"
+#include "../rows.h"
 #include "../tiles/linear_tiles.h"
 
 namespace {
@@ -18,81 +19,77 @@ namespace {
 constexpr long kStep = 4 * kPanel;  // bytes
 constexpr long kAhead = 8192;       // bytes: how far ahead a weight that is read once is prefetched
 
-INLINE Vec multiply_pair(Vec acc, Words weight, const bf16* x) {
-  uint32_t word;
-  __builtin_memcpy(&word, x, 4);
-  return dot_pairs(acc, weight, wset(word));
-}
-INLINE Vec multiply_pair(Vec acc, Words weight, const float* x) {
-  return vfma(high_halves(weight), vset(x[1]), vfma(low_halves(weight), vset(x[0]), acc));
-}
+template <class X>
+constexpr bool kByTiles = kTiles && sizeof(X) == 2;
+template <class X>  // rows with which a panel is read once
+constexpr long kOnce = kByTiles<X> ? kTileRows : std::min(kRows, kAccumulators / kPanelColumns);
 
 // One panel of 64 outputs, and what is done with it.
 struct Panel {
   const uint8_t* codes;
   const float *scales, *bias;  // [blocks][64]; [outs], may be null
-  uint32_t* kept;              // [in / 2][64], bfloat16 pairs; null: none
-  bool is_kept;                // the pairs are there already; else they are written
+  const uint32_t* kept;        // [in / 2][64], bfloat16 pairs; null: none
   int in, block, outs;         // outs: from 1 to 64
 };
 
-// Cache lines to prefetch: `lines` in each step until `end`, and those of `extra`.
-struct Ahead {
-  const char *at = nullptr, *end = nullptr;
-  int lines = 0;
-  Fetch::Lines extra = {};
-
-  __attribute__((always_inline)) void step() {
-    extra.step();
-    for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
-// Adds the products of a block from input `begin` on: R rows, `stride` numbers apart, with C columns of 16 outputs.
-template <bool kKept, int R, int C, class T>
-INLINE void multiply_block(Vec (&acc)[R][C], const Panel& panel, const T* x, long stride, int column, int begin,
-                           Ahead& ahead) {
-  const int end = begin + panel.block < panel.in ? begin + panel.block : panel.in;
-  for (int i = begin; i < end; i += 4) {
-    ahead.step();
-    Words weights[2][C];
-    for (int c = 0; c < C; ++c) {
-      uint32_t* pairs = panel.kept ? panel.kept + i / 2 * kPanel + (column + c) * 16 : nullptr;
-      if (kKept) {
-        weights[0][c] = wload(pairs);
-        weights[1][c] = wload(pairs + kPanel);
-        continue;
+// Adds the products of R rows with the codes of C columns of 16 outputs: floats, or pairs of bfloat16 in rows of such.
+template <int R, int C, class X, class Fetch>
+INLINE void multiply_codes(Vec (&acc)[R][C], const X* const (&rows)[R], const uint32_t* codes, int inputs,
+                           const Fetch& fetch) {
+  constexpr bool kFloats = std::is_same_v<X, float>;
+  constexpr int kSteps = kFloats ? 4 : 2;
+  for (long i = 0; i < inputs; i += 4) {
+    fetch(i / 2);
+    fetch(i / 2 + 1);
+    long at = i;
+    UNROLLED (c, C)
+      UNROLLED (step, kSteps) {
+        const Words four = wload(codes + at / 4 * kPanel + c * 16);
+        const Words weights = kFloats ? as_words(numbers_of(four, step)) : pairs_of(four, step);
+        UNROLLED (r, R) {
+          const Words row = wset(word_at(rows[r] + at + 4 / kSteps * step));
+          acc[r][c] = dot<X>(acc[r][c], weights, row);
+        }
+        if (kHalvesApart && R > 1 && step % 2) asm("" : "+r"(at));  // as in multiply(): the codes are loaded anew
       }
-      const Words codes = wload(reinterpret_cast<const uint32_t*>(panel.codes + i / 4 * kStep) + (column + c) * 16);
-      weights[0][c] = upper_pairs(codes);
-      weights[1][c] = lower_pairs(codes);
-      if (!pairs) continue;
-      wstore(pairs, weights[0][c]);
-      wstore(pairs + kPanel, weights[1][c]);
-    }
-    for (int half = 0; half < 2; ++half)
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c)
-          acc[r][c] = multiply_pair(acc[r][c], weights[half][c], x + r * stride + i + 2 * half);
   }
 }
 
-template <bool kKept, int R, class T, class O>
-void multiply_panel(const Panel& panel, const T* x, O* out, long out_stride, Ahead& ahead) {
+// Adds the products of a block from input `begin` on: R rows, `stride` numbers apart, with C columns of 16 outputs.
+template <bool kKept, int R, int C, class X>
+INLINE void multiply_block(Vec (&acc)[R][C], const Panel& panel, const X* x, long stride, int column, int begin,
+                           const Prefetch& prefetch) {
+  const int inputs = begin + panel.block < panel.in ? panel.block : panel.in - begin;
+  const X* rows[R];
+  UNROLLED (r, R) rows[r] = x + r * stride + begin;
+  const auto fetch = [&](long s) { prefetch(begin / 2 + s); };
+  if constexpr (kKept) {
+    const uint32_t* pairs[C];
+    UNROLLED (c, C) pairs[c] = panel.kept + begin / 2 * kPanel + (column + c) * 16;
+    multiply<bf16, R, C>(acc, rows, pairs, kPanel, inputs / 2, fetch);
+  } else {
+    const auto* codes = reinterpret_cast<const uint32_t*>(panel.codes + begin / 4 * kStep) + column * 16;
+    multiply_codes(acc, rows, codes, inputs, fetch);
+  }
+}
+
+template <bool kKept, int R, class X, class O>
+void multiply_panel(const Panel& panel, const X* x, O* out, long out_stride, const Prefetch& all) {
   constexpr int C = kColumns<R>;
   for (int column = 0; column < kPanelColumns; column += C) {
     // As in linear.cpp: stores that miss the cache would delay the next tile.
-    for (int r = 0; r < R; ++r)
+    UNROLLED (r, R)
       for (int c = 0; c < C; ++c) __builtin_prefetch(out + r * out_stride + (column + c) * 16, 1);
+    const Prefetch prefetch = all.part(column / C, kPanelColumns / C);
     alignas(64) float sums[R][C][16] = {};
     for (int begin = 0; begin < panel.in; begin += panel.block) {
       Vec acc[R][C];
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
-      multiply_block<kKept>(acc, panel, x, panel.in, column, begin, ahead);
+      UNROLLED (r, R)
+        UNROLLED (c, C) acc[r][c] = vset(0.0f);
+      multiply_block<kKept>(acc, panel, x, panel.in, column, begin, prefetch);
       const float* scales = panel.scales + begin / panel.block * kPanel + column * 16;
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) vstore(sums[r][c], vfma(acc[r][c], vload(scales + c * 16), vload(sums[r][c])));
+      UNROLLED (r, R)
+        UNROLLED (c, C) vstore(sums[r][c], vfma(acc[r][c], vload(scales + c * 16), vload(sums[r][c])));
     }
     for (int c = 0; c < C; ++c) {
       const int at = (column + c) * 16, left = panel.outs - at < 16 ? panel.outs - at : 16;
@@ -109,31 +106,30 @@ INLINE void expand_pairs(const uint8_t* codes, int begin, int steps, uint32_t* t
     const auto* from = reinterpret_cast<const uint32_t*>(codes + (begin / 4 + s / 2) * kStep);
     for (int c = 0; c < kPanel; c += 16) {
       const Words four = wload(from + c);
-      wstore(to + c, upper_pairs(four));
-      wstore(to + kPanel + c, lower_pairs(four));
+      wstore(to + c, pairs_of(four, 0));
+      wstore(to + kPanel + c, pairs_of(four, 1));
     }
   }
 }
 
-// Multiplies up to 16 rows with a panel, by matrix tiles, or up to 32 whose pairs are kept. Pairs that are to be kept
-// are written.
+// Multiplies up to 16 rows with a panel, by matrix tiles, or up to 32 whose pairs are kept.
 template <class O>
-void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long out_stride, Ahead& ahead) {
+void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long out_stride, const Prefetch& prefetch) {
   alignas(64) float sums[4 * kMostTileRows * 16], totals[4 * kMostTileRows * 16];
   alignas(64) uint32_t expanded[kBlockWords];
   const int apart = rows > kTileRows ? kMostTileRows : kTileRows;  // rows from one column of 16 outputs to the next
   std::fill_n(totals, 64 * apart, 0.0f);
-  const auto fetch = [&](int) {
-    for (int i = 0; i < kTileWords / 2; ++i) ahead.step();
-  };
   for (int begin = 0; begin < panel.in; begin += panel.block) {
+    const auto fetch = [&](int s) {
+      for (int i = 0; i < kTileWords; ++i) prefetch(begin / 2 + s + i);
+    };
     const int steps = (begin + panel.block < panel.in ? panel.block : panel.in - begin) / 2;
     const auto* from = reinterpret_cast<const uint32_t*>(x + begin);
-    uint32_t* kept = panel.kept ? panel.kept + begin / 2 * kPanel : nullptr;
+    const uint32_t* kept = panel.kept ? panel.kept + begin / 2 * kPanel : nullptr;
     const auto pairs = [&](int s) {
-      uint32_t* to = kept ? kept + s * kPanel : expanded;
-      if (!panel.is_kept) expand_pairs(panel.codes, begin + 2 * s, std::min(kTileWords, steps - s), to);
-      return static_cast<const uint32_t*>(to);
+      if (kept) return kept + s * kPanel;
+      expand_pairs(panel.codes, begin + 2 * s, std::min(kTileWords, steps - s), expanded);
+      return static_cast<const uint32_t*>(expanded);
     };
     if (rows > kTileRows)
       tile_more_rows(from, panel.in / 2, rows, steps, sums, kept, fetch);
@@ -155,45 +151,42 @@ void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long
   }
 }
 
-// Multiplies `count` rows with one panel. `next` is the panel to prefetch, or null.
-template <class T, class O>
-void multiply_rows(Panel panel, const T* x, long count, O* out, long out_stride, const uint8_t* next,
-                   Fetch* meanwhile) {
-  // Groups of rows: of nearly equal size, or by tiles 16, which expand the codes for all others, and 32 at a time.
-  constexpr bool kByTiles = kTiles && sizeof(T) == 2;
-  constexpr long kMost = kByTiles ? kMostTileRows : kRows, kFirst = kByTiles ? kTileRows : kRows;
+// Multiplies `count` rows with one panel. `next` is what to prefetch, or null.
+template <class X, class O>
+void multiply_rows(Panel panel, const X* x, long count, O* out, long out_stride, const char* next, Fetch* meanwhile) {
+  // Groups of rows: of nearly equal size, or by tiles 16, and 32 at a time.
+  constexpr long kMost = kByTiles<X> ? kMostTileRows : kRows, kFirst = kByTiles<X> ? kTileRows : kRows;
+  constexpr long kLines = kStep / 2 / 64;  // of a step of two inputs
   const long groups = (count + kMost - kFirst + kMost - 1) / kMost;
   const auto first = [&](long g) {
-    return kByTiles ? (g ? std::min(count, kFirst + (g - 1) * kMost) : 0) : count * g / groups;
+    return kByTiles<X> ? (g ? std::min(count, kFirst + (g - 1) * kMost) : 0) : count * g / groups;
   };
-  const long steps = panel.in / 4, bytes = steps * kStep;
-  if (groups > 1) panel.kept = reinterpret_cast<uint32_t*>(scratch(2 * bytes));
+  const int steps = panel.in / 2;
+  if (groups > 1) {
+    auto* pairs = reinterpret_cast<uint32_t*>(scratch(4L * steps * kPanel));
+    expand_pairs(panel.codes, 0, steps, pairs);
+    panel.kept = pairs;
+  }
   for (long g = 0; g < groups; ++g) {
-    const long row = first(g), rows = first(g + 1) - row;
-    Ahead ahead;
-    const auto prefetch = [&](const uint8_t* from, long begin, long end) {
-      const auto* base = reinterpret_cast<const char*>(from);
-      ahead = {base + begin, base + end, static_cast<int>(((end - begin) / 64 + steps - 1) / steps), {}};
-    };
-    if (next) prefetch(next, bytes * g / groups / 64 * 64, bytes * (g + 1) / groups);
-    if (groups == 1) prefetch(panel.codes + kAhead, 0, bytes);
-    if (meanwhile && g > 0) ahead.extra = meanwhile->take(steps);
-    const T* x_row = x + row * panel.in;
+    const long row = first(g), rows = first(g + 1) - row, line = kLines * g / groups;
+    Prefetch prefetch;
+    if (next) prefetch = {next + line * 64, static_cast<int>(kLines * (g + 1) / groups - line), kStep / 2};
+    if (meanwhile && g > 0) prefetch.extra = meanwhile->take(steps);
+    const X* x_row = x + row * panel.in;
     O* out_row = out + row * out_stride;
-    if constexpr (kByTiles) {
-      multiply_by_tiles(panel, x_row, static_cast<int>(rows), out_row, out_stride, ahead);
+    if constexpr (kByTiles<X>) {
+      multiply_by_tiles(panel, x_row, static_cast<int>(rows), out_row, out_stride, prefetch);
     } else {
       with_rows(rows, [&](auto r) {
-        const auto multiply = panel.is_kept ? multiply_panel<true, r(), T, O> : multiply_panel<false, r(), T, O>;
-        multiply(panel, x_row, out_row, out_stride, ahead);
+        const auto multiply = panel.kept ? multiply_panel<true, r(), X, O> : multiply_panel<false, r(), X, O>;
+        multiply(panel, x_row, out_row, out_stride, prefetch);
       });
     }
-    panel.is_kept = panel.kept != nullptr;
   }
 }
 
-template <class T, class O>
-void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+template <class X, class O>
+void multiply_all(const PackedLinear& l, const X* x, O* out, long rows, int threads, Fetch* meanwhile) {
   constexpr long kOneThreadWork = 900000;  // as in linear.cpp: with less, waking a thread does not pay
   if ((rows + 1) * l.in * l.outs < kOneThreadWork) threads = 1;
   const Float8Linear& f = *l.float8;
@@ -206,17 +199,22 @@ void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int thre
       const float* bias = l.bias ? static_cast<const float*>(l.bias) + first : nullptr;
       const int outs = static_cast<int>(l.outs - first < kPanel ? l.outs - first : kPanel);
       const float* scales = f.scales + number * blocks * kPanel;
-      const Panel panel = {f.packed + number * bytes, scales, bias, nullptr, false, l.in, f.block, outs};
-      const uint8_t* following = next < panels && end - begin > kRows ? f.packed + next * bytes : nullptr;
-      multiply_rows(panel, x + begin * l.in, end - begin, out + begin * l.outs + first, l.outs, following, meanwhile);
+      const Panel panel = {f.packed + number * bytes, scales, bias, nullptr, l.in, f.block, outs};
+      const uint8_t* ahead = end - begin <= kOnce<X> ? panel.codes + kAhead
+                             : next < panels         ? f.packed + next * bytes
+                                                     : nullptr;
+      multiply_rows(panel, x + begin * l.in, end - begin, out + begin * l.outs + first, l.outs,
+                    reinterpret_cast<const char*>(ahead), meanwhile);
     });
   });
 }
 
 template <class T>
-void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads, Fetch* meanwhile) {
-  if (l.wide) return multiply_all(l, x, static_cast<float*>(out), rows, threads, meanwhile);
-  multiply_all(l, x, static_cast<T*>(out), rows, threads, meanwhile);
+void apply(const PackedLinear& l, const T* input, void* out, long rows, int threads, Fetch* meanwhile) {
+  with_converted(input, rows, l.in, threads, [&](const Row<T>* x, long begin, long count) {
+    if (l.wide) return multiply_all(l, x, static_cast<float*>(out) + begin * l.outs, count, threads, meanwhile);
+    multiply_all(l, x, static_cast<T*>(out) + begin * l.outs, count, threads, meanwhile);
+  });
 }
 
 }  // namespace

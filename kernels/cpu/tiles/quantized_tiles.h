@@ -58,8 +58,7 @@ void add_blocks(const Panel& panel, const Line& line, const int8_t* x, long lows
   const uint8_t* kept = blocks.bytes;
   x += static_cast<long>(blocks.begin) * lines * line.bytes * R, of_row += static_cast<long>(blocks.begin) * R;
   Vec sum[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sum[r] = vload(sums + r * kOuts + column * 16);
+  UNROLLED (r, R) sum[r] = vload(sums + r * kOuts + column * 16);
   for (int b = blocks.begin; b < blocks.end; ++b, x += lines * line.bytes * R, of_row += R) {
     const uint8_t* codes = (kept ? kept : group + panel.header + in_group * block_bytes) + column * 64;
     multiply_lines<R, 0>(line, lines, x, codes, products);
@@ -73,8 +72,7 @@ void add_blocks(const Panel& panel, const Line& line, const int8_t* x, long lows
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     const Vec scales = kForm == kCodes ? vset(1.0f) : vload(halves);
     const Vec offsets = kForm == kOffsets ? vload(halves + kOuts) : vset(0.0f);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    UNROLLED (r, R) {
       const Vec exact = to_floats(wload(products + r * 16)), scale = vset(of_row[r].scale);
       if (kForm == kOffsets) sum[r] = vfma(vset(of_row[r].moment), offsets, sum[r]);
       sum[r] = kForm == kCodes ? vfma(exact, scale, sum[r]) : vfma(vmul(exact, scale), scales, sum[r]);
@@ -82,8 +80,7 @@ void add_blocks(const Panel& panel, const Line& line, const int8_t* x, long lows
     if (kept) kept += block_bytes;
     if (++in_group == panel.per_group) in_group = 0, group += panel.group_bytes;
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) vstore(sums + r * kOuts + column * 16, sum[r]);
+  UNROLLED (r, R) vstore(sums + r * kOuts + column * 16, sum[r]);
 }
 
 template <class O>

@@ -1,0 +1,63 @@
+"""What linears of the CPU backend make of the rows of x, for all panels once: of many rows some at a time."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from quire.kernels.backend import NO_ADAPTERS, Linear
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.quantized import Float8Weight, GroupedWeight
+
+INNER = 4096
+KINDS = ["bfloat16", "8 bits", "8-bit floats"]
+
+
+def made(cpu: Cpu, kind: str, outs: int, generator: torch.Generator) -> Linear:
+    match kind:
+        case "8 bits":
+            codes = torch.randint(-128, 128, (outs, INNER), generator=generator, dtype=torch.int8)
+            weight = GroupedWeight(codes, torch.full((outs, 1), 0.01))
+            return cpu.pack_quantized([weight], None, dtype=torch.bfloat16)
+        case "8-bit floats":
+            floats = torch.randn((outs, INNER), generator=generator).to(torch.float8_e4m3fn)
+            return cpu.pack_quantized(
+                [Float8Weight(floats, torch.ones(1, 1), (outs, INNER))], None, dtype=torch.bfloat16
+            )
+    return cpu.pack_linear(torch.randn((outs, INNER), generator=generator).bfloat16(), None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_whatever_part_it_is_in(cpu: Cpu, kind: str, generator: torch.Generator) -> None:
+    linear = made(cpu, kind, 10, generator)
+    x = torch.randn((900, INNER), generator=generator).bfloat16()
+    whole = linear(x, NO_ADAPTERS)
+    for begin, end in [(0, 1), (299, 301), (383, 385), (449, 451), (899, 900)]:
+        assert torch.equal(linear(x[begin:end], NO_ADAPTERS), whole[begin:end]), begin
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks how much memory there is as Linux tells it")
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_take_no_more_memory_than_some(cpu: Cpu, kind: str, generator: torch.Generator) -> None:
+    """`quire plan` does not count it: 4,096 rows as float32 would be 64 MB, in codes 36."""
+    linear, x, grown = made(cpu, kind, 10, generator), torch.ones((4096, INNER), dtype=torch.bfloat16), []
+
+    def run() -> None:  # in a thread of its own, which has nothing of earlier calls
+        before = resident()
+        linear(x, NO_ADAPTERS)
+        grown.append(resident() - before)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    assert grown[0] < 20 << 20
