@@ -39,7 +39,7 @@ from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import Room, make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
-from quire.engine.worker.ranks.messages import Allocate
+from quire.engine.worker.ranks.messages import Allocate, Begin
 from quire.engine.worker.ranks.pipeline import Stages
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
@@ -171,7 +171,8 @@ def _allocate(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, plan: K
     """What the plan says, here and on the other ranks."""
     shares = StateShares(plan.sequences, plan.snapshots)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares, prompts=room.eager_prompts is None))
+    ranks.allocate(Allocate(plan.group_pages, plan.max_model_len, *shares))
+    ranks.send(Begin(prompts=room.eager_prompts is None))
     return room
 
 

@@ -20,8 +20,10 @@ from quire.engine.layers.shard import Shard
 from quire.engine.loop import Engine, let_go
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
+from quire.engine.models.decoder import Decoder
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request
+from quire.engine.worker import memory
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.ranks.spmd import SpmdRunner
@@ -332,6 +334,22 @@ def test_other_refusals(tmp_path: Path) -> None:
     encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
     with pytest.raises(ConfigError, match="tensor_parallel_size: encoders are not divided"):
         engine(encoder, 2)
+
+
+def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only on its standard error, while the engine says that a rank has ended."""
+    plain = memory.allocate_pages
+
+    def allocated(model: Decoder, blocks: int) -> list[torch.Tensor]:
+        if model.shard.rank:
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(model, blocks)
+
+    monkeypatch.setattr(memory, "allocate_pages", allocated)
+    path = save_tiny_model(tmp_path, "llama")
+    wanted = r"kv_cache_memory: out of memory for 20 pages of KV cache\. Lower it, or --max-model-len \(rank 1 of 2\)"
+    with pytest.raises(ConfigError, match=wanted):
+        engine(path, 2, num_kv_blocks=20)
 
 
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:

@@ -36,15 +36,21 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Make room for so many pages and slots, of which there will be no more and no fewer."""
+    """Make room for so many pages and slots, of which there will be no more and no fewer. Answered by Allocated or
+    Failed."""
 
     pages: int
     max_model_len: int
     sequences: int
     """Slots of sequences, and those of snapshots."""
     snapshots: int
-    prompts: bool = False
-    """Whether small steps with prompts become graphs, as the first rank has tried it."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Be ready for steps, in the room that was made."""
+
+    prompts: bool
+    """Whether small ones with prompts become graphs, as the first rank has tried it."""
 
 
 class Picked(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,7 +118,8 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     content: bytes
 
 
-ToRank = Start | Measure | Allocate | Step | Prepare | FindKinds | Draft | TryGuess | LoadAdapter | UseAdapter | Call
+_Starting = Start | Measure | Allocate | Begin
+ToRank = _Starting | Step | Prepare | FindKinds | Draft | TryGuess | LoadAdapter | UseAdapter | Call
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +145,10 @@ class Kinds(msgspec.Struct, frozen=True, tag=True):
     why_not: str = ""
 
 
+class Allocated(msgspec.Struct, frozen=True, tag=True):
+    """There is room."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A QuireError ended the start."""
 
@@ -160,7 +171,7 @@ class Called(msgspec.Struct, frozen=True, tag=True):
     """What the call gave."""
 
 
-FromRank = Loaded | Measured | Kinds | Failed | Progress | Ended | Called
+FromRank = Loaded | Measured | Allocated | Kinds | Failed | Progress | Ended | Called
 
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

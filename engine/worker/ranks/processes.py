@@ -31,6 +31,8 @@ from quire.engine.worker.device import Chosen
 from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.meeting import check_connection, in_order, open_store
 from quire.engine.worker.ranks.messages import (
+    Allocate,
+    Allocated,
     Call,
     Called,
     Failed,
@@ -62,7 +64,7 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 switches (NVLS); so it stays as it is where no graph is captured."""
 PROGRAM = module("quire.engine.worker.ranks.follower")
 
-Answer = TypeVar("Answer", Loaded, Measured, Kinds, Called)
+Answer = TypeVar("Answer", Loaded, Measured, Allocated, Kinds, Called)
 
 
 class RankProcess(Protocol):
@@ -241,7 +243,7 @@ class Ranks(SingleProcess):
                     raise RankEnded
             answer = decode_from_rank(content)
             if isinstance(answer, Failed):
-                raise ConfigError(answer.message, param=answer.param)
+                raise ConfigError(f"{answer.message} (rank {rank} of {self.count})", param=answer.param)
             assert isinstance(answer, kind)
             found.append(answer)
         return found
@@ -254,6 +256,10 @@ class Ranks(SingleProcess):
             own = measure()
         least = min([own, *(each.available for each in self.read(Measured))])
         return least * self.count if self._device.type == "cuda" else least
+
+    def allocate(self, message: Allocate) -> None:
+        self.send(message)
+        self.read(Allocated)
 
     def close(self) -> None:
         """End the processes and wait for them."""

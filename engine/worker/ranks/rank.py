@@ -35,6 +35,8 @@ from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.meeting import check_connection, meet
 from quire.engine.worker.ranks.messages import (
     Allocate,
+    Allocated,
+    Begin,
     Call,
     Called,
     Draft,
@@ -68,6 +70,8 @@ class Rank(ABC):
     setting: str
     """That asks for it."""
     loaded: Loaded
+    _room: tuple[Room, int]
+    """And how many pages it has."""
     _runner: Runner
     _heads: Heads
     _tower: LoadedTower
@@ -126,10 +130,12 @@ class Rank(ABC):
                 return Measured(available_bytes(model, *about, self._tower.step_bytes))
             case Call(content):
                 return Called(called(RankWorker(self._number, self._config.ranks, model), content))
-            case Allocate(pages, max_model_len, sequences, snapshots, prompts):
+            case Allocate(pages, max_model_len, sequences, snapshots):
                 shares = StateShares(sequences, snapshots)
-                room = make_room(self._config, self._chosen, self._part, pages, max_model_len, shares)
-                self._runner = self._make_runner(room, pages, prompts=prompts)
+                self._room = make_room(self._config, self._chosen, self._part, pages, max_model_len, shares), pages
+                return Allocated()
+            case Begin(prompts):
+                self._runner = self._make_runner(*self._room, prompts=prompts)
             case LoadAdapter(slot, adapter, files):
                 assert self._adapters is not None
                 self._adapters.load(slot, _copied(adapter, files, self._here))

@@ -10,7 +10,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.ranks.calls import RankWorker, called
-from quire.engine.worker.ranks.messages import ToRank
+from quire.engine.worker.ranks.messages import Allocate, ToRank
 from quire.engine.worker.runner import Runner
 
 
@@ -26,6 +26,9 @@ class SingleProcess:
     def available(self, measure: Callable[[], int]) -> int:
         """Bytes for the KV cache, here and where others compute; `measure` finds this process'."""
         return measure()
+
+    def allocate(self, message: Allocate) -> None:
+        """All others make room. Raises ConfigError where one has too little memory."""
 
     def send(self, message: ToRank) -> None:
         """To all others, which read it when they have done what they were told before."""

@@ -12,7 +12,6 @@ from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import OneOf, add, command
 from quire.server.cli.plan.configured import cheapest, lighter, shared_out, sizes_of, wishes_of
