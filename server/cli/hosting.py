@@ -101,8 +101,8 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def ended(self) -> None:
-        """Wait until the requests have ended whose engine is gone: the end of the event loop would cancel them, and each
-        would be a traceback in the log."""
+        """Wait until the requests have ended whose engine is gone: the end of the event loop would cancel them, and
+        each would be a traceback in the log."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)
 

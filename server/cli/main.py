@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             where = "" if error.filename is None else f"{error.filename}: "
             print(f"quire {args.command}: {where}{error.strerror or error}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print(f"quire {args.command}: too little memory (ulimit -v, the container's limit)", file=sys.stderr)
+        return 1
     finally:
         give_up_closed_stderr()
     return status

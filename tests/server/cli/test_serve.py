@@ -41,6 +41,18 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "quire", *argv]
 
 
+def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As under `ulimit -v`."""
+
+    def read(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("quire.server.observe.logs.set_up", read)
+    monkeypatch.setattr("quire.server.cli.main.end_on_signals", lambda: None)  # they are this process's
+    assert main(["serve", "--port", "0"]) == 1
+    assert capsys.readouterr().err == "quire serve: too little memory (ulimit -v, the container's limit)\n"
+
+
 @contextmanager
 def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process on a free port, its URL and what it printed until it was ready."""
