@@ -204,10 +204,10 @@ class LLM(Serving):
         are not to be had, or were given to `load_weights`."""
         self._run(self._weights.wake_up())
 
-    def load_weights(self, tensors: Tensors, *, version: str | None = None) -> str:
+    def load_weights(self, tensors: Tensors | Mapping[str, Any], *, version: str | None = None) -> str:
         """Compute with other weights of the same shape: all tensors of the checkpoint, under their names in it, such as
-        a PyTorch model's `state_dict().items()`. They are copied, cast, quantized and packed as those in files. Also
-        wakes a model that sleeps. Returns the weights' version.
+        a PyTorch model's `state_dict()`, or its items. They are copied, cast, quantized and packed as those in files.
+        Also wakes a model that sleeps. Returns the weights' version.
 
         Raises ModelError for tensors that are missing, left over or of another shape, and whatever the iterator raises:
         then the weights before are back if a file has them, and if not the model sleeps until some are given.
@@ -216,7 +216,8 @@ class LLM(Serving):
         if not isinstance(link, InProcessLink):
             message = "load_weights gives tensors to an engine in this process: not with a data_parallel_size"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="data_parallel_size")
-        return self._noted(self._run(self._weights.change(partial(link.load_tensors, tensors), version=version)))
+        stream = tensors.items() if isinstance(tensors, Mapping) else tensors
+        return self._noted(self._run(self._weights.change(partial(link.load_tensors, stream), version=version)))
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises

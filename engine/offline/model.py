@@ -257,7 +257,7 @@ def listed(prompts: Any) -> list[Any]:
     """One prompt or several, as a list. Raises InvalidRequest for what is neither."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1)
+    sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
     if isinstance(prompts, bytes) or not sized:
         advice = (
             "; list(...) makes one of it" if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes) else ""

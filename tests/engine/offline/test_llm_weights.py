@@ -155,7 +155,7 @@ def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_
     with pytest.raises(ModelError, match="lack"):  # not that the folder is gone
         llm.load_weights([])
     assert llm.is_sleeping(), "the weights before are nowhere any more"
-    llm.load_weights(model.state_dict().items())
+    llm.load_weights(model.state_dict())  # the dict itself is taken too
     assert farthest(model, answer(llm)) < 1e-4
     llm.close()
 
