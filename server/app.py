@@ -36,6 +36,7 @@ from quire.server.peers import Link, Peers, asking
 from quire.server.routes import (
     endpoints,
     engine,
+    failures,
     models,
     page,
     requests,
@@ -153,7 +154,7 @@ def application(
         docs_url=None,  # server/routes/page.py has it; FastAPI's own pages load what they show from elsewhere
         redoc_url=None,
     )
-    errors.install(app)
+    failures.install(app)
     for router in (*routers, *ROUTERS):
         app.include_router(router)
     describe_bodies(app, ROUTERS)

@@ -6,13 +6,9 @@ import logging
 import re
 import sqlite3
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from http import HTTPStatus
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,12 +19,10 @@ from quire.engine.errors import (
     EngineGone,
     InvalidRequest,
     ModelNotFound,
-    ModelUnloadable,
     Overloaded,
     QuireError,
     RateLimited,
     RequestNotFound,
-    RequestQuarantined,
     Timeout,
 )
 from quire.server.encoding import DATA, END, encode_ascii, one_line
@@ -59,39 +53,12 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 """Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
-ABSENT = {
-    "/v1/audio/": "its models read text and images and write text: no sound",
-    "/v1/images/": "its models write text: no pictures",
-    "/v1/videos": "its models write text: no films",
-    "/v1/realtime": "its models read text and images and write text: no sound",
-    "/v1/moderations": "it judges no texts; /v1/decisions asks a model about one",
-    "/v1/fine_tuning/": "it trains nothing; an adapter that was trained elsewhere is loaded by /v1/load_lora_adapter",
-    "/v1/assistants": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
-    "/v1/threads": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
-    "/v1/vector_stores": "it keeps no vectors; /v1/embeddings makes them",
-    "/v1/uploads": "a file is sent whole, to /v1/files",
-    "/v1/messages/batches": "/v1/batches is what it has for batches",
-    "/api/copy": "`quire serve --served-model-name` gives a model another name",
-    "/api/create": "models are made by others; `quire serve MODEL` serves one",
-    "/api/delete": "`quire rm MODEL` deletes one",
-    "/api/push": "it uploads no models",
-    "/api/blobs": "it takes no models from requests",
-}
-"""What others' APIs have and this server has not: how its path begins, and why, or what to use instead."""
 SYSTEM_ONE = "/v1/systemone"
 """The route of TypeSafe's API."""
 OLLAMA = "/api/"
 """The beginning of the paths of Ollama's API."""
 RETRY_AFTER_SECONDS = "1"
 UNEXPECTED = "The server had an error while processing your request. The log says more"
-
-
-def install(app: FastAPI) -> None:
-    """Answer the typed errors that routes raise. UnexpectedErrorMiddleware answers others."""
-    app.add_exception_handler(QuireError, _typed_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(sqlite3.OperationalError, _typed_error)
 
 
 _TOO_LONG = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
@@ -184,41 +151,6 @@ def answer(path: str, told: Failure, headers: dict[str, str] | None = None) -> R
     """The response to a request for `path` that failed."""
     told = told.on(path)
     return Response(told.body(path), told.status, headers, "application/json")
-
-
-async def _typed_error(request: Request, error: Exception) -> Response:
-    told = failure(error)
-    headers = {"Retry-After": RETRY_AFTER_SECONDS} if told.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
-    if isinstance(error, RateLimited):
-        headers = dict(error.headers)
-    if isinstance(error, RequestQuarantined | ModelUnloadable):
-        headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
-    return answer(request.url.path, told, headers)
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    """Of a wrong query parameter; bodies are not FastAPI's to read."""
-    assert isinstance(error, RequestValidationError)
-    details = error.errors()
-    message = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in details)
-    return answer(request.url.path, Failure(400, message, INVALID, str(details[0]["loc"][-1])))
-
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
-    absent = next((why for begin, why in ABSENT.items() if path.startswith(begin)), None)
-    if error.status_code == HTTPStatus.NOT_FOUND and absent:
-        told = Failure(404, f"This server has no {method} {path}: {absent}", INVALID, None, "unknown_url")
-    elif error.status_code == HTTPStatus.NOT_FOUND:
-        near = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
-        hint = f"did you mean {near[0]}?" if near else "/openapi.json lists what is served"
-        told = Failure(404, f"Unknown request URL: {method} {path}; {hint}", INVALID, None, "unknown_url")
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        told = Failure(405, f"Not allowed to {method} on {path}", INVALID, None, "method_not_supported")
-    else:
-        told = http_failure(error)
-    return answer(path, told, dict(error.headers or {}))
 
 
 class UnexpectedErrorMiddleware:

@@ -201,14 +201,11 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 
 def _imports(path: Path) -> Iterator[Import]:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    inner = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _for_type_checkers(node)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse((ROOT / path).read_text(encoding="utf-8")), False)]
+    for node, outside in nodes:
+        lazy = outside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        lazy = lazy or _for_type_checkers(node)
+        nodes += [(child, lazy) for child in ast.iter_child_nodes(node)]
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -220,7 +217,7 @@ def _imports(path: Path) -> Iterator[Import]:
         else:
             continue
         for module in modules:
-            yield Import(path, node.lineno, module, id(node) in inner)
+            yield Import(path, node.lineno, module, lazy)
 
 
 def _for_type_checkers(node: ast.AST) -> bool:
@@ -271,17 +268,17 @@ def test_a_folder_is_no_package_of_its_own(name: str) -> None:
     assert f"import it as quire.{name.partition('.')[0]}" in ran.stderr
 
 
-@pytest.mark.parametrize("path", our_files(), ids=str)
-def test_imports_run_downward(path: Path) -> None:
-    part = part_of(module_name(path))
-    assert part is not None
+def test_imports_run_downward() -> None:
     wrong = []
-    for found in imports(path):
-        target = part_of(found.module)
-        starts_it = part == "control" and target in ("loop", "member") and found.lazy  # engine/main.py does
-        if target is not None and not permitted(part, found.module) and not starts_it:
-            below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
-            wrong.append(f"{found}: {part} may import from {below} only")
+    for path in our_files():
+        part = part_of(module_name(path))
+        assert part is not None
+        for found in imports(path):
+            target = part_of(found.module)
+            starts_it = part == "control" and target in ("loop", "member") and found.lazy  # engine/main.py does
+            if target is not None and not permitted(part, found.module) and not starts_it:
+                below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
+                wrong.append(f"{found}: {part} may import from {below} only")
     advice = (
         "Move what is needed down, or pass it as an argument. 'control' is engine/ without its device half, which may "
         f"use of it {', '.join(sorted(SHARED))}; the control half reaches engine.loop and engine.member from "
@@ -318,8 +315,12 @@ def test_no_modules_import_each_other() -> None:
     assert not circles, f"{circles}\n{advice}"
 
 
-@pytest.mark.parametrize("path", our_files(), ids=str)
-def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
+def test_the_server_and_the_control_half_never_import_torch() -> None:
+    wrong = [line for path in our_files() for line in _heavy_imports(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _heavy_imports(path: Path) -> list[str]:
     part = part_of(module_name(path))
     wrong = []
     for found in imports(path):
@@ -338,14 +339,23 @@ def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
             wrong.append(f"{found}: it imports transformers; `import_module` does so where a model needs it")
         elif top in HEAVY and part in ("quire", "server", "control"):
             wrong.append(f"{found}: tensors belong to engine/worker and below; hand over plain lists or bytes")
-    assert not wrong, "\n".join(wrong)
+    return wrong
 
 
 @pytest.mark.parametrize(
-    "module", ["quire", "quire.server.cli.main", "quire.server.app", "quire.engine.link.client", "quire.kernels"]
+    ("module", "others"),
+    [
+        ("quire", ()),
+        ("quire.server.app", ()),
+        ("quire.kernels", ()),
+        # before the engine's process is launched, which takes longest
+        ("quire.server.cli.serve", ("fastapi", "starlette", "numpy", "PIL", "prometheus_client", "jinja2")),
+        # again in a process of its own
+        ("quire.server.workers.worker", ("fastapi", "prometheus_client", "zmq", "uvloop", "PIL")),
+    ],
 )
-def test_importing_is_light(module: str) -> None:
-    script = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+def test_importing_is_light(module: str, others: tuple[str, ...]) -> None:
+    script = f"import sys, {module}; print(*sorted({HEAVY | {*others}!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [], (

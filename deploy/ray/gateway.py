@@ -22,9 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deploy.ray.call import Call, Head, make_call
 from deploy.ray.resume import KeptStream, ResumableStream
 from quire.engine.errors import EngineError, Overloaded, QuireError
-from quire.server.access.authentication import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS, AuthenticationMiddleware
+from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
+from quire.server.access.paths import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS
 from quire.server.access.tenants import Tenants
 from quire.server.app import with_cors
 from quire.server.config import ServerConfig

@@ -6,22 +6,19 @@ import time
 import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from functools import reduce
 
-import msgspec
 import numpy as np
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.page_tables import held
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence, Status
-from quire.engine.core.stats import EngineSnapshot, EngineStats, Phase, SequenceSnapshot
+from quire.engine.core.stats import EngineSnapshot, Phase, SequenceSnapshot, total
 from quire.engine.processes.procfs import resident_bytes
 from quire.engine.types import Span
 
 MOST_SEQUENCES = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
-_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
 MOST_IMAGES = 32
 """Places of images that are told of one sequence."""
 _NEAR = 4
@@ -91,22 +88,6 @@ def _phase(seq: Sequence) -> Phase:
         return "queued" if seq.cached_tokens is None else "preempted"
     # A sequence that resumes after a preemption computes its own output again, too.
     return "prefill" if seq.computed < len(seq.tokens) - 1 or not seq.num_output else "decode"
-
-
-def total(stats: SequenceOf[EngineStats]) -> EngineStats:
-    """Gauges and counters added up; there is at least one."""
-    found = reduce(lambda all_before, each: each.after(all_before), stats)
-    held = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
-    tiers = [
-        msgspec.structs.replace(
-            tier,
-            pages=sum(pages for name, pages, _ in held if name == tier.name),
-            bytes=sum(size for name, _, size in held if name == tier.name),
-        )
-        for tier in found.tiers
-    ]
-    gauges = {name: sum(getattr(each, name) for each in stats) for name in _GAUGES}
-    return msgspec.structs.replace(found, tiers=tiers, **gauges)
 
 
 def together(snapshots: SequenceOf[EngineSnapshot]) -> EngineSnapshot:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -203,3 +205,22 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that it gave to requests."""
     captured: bool = False
     """Whether a CUDA graph computed it."""
+
+
+_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
+
+
+def total(stats: Sequence[EngineStats]) -> EngineStats:
+    """Gauges and counters added up; there is at least one."""
+    found = reduce(lambda all_before, each: each.after(all_before), stats)
+    held = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
+    tiers = [
+        msgspec.structs.replace(
+            tier,
+            pages=sum(pages for name, pages, _ in held if name == tier.name),
+            bytes=sum(size for name, _, size in held if name == tier.name),
+        )
+        for tier in found.tiers
+    ]
+    gauges = {name: sum(getattr(each, name) for each in stats) for name in _GAUGES}
+    return msgspec.structs.replace(found, tiers=tiers, **gauges)

@@ -15,8 +15,7 @@ import msgspec
 import zmq
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.snapshot import total
-from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.core.stats import EngineSnapshot, EngineStats, total
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup

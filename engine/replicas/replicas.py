@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.snapshot import together, total
-from quire.engine.core.stats import EngineSnapshot, StepRecord
+from quire.engine.core.stats import EngineSnapshot, StepRecord, total
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink, EngineState
@@ -152,6 +151,8 @@ class Replicas(EngineLink):
             replica.abort(request_id)
 
     async def snapshot(self) -> EngineSnapshot | None:
+        from quire.engine.core.snapshot import together  # NumPy: a server starts its engine before it imports that
+
         found = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
         there = [each for each in found if each is not None]
         return together(there) if there else None

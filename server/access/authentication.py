@@ -8,31 +8,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.access.gateways import Gateways
+from quire.server.access.paths import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_PATHS, is_open
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.errors import Failure, answer
-
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""Paths that need no key, because load balancers request them and have none."""
-PAGE = "/web/"
-"""The web page's files need no key: they contain nothing secret, and the page asks its user for a key."""
-ADMIN_PREFIX = "/v1/engine/"
-"""Routes for the server's operators: on a server with keys they need an admin's."""
-
-ADMIN_PATHS = frozenset(
-    {
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"),
-        *("/sleep", "/wake_up", "/is_sleeping"),
-        *("/update_weights", "/init_weights_group", "/close_weights_group", "/api/pull"),
-        "/collective_rpc",
-    }
-)
-"""More of these."""
-LOCAL_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Those of them that on a server without keys are this machine's alone, and no web page's."""
-
-
-def is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path == "/" or path.startswith(PAGE)
 
 
 class AuthenticationMiddleware:

@@ -38,7 +38,13 @@ COMMANDS = {
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }
 
-_MODULES = {"models": "models.table", "pull": "models.pull", "list": "models.downloaded", "rm": "models.remove"}
+_MODULES = {
+    "models": "models.table",
+    "pull": "models.pull",
+    "list": "models.downloaded",
+    "rm": "models.remove",
+    "plan": "plan.command",
+}
 """Where a command's module is not the one of its name."""
 
 

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -32,7 +33,6 @@ from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
 from quire.server.cli.flags import add, command
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.machine import Machine, this_machine
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
@@ -104,6 +104,12 @@ def main(argv: Sequence[str], started: float) -> int:
         return status
 
 
+def _import_the_rest() -> ModuleType:
+    """What the engine need not wait for: what plans, and what serves HTTP, which is returned."""
+    import_module("quire.server.cli.plan.configured")
+    return import_module("quire.server.cli.hosting")
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is bound but does not listen: connections are refused until the model is loaded.
 
@@ -155,6 +161,8 @@ class OneModel:
         except ConfigError as error:
             if error.param not in _OF_MEMORY or self._machine is None:
                 raise
+            from quire.server.cli.plan.configured import way_out
+
             if not (told := await asyncio.to_thread(way_out, self._config, self._machine)):
                 raise
             raise ConfigError(f"{error.param}: {told}", param=error.param) from None
@@ -163,6 +171,8 @@ class OneModel:
         await self._client.link.stop()
 
     def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
+        from quire.server.cli.plan.configured import predicted_tokens
+
         assert self._runtime is not None
         assert self._machine is not None
         formats, info = self._runtime.model.formats, self._runtime.info
@@ -191,7 +201,7 @@ class Service:
         with signals_told(partial(self._on_signal, main_task)):
             self._models.launch()
             try:
-                hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
+                hosting = await asyncio.to_thread(_import_the_rest)
                 async with self._models.running(hosting) as app:
                     announce = partial(self._announce, hosting.tls_context(self._config))
                     self._server = hosting.HttpServer(app, self._config, announce)

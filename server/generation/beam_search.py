@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 from quire.engine.errors import EngineError, Timeout
 from quire.engine.link.client import EngineClient
@@ -19,7 +20,9 @@ from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec, Prompt
-from quire.server.observe.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
 
 
 class BeamSearch(Generation):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.engine.core.history import Timeline
 from quire.engine.receipts.receipt import ChoiceReceipt
@@ -16,8 +16,10 @@ from quire.engine.types import PrefixReport
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.fold import Answer
 from quire.server.generation.spec import GenerationSpec
-from quire.server.observe.metrics import Metrics
 from quire.server.store.progress import End, Progress
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
 
 TIMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,8 +21,10 @@ from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.generation import Generation, Journal, Sink
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec
-from quire.server.observe.metrics import Metrics
 from quire.server.store.progress import End, Progress
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
 
 
 class Sampling(Generation):

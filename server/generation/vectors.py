@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from quire.engine.link.client import EngineClient
 from quire.engine.types import Image, PoolingParams, Request, RequestOutput, Span
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.spec import CallSpec
-from quire.server.observe.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)

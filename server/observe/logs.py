@@ -6,11 +6,14 @@ import json
 import logging
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from quire.server.access.authentication import OPEN_PATHS
+from quire.server.access.paths import OPEN_PATHS
 from quire.server.config import ServerConfig
 from quire.server.encoding import one_line
-from quire.server.observe.request_log import RequestRecord
+
+if TYPE_CHECKING:
+    from quire.server.observe.request_log import RequestRecord
 
 access = logging.getLogger("quire.access")
 QUIET = OPEN_PATHS | {"/metrics"}

@@ -371,6 +371,7 @@ def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[
     assert made.stats.prefix_hits >= 2 * 32
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:

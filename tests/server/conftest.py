@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from quire.server.workers import pool
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
+from tests.server.forked import ForkedChild
 
 
 @pytest.fixture
@@ -13,3 +15,15 @@ async def api() -> AsyncIterator[Api]:
     """A server on an engine that answers with hash-derived bytes, letters for the most part."""
     async with open_api(FakeEngine(hashed(b"abcdefghijklmnop .\xc3\xa9"))) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def workers_begin_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test does not ask for `started_workers`."""
+    if "started_workers" not in request.fixturenames:
+        monkeypatch.setattr(pool, "Child", ForkedChild)
+
+
+@pytest.fixture
+def started_workers() -> None:
+    """The process that forks workers is started as a server starts it, with all its imports."""

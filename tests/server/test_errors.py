@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.errors import Overloaded
 from quire.engine.types import Cause
-from quire.server.errors import ABSENT
+from quire.server.routes.failures import ABSENT
 from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed
 

@@ -26,6 +26,7 @@ from tests.simulation.replicas import Replicas
 from tests.simulation.server import AppProcess, Connection, Program, ServerProcess
 from tests.simulation.several import OfSeveral, SharedServer, in_place
 from tests.simulation.wire import Network
+from tests.variants import nightly
 
 PACES = (1, 1, 1, 20)
 """Of engines: by the last one a stream lasts for so long that much befalls it."""
@@ -294,7 +295,7 @@ FOUND_BY_SEVERAL = (
 )
 
 
-@pytest.mark.parametrize("seed", [*range(200), *FOUND])
+@pytest.mark.parametrize("seed", [*range(100), *nightly(*range(100, 200)), *FOUND])
 def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 

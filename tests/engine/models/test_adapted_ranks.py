@@ -37,7 +37,7 @@ def made(path: Path, kind: str) -> Path:
 
 
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
     path = made(tmp_path / "model", kind)

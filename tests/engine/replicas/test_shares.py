@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED, together, total
-from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
+from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED, together
+from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats, total
 from quire.engine.replicas import shares
 from quire.engine.replicas.cores import threads_on
 from quire.engine.replicas.shares import replica_config

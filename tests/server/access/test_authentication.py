@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from quire.server.access.authentication import OPEN_PATHS
+from quire.server.access.paths import OPEN_PATHS
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 

@@ -62,6 +62,7 @@ async def gone(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_work_is_done_elsewhere_and_a_worker_stays() -> None:
     async with open_pool() as pool:
         assert pool.pids == []
@@ -88,6 +89,7 @@ async def test_errors_come_back_as_they_are() -> None:
             await isolated(pool, works.mistake)
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_workers_do_not_know_the_keys() -> None:
     async with open_pool() as pool:
         assert await isolated(pool, works.keys) == []
@@ -128,6 +130,7 @@ async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_workers")
 async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket's buffer is sent to it, which it does not read."""
     monkeypatch.setattr(pools, "STILL_SECONDS", 0.4)
@@ -141,6 +144,7 @@ async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch
         assert starting.exception() is not None
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_rust_code_ends_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backtrace it would wait for itself."""
     monkeypatch.setenv("RUST_BACKTRACE", "1")
@@ -196,6 +200,7 @@ async def test_no_more_wait_than_are_allowed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_workers")
 async def test_the_process_that_forks_may_die_too() -> None:
     async with open_pool() as pool:
         first = await isolated(pool, works.pid)
@@ -208,6 +213,7 @@ async def test_the_process_that_forks_may_die_too() -> None:
         assert pool._process.returncode is None
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_the_process_that_forks_dies_while_it_is_asked() -> None:
     async with open_pool() as pool:
         await isolated(pool, works.pid)
@@ -237,6 +243,7 @@ async def test_those_who_leave_ask_for_few_workers() -> None:
         assert len(pool.pids) <= 2 * pool.slots
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.processes.child.sys.executable", "/nowhere/python")
     async with open_pool() as pool:
@@ -244,6 +251,7 @@ async def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.Monke
             await isolated(pool, works.pid)
 
 
+@pytest.mark.usefixtures("started_workers")
 async def test_all_processes_end_with_the_pool() -> None:
     async with open_pool() as pool:
         pids = [await isolated(pool, works.pid)]

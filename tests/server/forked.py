@@ -1,0 +1,39 @@
+"""The process of server/workers/worker.py, forked from one that has its modules: in a test it starts at once."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from quire.server.workers.worker import fork_workers
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+
+
+class ForkedChild:
+    """What WorkerPool uses of a Child."""
+
+    def __init__(self, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
+        with socket.socket(fileno=os.dup(descriptors[0])) as control:
+            self._process = _CONTEXT.Process(target=_run, args=(control, dict(environment)), daemon=True)
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)
+
+
+def _run(control: socket.socket, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment, TOKENIZERS_PARALLELISM="false")
+    fork_workers(control)
