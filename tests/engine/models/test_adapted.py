@@ -94,7 +94,6 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) 
         engine_of(laguna, model_impl="quire")
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "options",
     [
