@@ -6,11 +6,14 @@ import ctypes
 
 
 class _Info(ctypes.Structure):
-    """glibc's struct mallinfo2."""
+    """glibc's struct mallinfo2: bytes by mmap, and all others that are in use."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        *((f"unused{number}", ctypes.c_size_t) for number in range(4)),
+        ("hblkhd", ctypes.c_size_t),
+        *((f"unused{number}", ctypes.c_size_t) for number in range(4, 6)),
+        ("uordblks", ctypes.c_size_t),
+        *((f"unused{number}", ctypes.c_size_t) for number in range(6, 8)),
     ]
 
 
