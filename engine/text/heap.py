@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 
 class _Info(ctypes.Structure):
-    """glibc's struct mallinfo2."""
+    """glibc's struct mallinfo2: bytes by mmap, and all others that are in use."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keep",
-        )
+        *((f"unused{number}", ctypes.c_size_t) for number in range(4)),
+        ("hblkhd", ctypes.c_size_t),
+        *((f"unused{number}", ctypes.c_size_t) for number in range(4, 6)),
+        ("uordblks", ctypes.c_size_t),
+        *((f"unused{number}", ctypes.c_size_t) for number in range(6, 8)),
     ]
-
-
-@cache
-def _ask() -> ctypes._CFunctionType | None:
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is not None:
-        ask.restype = _Info
-    return ask
 
 
 def heap_bytes() -> int:
     """Bytes that malloc has given out to this process; 0 where the C library does not tell, as musl and macOS."""
-    ask = _ask()
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0
+    ask.restype = _Info
     info = ask()
     return int(info.uordblks + info.hblkhd)
