@@ -124,7 +124,7 @@ ROOMS = {
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (
-        *("errors", "types", "advice", "config", "settings", "folder", "gguf", "text", "images", "checkpoint"),
+        *("errors", "types", "advice", "config", "settings", "folder", "heap", "gguf", "text", "images", "checkpoint"),
         *("processes", "core", "prefixes", "lora", "drafting", "tiers", "link", "receipts", "replicas"),
         *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),

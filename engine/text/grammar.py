@@ -18,7 +18,7 @@ from weakref import WeakSet
 import msgspec
 
 from quire.engine.errors import InvalidRequest, ModelError, Overloaded
-from quire.engine.text.heap import heap_bytes
+from quire.engine.heap import heap_bytes
 from quire.engine.types import Grammar
 
 if TYPE_CHECKING:

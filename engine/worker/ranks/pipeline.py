@@ -19,7 +19,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import Chosen
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.pending import PendingStep
-from quire.engine.worker.ranks.messages import Loaded, Picked, Step
+from quire.engine.worker.ranks.messages import Allocate, Loaded, Picked, Step
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.spmd import for_others
 from quire.engine.worker.ranks.stages import Stage
@@ -53,12 +53,11 @@ class Stages(Ranks):
         checkpoint = own.checkpoint.joined(each.table for each in others)
         return replace(own, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
 
-    def available(self, measure: Callable[[], int]) -> int:
-        found = super().available(measure)
+    def allocate(self, message: Allocate) -> None:
+        super().allocate(message)
         for read in self._answers:  # from now on they answer nothing else
             hearing = (partial(read, None), self._progress)
             threading.Thread(target=_hear, args=hearing, name="progress", daemon=True).start()
-        return found
 
     def runner(self, *parts: Any) -> Runner:
         return PipelineRunner(self, *parts)
