@@ -70,7 +70,7 @@ def test_a_rank_that_fails_to_find_them_leaves_no_answer_behind(
         return [kind("of the other")]
 
     monkeypatch.setattr(Runner, "kinds", kinds)
-    (note,) = compile_ahead(two, 600, lambda: 0.0)
+    (note,) = compile_ahead(two, 600, None, lambda: 0.0)
     where = "" if failing == 0 else "rank 1: RuntimeError: "
     assert note == f"kernels are compiled when steps first need them: RuntimeError: {where}no such shape"
     monkeypatch.setattr(Runner, "kinds", lambda *_: [])
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypa
     monkeypatch.setattr(spmd, "KINDS_SECONDS", 0.05)
     try:
         with pytest.raises(EngineError, match=r"rank 1 of 2 has not answered for 0\.05 s"):
-            compile_ahead(two, 600, lambda: 0.0)
+            compile_ahead(two, 600, None, lambda: 0.0)
     finally:
         over.set()
 
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeyp
 
     monkeypatch.setattr(Runner, "kinds", kinds)
     with pytest.raises(EngineError, match="rank 1 of 2"):
-        compile_ahead(two, 600, lambda: 0.0)
+        compile_ahead(two, 600, None, lambda: 0.0)
 
 
 class Unreachable:
