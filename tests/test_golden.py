@@ -1,0 +1,85 @@
+"""The golden set's own parts, and that it sees changes of every kind. The whole set runs by `make golden`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.golden.__main__ import differences_of
+from tests.golden.masks import mask, mask_log_line, rename
+from tests.golden.models import capture_plans, capture_specs, capture_tokens, write_models
+from tests.golden.requests import bad_requests, chats
+from tests.golden.serving import merge_ndjson, metric_names, sort_choices
+from tests.golden.tree import Tree
+from tests.tree import ROOT
+
+
+def test_ids_times_and_own_strings_are_masked() -> None:
+    text = '{"id":"chatcmpl-0f3acc12deadbeef","created":1790000000,"text":"at 5 of 4096 tokens","dir":"/tmp/x/y"}'
+    assert mask(text, {"/tmp/x": "WORK"}) == (
+        '{"id":"chatcmpl-ID","created":TIME,"text":"at 5 of 4096 tokens","dir":"WORK/y"}'
+    )
+
+
+def test_numbers_of_answers_are_not_masked() -> None:
+    assert mask("[-2.679999828338623, 12721, 16]") == "[-2.679999828338623, 12721, 16]"
+
+
+def test_log_lines_lose_their_numbers() -> None:
+    assert mask_log_line("2026-11-28 21:00:01,123 INFO GET /v1/models 200 in 1.52 ms") == (
+        "TIME INFO GET /v1/models # in # ms"
+    )
+
+
+def test_renames_replace_whole_identifiers() -> None:
+    assert rename("Row(RowSpec, Row)", {"Row": "ScheduledRequest"}) == "ScheduledRequest(RowSpec, ScheduledRequest)"
+
+
+def test_a_text_of_one_tree_alone_is_a_difference() -> None:
+    assert list(differences_of({"a": "1", "b": "2"}, {"a": "1", "c": "3"})) == ["b", "c"]
+
+
+def test_events_of_two_choices_are_compared_by_choice() -> None:
+    def event(number: int, index: int, text: str) -> str:
+        return f"id: cmpl-1:{number}\ndata: " + json.dumps({"choices": [{"index": index, "text": text}]})
+
+    one = "\n\n".join([event(1, 0, "a"), event(2, 1, "x"), event(3, 0, "b"), "data: [DONE]"])
+    other = "\n\n".join([event(1, 1, "x"), event(2, 0, "a"), event(3, 0, "b"), "data: [DONE]"])
+    swapped = "\n\n".join([event(1, 1, "x"), event(2, 0, "b"), event(3, 0, "a"), "data: [DONE]"])
+    assert sort_choices(one) == sort_choices(other)
+    assert sort_choices(one) != sort_choices(swapped)
+
+
+def test_ollama_lines_are_compared_by_their_text() -> None:
+    def line(text: str, *, done: bool = False) -> str:
+        return json.dumps({"message": {"role": "assistant", "content": text}, "done": done, "created_at": text})
+
+    apart = "\n".join([line("a"), line("b"), line("", done=True)])
+    assert merge_ndjson(apart) == merge_ndjson("\n".join([line("ab"), line("", done=True)]))
+    assert merge_ndjson(apart) != merge_ndjson("\n".join([line("ba"), line("", done=True)]))
+
+
+def test_metrics_are_compared_by_name_and_labels() -> None:
+    one = '# TYPE requests counter\nrequests{model="a",reason="stop"} 5\n'
+    assert metric_names(one) == metric_names(one.replace("5", "7"))
+    assert metric_names(one) != metric_names(one.replace("reason", "cause"))
+
+
+def test_bad_requests_are_the_same_each_time() -> None:
+    assert list(bad_requests(50)) == list(bad_requests(50))
+
+
+def test_there_are_fifty_seeded_chats_with_names_of_their_own() -> None:
+    names = [name for name, _ in chats()]
+    assert len(names) == len(set(names)) >= 50
+
+
+@pytest.mark.slow
+def test_a_tree_does_not_differ_from_itself(tmp_path: Path) -> None:
+    folders = write_models(tmp_path, ["llama", "gemma2", "images-qwen3_vl", "encoder-bert"])
+    for capture in (capture_plans, capture_specs, capture_tokens):
+        once, again = (capture(Tree(name, ROOT), folders) for name in ("base", "head"))
+        assert once and differences_of(once, again) == {}
+    assert all("Error" not in text for text in once.values()), once
