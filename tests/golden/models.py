@@ -24,7 +24,7 @@ def write_models(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
     """Write a tiny random model of each family of the tests, which both trees read. Returns their folders."""
     from transformers.utils import logging
 
-    from tests import tiny_encoders, tiny_models, vision_families
+    from tests import texts, tiny_encoders, tiny_models, vision_families
 
     logging.disable_progress_bar()
     makers: dict[str, Callable[[Path], Path]] = {}
@@ -33,32 +33,26 @@ def write_models(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
     for family in vision_families.FAMILIES:
         makers[f"images-{family}"] = partial(vision_families.save_family, name=family)
     for family in tiny_encoders.ENCODERS:
-        makers[f"encoder-{family}"] = partial(_save_encoder, family=family)
+        makers[f"encoder-{family}"] = partial(tiny_encoders.save_tiny_encoder, family=family)
     folders = {}
     for name in makers if names is None else names:
         path = folder / name
         path.mkdir(parents=True)
         makers[name](path)
+        if not (path / "tokenizer.json").exists():
+            texts.pair_tokenizer().tokenizer.backend.save(str(path / "tokenizer.json"))
         folders[name] = path
     return folders
 
 
-def _save_encoder(path: Path, family: str) -> Path:
-    """An encoder is served with a tokenizer alone."""
-    from tests import texts, tiny_encoders
-
-    texts.pair_tokenizer().tokenizer.backend.save(str(path / "tokenizer.json"))
-    return tiny_encoders.save_tiny_encoder(path, family)
-
-
 def capture_help(tree: Tree) -> Captured:
     overview = tree.run(["-m", "quire", "--help"]).stdout
-    texts = {"quire": overview}
+    helps = {"quire": overview}
     for command in _COMMAND.findall(overview):
-        texts[command] = tree.run(["-m", "quire", command, "--help=all"]).stdout
-        if not texts[command]:
-            texts[command] = tree.run(["-m", "quire", command, "--help"]).stdout
-    return texts
+        helps[command] = tree.run(["-m", "quire", command, "--help=all"]).stdout
+        if not helps[command]:
+            helps[command] = tree.run(["-m", "quire", command, "--help"]).stdout
+    return helps
 
 
 def capture_plans(tree: Tree, folders: dict[str, Path]) -> Captured:
