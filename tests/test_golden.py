@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_there_are_fifty_seeded_chats_with_names_of_their_own() -> None:
 @pytest.mark.slow
 def test_a_tree_does_not_differ_from_itself(tmp_path: Path) -> None:
     folders = write_models(tmp_path, ["llama", "gemma2", "images-qwen3_vl", "encoder-bert"])
-    for capture in (capture_plans, capture_specs, capture_tokens):
+    for capture in (partial(capture_plans, work=tmp_path), capture_specs, capture_tokens):
         once, again = (capture(Tree(name, ROOT), folders) for name in ("base", "head"))
         assert once
         assert differences_of(once, again) == {}

@@ -13,6 +13,7 @@ import io
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def plan(arguments: list[str]) -> str:
 
 
 def main() -> None:
-    capture = {"specs": spec, "tokens": tokens, "plans": plan}[sys.argv[1]]
+    captures: dict[str, Callable[[Any], str]] = {"specs": spec, "tokens": tokens, "plans": plan}
+    capture = captures[sys.argv[1]]
     results: dict[str, str] = {}
     with contextlib.redirect_stdout(sys.stderr):
         for name, argument in json.load(sys.stdin):

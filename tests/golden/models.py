@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.golden.masks import mask
 from tests.golden.tree import Tree
@@ -55,11 +56,14 @@ def capture_help(tree: Tree) -> Captured:
     return helps
 
 
-def capture_plans(tree: Tree, folders: dict[str, Path]) -> Captured:
-    """Of every model of the catalogue on two GPUs, and of every tiny model in 24 GiB."""
-    wanted = []
-    for name in _catalogued(tree):
-        wanted += [(f"{name} on {gpu}", [name, "--gpu", gpu, "--json"]) for gpu in GPUS]
+def capture_plans(tree: Tree, folders: dict[str, Path], work: Path) -> Captured:
+    """Plans of every config of the catalogue on two GPUs, and of every tiny model in 24 GiB."""
+    wanted: list[tuple[str, object]] = []
+    for number, (name, row) in enumerate(_catalog(tree).items()):
+        path = work / f"{number}" / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(row["config"]), encoding="utf-8")
+        wanted += [(f"{name} on {gpu}", [str(path), "--gpu", gpu, "--json"]) for gpu in GPUS]
     for name, path in folders.items():
         wanted.append((name, [str(path), "--memory", "24", "--bandwidth", "1000", "--tflops", "100", "--json"]))
     return _inside(tree, "plans", wanted, folders)
@@ -74,10 +78,10 @@ def capture_tokens(tree: Tree, folders: dict[str, Path]) -> Captured:
     return _inside(tree, "tokens", [(name, str(path)) for name, path in folders.items()], folders)
 
 
-def _catalogued(tree: Tree) -> list[str]:
+def _catalog(tree: Tree) -> dict[str, Any]:
     for name in _CATALOGS:
         if (path := tree.root / name).exists():
-            return list(tomllib.loads(path.read_text(encoding="utf-8")))
+            return tomllib.loads(path.read_text(encoding="utf-8"))
     raise SystemExit(f"golden: the catalogue of {tree.root} is in none of {_CATALOGS}")
 
 
