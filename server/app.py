@@ -23,6 +23,7 @@ from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
 from quire.server.access.origins import with_cors
+from quire.server.access.paths import PrefixMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
@@ -186,3 +187,5 @@ def _add_middleware(
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     app.add_middleware(with_cors, config)
     app.add_middleware(RequestLogMiddleware, ended=ended)
+    if config.root_path.strip("/"):
+        app.add_middleware(PrefixMiddleware, prefix=config.root_path)

@@ -27,6 +27,9 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     weights: str | None
     model_impl: Literal["auto", "quire", "transformers"]
+    hf_overrides: dict[str, Any] | str | None
+    generation_config: str
+    override_generation_config: dict[str, Any] | str | None
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
     quantization: Literal[AtLoad, Stored] | None

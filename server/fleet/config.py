@@ -32,6 +32,7 @@ _OF_A_MODEL = {
         "allow_unknown_roles",
     ),
     *("return_tokens_as_token_ids", "enable_per_request_metrics"),
+    *("default_chat_template_kwargs", "chat_template_content_format"),
 }
 """The settings that a model may have for itself; the others are the server's."""
 _OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls"}
