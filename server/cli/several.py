@@ -15,6 +15,7 @@ from quire.engine import VERSION
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
+from quire.server.cli.models.cache import CACHE, cached_fleet
 from quire.server.config import ServerConfig
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.app import fleet_app
@@ -24,11 +25,13 @@ from quire.server.runtime import Runtime, serving
 
 
 class SeveralModels:
-    """The same for `Service` as serve.OneModel. Raises ConfigError for what is wrong in the file."""
+    """The same for `Service` as serve.OneModel. `file`: a TOML file, or `cache` for all that is downloaded. Raises
+    ConfigError for what is wrong in the file."""
 
     def __init__(self, config: ServerConfig, file: Path) -> None:
         self._config = config
-        self._models = read_fleet(file, config.model_dump(exclude_unset=True))
+        flags = config.model_dump(exclude_unset=True)
+        self._models = cached_fleet(flags) if file == CACHE and not file.exists() else read_fleet(file, flags)
         self._fleet: Fleet | None = None
 
     @property
