@@ -82,7 +82,7 @@ class SeveralModels:
             for member in self._fleet.members
         )
         memory = self._models.memory
-        bound = "" if memory is None else f"\n  memory     {memory / 2**30:g} GiB for those that are awake"
+        bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for those that are awake"
         assert first.runtime is not None
         chats = first.runtime.model.renderer.has_template
         return f"""\

@@ -12,7 +12,10 @@ import pytest
 
 from quire.engine.checkpoint.overrides import with_overrides
 from quire.engine.config import EngineConfig
+from quire.server.cli.bench.serve import make_parser
+from quire.server.cli.bench.vllm_flags import settle
 from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
 TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
@@ -49,6 +52,22 @@ def test_every_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
                 wrong.append((file, argv, capsys.readouterr().err.splitlines()[-1]))
     assert not wrong
     assert sum(map(len, SERVED.values())) > 1000
+
+
+def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
+    wrong = []
+    for argv in lines:
+        made = make_parser()
+        try:
+            settle(made, parse_known(made, argv[2:]))
+        except SystemExit:
+            if "would be fetched from elsewhere" not in (said := capsys.readouterr().err):
+                wrong.append((argv, said))
+    assert not wrong
+    assert len(lines) > 50
 
 
 def test_a_device_that_is_not_served_is_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
