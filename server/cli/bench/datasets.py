@@ -47,10 +47,11 @@ def _sharegpt(args: argparse.Namespace, count: Callable[[str], int]) -> list[dic
     path = args.dataset_path
     try:
         content = json.loads(_text(path))
-        pairs = [_first_turns(each) for each in content]
+        if not isinstance(content, list):
+            raise TypeError(type(content))
+        pairs = [pair for each in content if (pair := _first_turns(each)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: must be a JSON list of ShareGPT's objects with conversations") from None
-    pairs = [pair for pair in pairs if pair is not None]
     random.Random(args.seed).shuffle(pairs)
     found: list[dict[str, Any]] = []
     for prompt, answer in pairs:

@@ -39,6 +39,8 @@ def main(argv: Sequence[str], started: float) -> int:
         parser.error(
             "give a model: `quire run MODEL`, `quire run MODEL PROMPT`, or `quire run FILE.jsonl -o OUT.jsonl`"
         )
+    if args.name is not None and (args.name.endswith(".jsonl") or args.name == "-"):
+        parser.error(f"{args.name}: a file of requests needs -o OUT.jsonl for the results")
     prompt = _prompt(args.prompt)
     options = _options(args)
     url, asked = _place(args, config)
