@@ -91,23 +91,36 @@ def _with_engines_of_this_machine(known: Container[str], argv: Sequence[str]) ->
     """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
+    first: list[str] = []
     found, engines, rest = [], None, list(argv)
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         if flag in _ENGINES_HERE:
             engines = value if equals or not rest else rest.pop(0)
+            first += _arguments_behind(rest)
             continue
         if flag in _ONE_ENGINE:
             engines = "1"
         found.append(argument)
-    return found if engines is None else [*found, f"--data-parallel-size={engines}"]
+    return [*first, *found] if engines is None else [*first, *found, f"--data-parallel-size={engines}"]
+
+
+def _arguments_behind(rest: list[str]) -> list[str]:
+    """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
+    it is to go before all flags."""
+    taken = []
+    while rest and not rest[0].startswith("-"):
+        taken.append(rest.pop(0))
+    return taken
 
 
 def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments with one JSON object for each flag that comes in parts, as `--flag.key.key value`."""
+    """The arguments with one JSON object for each flag that comes in parts, as `--flag.key.key value`. It stands where
+    the first part did: the flag ends a list before it."""
     known, rest = parser._option_string_actions, list(argv)
-    kept: list[str] = []
+    found: list[str] = []
+    places: dict[str, int] = {}
     whole: dict[str, list[str]] = {}
     parts: dict[str, list[tuple[str, str]]] = {}
     while rest:
@@ -115,20 +128,22 @@ def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
         flag, equals, value = argument.partition("=")
         name, dot, keys = flag.partition(".")
         if not argument.startswith("-") or name not in known or known[name].metavar != JSON:
-            kept.append(argument)
+            found.append(argument)
             continue
+        if name not in places:
+            places[name] = len(found)
+            found.append("")
         if not equals:
             value = rest.pop(0) if rest else ""
         if dot:
             parts.setdefault(name, []).append((keys, value))
         else:
             whole.setdefault(name, []).append(value)
-    for name, values in whole.items():
-        if name not in parts:
-            kept += [part for value in values for part in (name, value)]
-    for name, several in parts.items():
-        kept.append(f"{name}={json.dumps(_object(parser, name, whole.get(name, []), several))}")
-    return kept
+    for name, place in places.items():
+        values = whole.get(name, [])
+        text = json.dumps(_object(parser, name, values, parts[name])) if name in parts else values[-1]
+        found[place] = f"{name}={text}"
+    return found
 
 
 def _object(
@@ -165,6 +180,7 @@ def _read_value(text: str) -> Any:
 def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
     known, rest = parser._option_string_actions, list(argv)
+    first: list[str] = []
     kept: list[str] = []
     needless: dict[str, str] = {}
     named = {_PLUGINS[flag] for flag in (each.partition("=")[0] for each in argv) if flag in _PLUGINS}
@@ -175,6 +191,7 @@ def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str
         if why := advice.needless_value(flag.lstrip("-"), value) or _OF_PLUGIN * (flag in named):
             needless[flag] = why
             del rest[: not given]
+            first += _arguments_behind(rest)
             continue
         if flag == "--speculative-config" and (why := needless_parts(value)):
             needless[flag] = why
@@ -188,11 +205,12 @@ def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str
             values = _values(rest, foreign.takes)
         if foreign is not None and (why := foreign.needless(" ".join(values))):
             needless[flag] = why
+            first += _arguments_behind(rest)
         else:
             kept.append(flag if foreign else argument)
     if needless:
         print(f"{parser.prog}: {advice.summed_up(needless)}", file=sys.stderr)
-    return kept
+    return [*first, *kept]
 
 
 _OF_PLUGIN = "a parser of a plugin's: how the model writes is read from its chat template"

@@ -31,6 +31,10 @@ from quire.server.cli.settings import number
 from quire.server.cli.unknown_flags import parse_known
 
 WARMUP_TOKENS = 4
+_WORDS = (  # noqa: SIM905 - a list of words in quotes is harder to read
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many"
+).split()
 
 
 class Delta(msgspec.Struct):
@@ -163,8 +167,10 @@ def make_jobs(
 
 
 def _made_up(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """A prompt of these ids; a chat, which takes no ids, of as many short words."""
-    return {"messages": [{"role": "user", "content": " ".join(map(str, ids))}]} if chats else {"prompt": ids}
+    """A prompt of these ids; a chat, which takes no ids, of as many words that most vocabularies have as a token."""
+    if not chats:
+        return {"prompt": ids}
+    return {"messages": [{"role": "user", "content": " ".join(_WORDS[each % len(_WORDS)] for each in ids)}]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,24 @@ def test_every_switch_takes_true_and_false(name: str) -> None:
     assert configured("mine", flag, "True", "--port", "9").port == 9
 
 
+@pytest.mark.parametrize(
+    "between",
+    [
+        ["--trust-remote-code"],
+        ["--swap-space", "4"],
+        ["--data-parallel-size-local", "2"],
+        ["--hf-overrides", "{}"],
+        ["--hf-overrides.a=1"],
+        ["--reasoning-parser", "qwen3"],
+        ["--enable-lora", "true"],
+    ],
+)
+def test_a_model_behind_a_flag_is_no_part_of_the_list_before_it(between: list[str]) -> None:
+    config = configured("--served-model-name", "a", "b", *between, "mine")
+    assert (config.model, config.served_model_name) == ("mine", ["a", "b"])
+    assert configured("--served-model-name", "a", *between, "--port", "9", "mine").model == "mine"
+
+
 def test_a_switch_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         configured("mine", "--enable-lora=perhaps")
