@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.advice import needless_option, needless_value, other_names, summed_up
 from quire.engine.config import AtLoad, Dtype, EngineConfig, SpeculativeConfig, Stored
+from quire.engine.config_types import needless_parts
 from quire.engine.errors import ConfigError
 from quire.engine.settings.reader import load
 
@@ -133,6 +134,8 @@ def engine_config(model: str | Path | None, options: EngineOptions) -> EngineCon
             given[name] = value
         elif value is not None and value is not False:
             needless[name] = why
+    if why := needless_parts(options.get("speculative_config")):
+        needless["speculative_config"] = why
     if needless:
         logger.warning(summed_up(needless))
     return load(EngineConfig, given, origin="argument {key}")

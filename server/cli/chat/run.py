@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -137,6 +138,8 @@ def _place(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, 
     model = args.name or config.model
     if args.url is not None:
         return args.url, model
+    if args.bearer == os.environ.get("OPENAI_API_KEY"):
+        args.bearer = None  # nobody has said that it is meant for whoever listens here
     with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
         base = server_url(_LOCAL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
         answer = httpx.get(f"{base}/v1/models", headers=headers(args.bearer), timeout=_ASK_SECONDS)

@@ -28,11 +28,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         held = [{"name": "owner/one", "size_vram": 3 << 30, "context_length": 2048}]
         self.reply({"models": held} if self.path == "/api/ps" else {"object": "list", "data": self.server.cards})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.append(self.headers["Authorization"])
         self.server.asked.append((self.path, body))
         if self.path.endswith("/chat/completions"):
             self.send_response(200)
@@ -62,6 +64,7 @@ class Scripted(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.cards: list[dict[str, Any]] = SEVERAL
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []
 
     @property
     def url(self) -> str:
@@ -136,6 +139,19 @@ def test_a_value_that_run_does_not_know_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith(f"quire run: {argv[0]}: ")
     assert said.count("\n") == 1
+
+
+def test_a_server_that_nobody_named_gets_no_key(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("QUIRE_PORT", str(server.server_address[1]))
+    piped(monkeypatch, "")
+    assert main(["run", "owner/one", "Hi"]) == 0
+    assert capsys.readouterr().out == "Because.\n"
+    assert set(server.keys) == {None}
+    assert main(["run", "owner/one", "Hi", "--api-key", "mine"]) == 0
+    assert "Bearer mine" in server.keys
 
 
 def test_ps_tells_what_is_in_memory(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,13 @@ def test_vllm_s_usual_n_grams_are_understood() -> None:
     assert (found.method, found.num_speculative_tokens, found.prompt_lookup_min) == ("ngram", 5, 2)
 
 
+def test_guesses_that_nobody_makes_are_told_to_programs_too(caplog: pytest.LogCaptureFixture) -> None:
+    found = engine_config("m", {"speculative_config": {"method": "dflash", "model": "OWNER/DRAFT"}}).speculative_config
+    assert found is not None
+    assert found.method == "none"
+    assert "nothing guesses as dflash does" in caplog.text
+
+
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     given = {"quantization": "none", "load_format": "safetensors", "max_model_len": -1}
     assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
