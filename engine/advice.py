@@ -126,6 +126,6 @@ def on_flag(flag: str, known: Iterable[str]) -> str:
 def on_setting(name: str, known: Iterable[str]) -> str:
     """The same for a name as Python, TOML files and variables write it: `max_model_len`."""
     flag = name.replace("_", "-")
-    found = foreign_flag(flag) or _server_s().get(flag)
+    found = _server_s().get(flag) or foreign_flag(flag)
     text = f"use --{other_names()[flag]}" if flag in other_names() else found.text if found else ""
     return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), text) or nearest(name, known)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from quire.engine.config_types import JsonObject, SpeculativeConfig, why_no_device
 from quire.engine.types import EngineInfo
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
@@ -21,6 +22,9 @@ STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192
 LARGE_CARD = 40 * 10**9
 """Bytes."""
 
+MOST_SEQUENCES = 4096
+_MOST_GIB = 1_000_000
+_BYTES = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T": 2**40}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
@@ -29,6 +33,18 @@ def _plain_dtype(given: Any) -> Any:
     return {"half": "float16", "float": "float32"}.get(given, given) if isinstance(given, str) else given
 
 
+def _plain_quantization(given: Any) -> Any:
+    """vLLM's other names. Raises ValueError for those of other devices."""
+    if (why := why_no_device(given)) is not None:
+        raise ValueError(f"{why}: name a checkpoint in another format")
+    return _OTHER_QUANTIZATIONS.get(given, given) if isinstance(given, str) else given
+
+
+_OTHER_QUANTIZATIONS = {
+    **{"int8_per_channel_weight_only": "int8", "int8_per_channel": "int8", "fp8_per_tensor": "fp8"},
+    **{"fp8_per_block": "fp8", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt"},
+    **{"gpt_oss_mxfp4": "mxfp4", "auto_gptq": "gptq", "auto_awq": "awq", "fp8_per_channel": "fp8"},
+}
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
 
 
@@ -43,49 +59,6 @@ def fitted(info: EngineInfo) -> dict[str, int]:
     """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
     found = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return found if info.rope_context is None else found | {"rope_context": info.rope_context}
-
-
-class SpeculativeConfig(BaseModel):
-    """How tokens are guessed, by vLLM's names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
-    """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
-    same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
-    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint; vLLM's names of it
-    for each family, such as deepseek_mtp, mean the same."""
-    model: str | None = None
-    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
-    num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """The most guesses of one sequence in a step."""
-    prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must be the same before a place for it to be looked at."""
-    prompt_lookup_max: int | None = None
-    """vLLM's, without effect: the longest match is looked for, and no guess changes an answer."""
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def of_any_family(cls, value: object) -> object:
-        return "mtp" if isinstance(value, str) and value.endswith("_mtp") else value
-
-    @property
-    def hidden_states(self) -> bool:
-        """Whether heads guess from the served model's hidden states."""
-        return self.method in ("eagle", "eagle3", "medusa", "mtp")
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether what guesses has weights of its own."""
-        return self.method == "draft_model" or self.hidden_states
-
-    @model_validator(mode="after")
-    def with_model(self) -> SpeculativeConfig:
-        if self.method == "mtp" and self.model is not None:
-            raise ValueError("model: mtp takes none, for its layer is in the served checkpoint")
-        if (self.has_weights and self.method != "mtp") != (self.model is not None):
-            raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
-        return self
 
 
 class EngineConfig(BaseModel):
@@ -110,12 +83,23 @@ class EngineConfig(BaseModel):
         "auto",
         description="Who computes the model: a file of Quire, transformers' class; auto: that where no file does",
     )
+    hf_overrides: JsonObject | None = Field(
+        None, description="JSON object that is merged into config.json before anything reads it"
+    )
+    generation_config: str = Field(
+        "auto",
+        min_length=1,
+        description="Defaults of sampling: auto, the model's generation_config.json; vllm, none; or a folder with one",
+    )
+    override_generation_config: JsonObject | None = Field(
+        None, description="JSON object of such defaults, before the file's: temperature, top_p, max_new_tokens …"
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
     dtype: Dtype = Field(
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: Literal[AtLoad, Stored] | None = Field(
+    quantization: Annotated[Literal[AtLoad, Stored] | None, BeforeValidator(_plain_quantization)] = Field(
         None,
         description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
         "the checkpoint says of its own",
@@ -156,7 +140,7 @@ class EngineConfig(BaseModel):
         description="Context length for which rotations are chosen where it decides (LongRoPE, dynamic scaling); "
         "default: --max-model-len, or else all positions of the model",
     )
-    max_num_seqs: int = Field(256, ge=1, le=4096, description="Most sequences in one step")
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="Most tokens in one step; default: 2048, on a GPU of 40 GB or more 8192"
     )
@@ -344,13 +328,39 @@ class EngineConfig(BaseModel):
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from None
 
+    @field_validator("speculative_config")
+    @classmethod
+    def without_own_model(cls, value: SpeculativeConfig | None, info: ValidationInfo) -> SpeculativeConfig | None:
+        """vLLM's recipes name the served model as the one that has the layer for mtp."""
+        if value is None or value.method != "mtp" or value.model is None:
+            return value
+        if value.model != info.data.get("model"):
+            raise ValueError(f"model: mtp takes none but the served one, which has the layer for it, not {value.model}")
+        return value.model_copy(update={"model": None})
+
     @field_validator("device", mode="before")
     @classmethod
-    def without_xla(cls, value: object) -> object:
-        if value == "xla":
-            why = "xla compiles each shape of a step anew, and a server's steps have no end of shapes"
+    def without_others(cls, value: object) -> object:
+        if (why := why_no_device(value)) is not None:
             raise ValueError(f"{why}: it is not served; cpu, cuda, mps and xpu are")
         return value
+
+    @field_validator("max_num_seqs")
+    @classmethod
+    def at_most(cls, value: int) -> int:
+        return min(value, MOST_SEQUENCES)
+
+    @field_validator("kv_cache_memory", mode="before")
+    @classmethod
+    def with_bytes(cls, value: object) -> object:
+        """Bytes as vLLM's kv_cache_memory_bytes has them, 10000000000 or 10G: no machine has a million GiB."""
+        if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTES:
+            return float(value[:-1]) * _BYTES[value[-1]] / 2**30
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return value
+        return number / 2**30 if number > _MOST_GIB else value
 
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod

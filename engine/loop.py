@@ -15,8 +15,9 @@ import msgspec
 import zmq
 
 from quire.engine.checkpoint.families import ENCODERS
-from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.files import read_model_config, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig, fitted
@@ -80,7 +81,7 @@ class Engine:
     ) -> None:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
-        path = resolve_model(config.model, config.revision)
+        path = model_path(config)
         model = as_configured(read_model_config(path, config.model_impl), config)
         config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         config = for_card(config)
@@ -190,7 +191,7 @@ class Engine:
         """Raise ConfigError where an engine of `config` could not load its weights."""
         if config.weights is not None:
             # Against the model's own: the files of the weights before this may be gone by now.
-            own = resolve_model(config.model, config.revision)
+            own = model_path(config)
             check_weights(self._checkpoint, self._model, stored_at(config), own)
 
     @property

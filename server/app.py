@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
@@ -23,12 +24,14 @@ from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
 from quire.server.access.origins import with_cors
+from quire.server.access.prefix import PrefixMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
 from quire.server.durable import durable, go_on
 from quire.server.generation.background import Background
 from quire.server.observe.collectors import ReadCollector, kept_metrics
+from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
@@ -104,7 +107,7 @@ def application(
     config: ServerConfig,
     tenants: Tenants,
     opened: Callable[[], AbstractAsyncContextManager[Models]],
-    routers: Iterable[APIRouter] = (),
+    routers: Sequence[APIRouter] = (),
     *,
     held: int = HELD_BYTES + IMAGE_BYTES,
     link: Link | None = None,
@@ -140,7 +143,9 @@ def application(
                 name, results = served.loaded[0].model.names[0], parts.batches.results
                 registry.register(ReadCollector(partial(kept_metrics, partial(getattr, parts, "seen"), results, name)))
             bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
-            app.state.server = Server(config, served, gateways, background, parts, registry, bodies)
+            app.state.server = Server(config, served, gateways, background, parts, registry, http, bodies)
+            for each in served.loaded:
+                each.others.http = http
             if parts is not None:
                 ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
             yield
@@ -155,11 +160,17 @@ def application(
         redoc_url=None,
     )
     failures.install(app)
-    for router in (*routers, *ROUTERS):
+    http = _add_routes(app, (*routers, *ROUTERS))
+    _add_middleware(app, config, tenants, gateways, spans, held, http)
+    return app
+
+
+def _add_routes(app: FastAPI, routers: Sequence[APIRouter]) -> HttpMetrics:
+    """Add the routes; returns what counts their requests."""
+    for router in routers:
         app.include_router(router)
     describe_bodies(app, ROUTERS)
-    _add_middleware(app, config, tenants, gateways, spans, held)
-    return app
+    return HttpMetrics([*chain.from_iterable(router.routes for router in routers), *app.routes])
 
 
 def _clients(models: Models) -> list[EngineClient]:
@@ -173,6 +184,7 @@ def _add_middleware(
     gateways: Gateways,
     spans: OpenTelemetrySpans | None,
     held: int,
+    http: HttpMetrics,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
     requests may hold."""
@@ -185,4 +197,6 @@ def _add_middleware(
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     app.add_middleware(with_cors, config)
-    app.add_middleware(RequestLogMiddleware, ended=ended)
+    app.add_middleware(RequestLogMiddleware, ended=ended, http=http)
+    if config.root_path.strip("/"):
+        app.add_middleware(PrefixMiddleware, prefix=config.root_path)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
+from quire.engine.advice import needless_value
 from quire.engine.checkpoint.names import hub_name
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.config_types import JsonObject
 from quire.engine.errors import ModelError
 from quire.engine.folder import read_json
 from quire.engine.gguf.files import SUFFIX, without_part
+from quire.engine.text.parts import RESERVED
 
 _JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolCallParser = Literal["auto", "none", _JsonCalls, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
@@ -140,6 +143,21 @@ class ServerConfig(EngineConfig):
     reasoning_parser: ReasoningParser = Field(
         "auto", description="Marks around the model's thinking; auto: the chat template's"
     )
+    default_chat_template_kwargs: JsonObject = Field(
+        default_factory=dict,
+        description="JSON object of the chat template's variables for requests that do not say them: "
+        '{"enable_thinking": false}',
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto",
+        description="How the chat template gets messages' texts: as a string, or in parts, as OpenAI's; auto: as it "
+        "shows them",
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[\w.~%-]+)*/?$",
+        description="Prefix of all paths behind a proxy, which may keep it or take it away",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
     log_format: Literal["text", "json"] = Field(
         "text", description="json: an object a line, with the ids of a request in its line"
@@ -155,6 +173,19 @@ class ServerConfig(EngineConfig):
     shutdown_timeout: float = Field(
         30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C, SIGTERM or SIGHUP"
     )
+
+    @field_validator("tool_call_parser", "reasoning_parser", mode="before")
+    @classmethod
+    def as_template_shows(cls, value: object, info: ValidationInfo) -> object:
+        """auto, for vLLM's names of formats that are read from the chat template."""
+        return "auto" if needless_value(str(info.field_name), value) else value
+
+    @field_validator("default_chat_template_kwargs")
+    @classmethod
+    def of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(RESERVED & value.keys()):
+            raise ValueError(f"{taken[0]} is what requests say, not a variable with a default")
+        return value
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from quire.server.generation.background import Background
 from quire.server.generation.fold import LogprobBudget
 from quire.server.generation.loop_turns import LoopTurns
 from quire.server.images.fetch import Fetcher
+from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.other_processes import OtherProcesses
@@ -101,6 +102,7 @@ class Server:
     """None without --data-dir."""
     registry: CollectorRegistry
     """Metrics that belong to no model."""
+    http: HttpMetrics
     bodies: Bodies
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is downloaded: one at a time."""

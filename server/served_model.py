@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -41,7 +42,8 @@ class ModelSource:
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """Sampling parameters of the model's generation_config.json."""
+    """Sampling parameters of the model's generation_config.json, or of the settings that are in its place, and as
+    `max_tokens` the most that a request may generate."""
     context_length: int = 0
     """Most tokens of a prompt and its answer together. Known when the engine has started, as `tasks` are."""
     tasks: tuple[Task, ...] = ("generate",)
@@ -103,6 +105,12 @@ class ServedModel(ModelSource):
         return {name: self.sampling_defaults.get(name, plain) for name, plain in PLAIN.items()}
 
     @property
+    def most_tokens(self) -> int | None:
+        """The most that a request may generate; None: what its context holds."""
+        most = self.sampling_defaults.get("max_tokens")
+        return None if most is None else int(most)
+
+    @property
     def pairs(self) -> bool:
         """Whether an image has a vector of its own, and is in no prompt with text."""
         return self.images is not None and self.images.vision.apart
@@ -141,6 +149,8 @@ def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) ->
         config.tensor_parallel_size,
     )
     context = "" if info.rope_context is None else f"\n{info.rope_context}"
+    if config.hf_overrides:
+        context += f"\n{json.dumps(config.hf_overrides, sort_keys=True)}"
     digest = hashlib.blake2b(("\n".join((*parts, repr(asked))) + context).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 

@@ -50,7 +50,7 @@ async def rate(server: str, case: Case, seed: int, vocab: int) -> float:
     url, model, *close = server.split("=")
     load = {"prompts": None, "vocab": vocab, "ignore_eos": True, "temperature": 0.0, "warmup": 1, "shared_prefix": 0}
     load |= {"num_requests": case.requests, "input_len": case.inputs, "output_len": case.outputs, "seed": seed}
-    jobs, warming = make_jobs(argparse.Namespace(**load), model)
+    jobs, warming = make_jobs(argparse.Namespace(**load, chats=False, body={}), model)
     client = StreamClient(url, keep_alive=not close)
     try:
         await closed_loop(client, warming, 1)

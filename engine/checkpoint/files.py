@@ -190,9 +190,14 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     raw = files.json(file)
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
-    with told_as_in_file(names_in_file(raw)):
-        checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
+    check_planned(raw, files.label(file))
     return raw, folder
+
+
+def check_planned(raw: dict[str, Any], label: str) -> None:
+    """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
+    with told_as_in_file(names_in_file(raw)):
+        checked(_text_config(raw, label), PlannedFields, label)
 
 
 def _scratch() -> Path:

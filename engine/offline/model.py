@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from quire.engine import types
-from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.overrides import model_path, sampling_defaults
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, check_serves
@@ -74,7 +75,7 @@ class Model:
     """Reads the model's files beside the engine. Raises ModelError for what is wrong with them."""
 
     def __init__(self, config: EngineConfig) -> None:
-        path = resolve_model(config.model, config.revision)
+        path = model_path(config)
         model_config = read_model_config(path, config.model_impl)
         folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
         self.name = config.model
@@ -85,7 +86,7 @@ class Model:
         self.renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
         self.images = image_reader(path, self.tokenizer)
-        self._defaults = read_generation_defaults(path)
+        self._defaults = sampling_defaults(config)
 
     def learn(self, info: types.EngineInfo) -> None:
         """What the engine says of the model, once it is ready."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.advice import needless_option, needless_value, other_names, summed_up
 from quire.engine.config import AtLoad, Dtype, EngineConfig, SpeculativeConfig, Stored
+from quire.engine.config_types import needless_parts
 from quire.engine.errors import ConfigError
 from quire.engine.settings.reader import load
 
@@ -27,6 +28,9 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     weights: str | None
     model_impl: Literal["auto", "quire", "transformers"]
+    hf_overrides: dict[str, Any] | str | None
+    generation_config: str
+    override_generation_config: dict[str, Any] | str | None
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
     quantization: Literal[AtLoad, Stored] | None
@@ -130,6 +134,8 @@ def engine_config(model: str | Path | None, options: EngineOptions) -> EngineCon
             given[name] = value
         elif value is not None and value is not False:
             needless[name] = why
+    if why := needless_parts(options.get("speculative_config")):
+        needless["speculative_config"] = why
     if needless:
         logger.warning(summed_up(needless))
     return load(EngineConfig, given, origin="argument {key}")

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from quire.engine import VERSION
-from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.gguf.files import ModelFiles
@@ -108,7 +108,7 @@ def _weight_files(config: EngineConfig) -> WeightFiles | None:
 
 def hashes_beside(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
     """Of config.json, the tokenizer, its chat templates, and the code of kernels, layers and models."""
-    model = ModelFiles(resolve_model(config.model, config.revision)).json("config.json")
+    model = ModelFiles(model_path(config)).json("config.json")
     written = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash(model), _hash(written), _hash(tokenizer.chat_templates), code_hash().hex()
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -27,18 +27,14 @@ from quire.engine.text.described_tools import (
     with_descriptions,
     with_results_as_text,
 )
-from quire.engine.text.parts import for_template, in_parts
+from quire.engine.text.parts import REASONING_FIELDS, RESERVED, content_as_thought, for_template, in_parts
 from quire.engine.text.roles import check_roles, named_in
 from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
 Message = dict[str, Any]
 
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""Template variables that chat_template_kwargs may not set."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send a message's reasoning, and templates read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +63,18 @@ class ChatRenderer:
     """Compiles a model's chat templates once and renders conversations with them."""
 
     def __init__(
-        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, any_role: bool = False
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        any_role: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        content: Literal["auto", "string", "openai"] = "auto",
     ) -> None:
-        """`any_role`: messages may have roles that nobody knows. Raises ModelError for a template that is not valid
-        Jinja, or that loops for ever."""
+        """`any_role`: messages may have roles that nobody knows. `variables`: of the template, for calls of `render`
+        that do not say them. `content`: how it gets texts, as --chat-template-content-format says it. Raises ModelError
+        for a template that is not valid Jinja, or that loops for ever."""
+        self._variables, self._content = dict(variables or {}), content
         self._environment = _environment()
         self._any_role = any_role
         compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
@@ -103,8 +107,8 @@ class ChatRenderer:
         message's content ends. Raises InvalidRequest for a role that nobody knows, and when there is no template or the
         template refuses the messages.
         """
-        variables = variables or {}
-        for name in RESERVED:
+        variables = {**self._variables, **(variables or {})}
+        for name in sorted(RESERVED):
             if name in variables:
                 raise InvalidRequest(
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
@@ -124,7 +128,13 @@ class ChatRenderer:
     def with_template(self, source: str) -> ChatRenderer:
         """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
         try:
-            renderer = ChatRenderer({"default": source}, self._special_tokens, any_role=self._any_role)
+            renderer = ChatRenderer(
+                {"default": source},
+                self._special_tokens,
+                any_role=self._any_role,
+                variables=self._variables,
+                content=self._content,
+            )
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
         renderer._call = self._call
@@ -203,6 +213,8 @@ class ChatRenderer:
     def _wants_parts(self) -> bool:
         """Whether the template shows text in parts alone, as some do of models that see: of a string it shows nothing,
         or it fails."""
+        if self._content != "auto":
+            return self._content == "openai"
         turn = {"role": "user", "content": "qtextq"}
 
         def shows(turn: Message) -> bool:
@@ -289,17 +301,6 @@ def normalize(message: Message, *, text_arguments: bool = False) -> Message:
     if reasoning is not None:
         result = {**dict.fromkeys(REASONING_FIELDS, reasoning), **result, "reasoning_content": reasoning}
     return {name: value for name, value in result.items() if value is not None}
-
-
-def content_as_thought(message: Message) -> Message:
-    """A message that makes calls, its content behind its thinking."""
-    if not message.get("tool_calls") or not message.get("content") or not message.get("reasoning_content"):
-        return message
-    return {
-        **message,
-        **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
-        "content": "",
-    }
 
 
 def _probe_tool() -> dict[str, Any]:

@@ -8,6 +8,10 @@ from typing import Any
 Content = str | list[dict[str, Any]]
 IMAGE_PARTS = ("image", "image_pil", "image_url")
 """What the types of parts that are images are called."""
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Template variables that chat_template_kwargs may not set."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send a message's reasoning, and templates read it."""
 
 
 def for_template(parts: Sequence[dict[str, Any]] | None) -> Content:
@@ -34,3 +38,14 @@ def joined(between: str, *contents: Content) -> Content:
         return between.join(str(each) for each in given)
     parts = [[{"type": "text", "text": f"{each}{between}"}] if isinstance(each, str) else each for each in given]
     return [part for each in parts for part in each]
+
+
+def content_as_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that makes calls, its content behind its thinking."""
+    if not message.get("tool_calls") or not message.get("content") or not message.get("reasoning_content"):
+        return message
+    return {
+        **message,
+        **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
+        "content": "",
+    }

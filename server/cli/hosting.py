@@ -19,7 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.overrides import model_path, sampling_defaults
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError, Overloaded
@@ -172,8 +173,8 @@ def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
     them seconds later.
     """
-    path = resolve_model(config.model, config.revision)
-    model_config, defaults = read_model_config(path, config.model_impl), read_generation_defaults(path)
+    path = model_path(config)
+    model_config, defaults = read_model_config(path, config.model_impl), sampling_defaults(config)
     vocab_size, (pooling, _) = model_config.vocab_size, read_tasks(path, model_config, config)
     if config.load_format == "auto":
         read_stored_weights(stored_at(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import time
@@ -24,25 +25,60 @@ from quire.server.cli.environment import (
 COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
-    "run": "answer a file of OpenAI batch requests offline",
+    "run": "chat with a model, or answer a prompt; with -o: a file of OpenAI batch requests, offline",
     "batch": "hand such a file to a running server, and fetch the results",
     "models": "models with short names: what fits on this machine, and how fast it can be",
     "pull": "download a model from the hub, or what is new of it",
     "list": "the models that are downloaded, and how large they are",
     "rm": "delete a downloaded model",
+    "show": "what a model is: parameters, context, chat template, defaults",
+    "ps": "the models that a running server has in memory",
+    "stop": "take a model out of a running server's memory",
     "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
     "quantize": "write a checkpoint in 8 or 4 bits, as compressed-tensors, which other programs read as well",
     "verify": "check that tokens do not depend on what else is running, here and with this model",
     "replay": "compute receipts again, of an answer or of a whole log: equal, or where the first difference is",
     "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
+    "run-batch": "quire run FILE -o OUT, with vLLM's flags",
+    "collect-env": "this machine and the versions that matter, for a report of a fault",
 }
+_OTHERS = {
+    **dict.fromkeys(("ls", "ll"), "quire list"),
+    **dict.fromkeys(("delete", "remove"), "quire rm"),
+    **dict.fromkeys(("download", "fetch", "get"), "quire pull"),
+    **dict.fromkeys(("server", "start", "llama-server", "api_server", "up"), "quire serve"),
+    **dict.fromkeys(("cli", "llama-cli", "generate"), "quire run MODEL"),
+    **dict.fromkeys(("complete", "completion"), "quire run MODEL PROMPT, or POST /v1/completions of a running server"),
+    **dict.fromkeys(("batched-bench", "llama-bench"), "quire bench offline"),
+    **dict.fromkeys(
+        ("create", "cp", "copy"),
+        "a table in the TOML file of quire serve --models gives a model another "
+        "name, a system message and defaults of its own (docs/models.md)",
+    ),
+    **dict.fromkeys(("info", "inspect"), "quire show MODEL"),
+    **dict.fromkeys(("unload", "kill"), "quire stop MODEL"),
+    **dict.fromkeys(("status", "top"), "quire ps"),
+    **dict.fromkeys(("push", "upload"), "models are the hub's: hf upload OWNER/REPO FOLDER"),
+    **dict.fromkeys(("signin", "signout", "login", "logout"), "the hub's keys are its client's: hf auth login"),
+    **dict.fromkeys(("launch", "render"), "quire serve: programs reach it at http://127.0.0.1:8000/v1"),
+    **dict.fromkeys(("convert", "export", "quantise"), "quire quantize"),
+    **dict.fromkeys(("version",), "quire --version"),
+    **dict.fromkeys(("search", "catalog"), "quire models"),
+    **dict.fromkeys(("env", "doctor", "check"), "quire collect-env, quire verify"),
+}
+"""Commands of vLLM's, Ollama's and llama.cpp's, and what to write instead."""
 
 _MODULES = {
     "models": "models.table",
     "pull": "models.pull",
     "list": "models.downloaded",
     "rm": "models.remove",
+    "show": "models.show",
+    "ps": "models.ps",
+    "stop": "models.stop",
+    "run-batch": "run.vllm",
+    "collect-env": "collect_env",
     "plan": "plan.command",
 }
 """Where a command's module is not the one of its name."""
@@ -57,18 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: flags follow a command: quire serve {shlex.join(given)}", file=sys.stderr)
         return 2
     args = _parser().parse_args(given)
-    if args.command is None:
+    if args.command in (None, "help"):
         _parser().print_help()
         return 0
     if args.command not in COMMANDS:
-        advice = nearest(args.command, COMMANDS) or "quire --help lists them"
+        known = _OTHERS.get(args.command)
+        advice = f"use {known}" if known and known.startswith("quire ") else known
+        advice = advice or nearest(args.command, COMMANDS) or "quire --help lists them"
         print(f"quire: no command {args.command!r}; {advice}", file=sys.stderr)
         return 2
     if args.command == "serve":
         end_on_signals()
         show_threads_on_signal()
     try:
-        status: int = _module(args.command).main(args.rest, started)
+        status: int = _module(args.command, args.rest).main(args.rest, started)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -89,8 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _module(command: str) -> ModuleType:
-    return import_module(f"quire.server.cli.{_MODULES.get(command, command)}")
+def _module(command: str, rest: Sequence[str]) -> ModuleType:
+    name = _MODULES.get(command, command)
+    if command == "run" and not any(re.match(r"-o|--output(=|$)", each) for each in rest):
+        name = "chat.run"  # as Ollama's; a file of requests has an output
+    return import_module(f"quire.server.cli.{name}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str], started: float) -> int:
         add_help=False,
     )
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    models_file = "TOML file of several models to serve; see the docs"
+    models_file = "TOML file of several models to serve, or cache: all that is downloaded; see the docs"
     add(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
     args, config = parse(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:

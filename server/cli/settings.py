@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -16,7 +17,7 @@ from pydantic.fields import FieldInfo
 from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ConfigError
 from quire.engine.settings.reader import Settings, is_list, load, presets, split
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.unknown_flags import JSON, parse_known
 from quire.server.config import ServerConfig
 
 COMMON = (
@@ -90,6 +91,13 @@ def parse(
     Exits with status 2 and one line for a bad value.
     """
     args = parse_known(parser, argv)
+    if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
+        named = positional is not None and getattr(args, positional) is not None
+        try:
+            args = parse_known(parser, [*flags_of_yaml(args.config, with_model=not named), *argv])
+        except ConfigError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+        args.config = None
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
     for name, value in flags.items():
         if isinstance(value, list):  # vLLM's are JSON
@@ -117,6 +125,27 @@ def parse(
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
+def flags_of_yaml(file: str, *, with_model: bool) -> list[str]:
+    """The flags that a YAML file says, as vLLM's --config has them. `with_model`: the model too. Raises ConfigError."""
+    import yaml  # the hub's client has it
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: must be a mapping of flags, without their dashes, to values")
+    flags: list[str] = []
+    for name, value in content.items():
+        flag = f"--{str(name).lstrip('-')}"
+        if value is None or (not with_model and flag in ("--model", "--model-tag")):
+            continue
+        flags.append(f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}")
+    return flags
+
+
 def number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
@@ -140,6 +169,8 @@ def _form(field: FieldInfo) -> dict[str, Any]:
     form: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:
         return form | {"action": argparse.BooleanOptionalAction}
+    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds) or _is_object(field):
+        return form | {"metavar": JSON}
     if is_list(field):
         return form | {"nargs": "+", "action": "extend", "metavar": "TEXT"}
     choices = _choices(field.annotation)
@@ -147,6 +178,11 @@ def _form(field: FieldInfo) -> dict[str, Any]:
         return form | {"metavar": "{" + ",".join(choices) + "}"}
     named = {int: "N", float: "NUMBER", Path: "PATH"}
     return form | {"metavar": next((named[kind] for kind in kinds if kind in named), "TEXT")}
+
+
+def _is_object(field: FieldInfo) -> bool:
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(get_args(kind)[0] if get_origin(kind) is Annotated else kind) is dict for kind in kinds)
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -15,6 +15,7 @@ from quire.engine import VERSION
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
+from quire.server.cli.models.cache import CACHE, cached_fleet
 from quire.server.config import ServerConfig
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.app import fleet_app
@@ -24,11 +25,13 @@ from quire.server.runtime import Runtime, serving
 
 
 class SeveralModels:
-    """The same for `Service` as serve.OneModel. Raises ConfigError for what is wrong in the file."""
+    """The same for `Service` as serve.OneModel. `file`: a TOML file, or `cache` for all that is downloaded. Raises
+    ConfigError for what is wrong in the file."""
 
     def __init__(self, config: ServerConfig, file: Path) -> None:
         self._config = config
-        self._models = read_fleet(file, config.model_dump(exclude_unset=True))
+        flags = config.model_dump(exclude_unset=True)
+        self._models = cached_fleet(flags) if file == CACHE and not file.exists() else read_fleet(file, flags)
         self._fleet: Fleet | None = None
 
     @property
@@ -79,7 +82,7 @@ class SeveralModels:
             for member in self._fleet.members
         )
         memory = self._models.memory
-        bound = "" if memory is None else f"\n  memory     {memory / 2**30:g} GiB for those that are awake"
+        bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for those that are awake"
         assert first.runtime is not None
         chats = first.runtime.model.renderer.has_template
         return f"""\

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 from quire.engine import advice
+from quire.engine.config_types import needless_parts
+
+_SWITCH_ON, _SWITCH_OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_PLUGINS = {
+    "--reasoning-parser-plugin": "--reasoning-parser",
+    "--tool-parser-plugin": "--tool-call-parser",
+    "--tool-call-parser-plugin": "--tool-call-parser",
+}
+"""Flags that bring code for a parser's name, which nobody else knows."""
+_ENGINES_HERE = "--data-parallel-size-local", "-dpl"
+_ONE_ENGINE = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
+JSON = "JSON"
+"""The metavar of flags that take an object, which may come in parts: `--flag.key.key value`."""
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
-    """Arguments with dashes for underscores in flags: --max_model_len means --max-model-len, as in vLLM."""
-    parts = [each.partition("=") for each in argv]
-    return [(name.replace("_", "-") if name.startswith("--") else name) + rest + value for name, rest, value in parts]
+    """Arguments with dashes for underscores in flags: --max_model_len means --max-model-len, as in vLLM. Behind a dot
+    there are keys, which stay as they are."""
+    found = []
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        name, dot, keys = flag.partition(".")
+        found.append((name.replace("_", "-") + dot + keys if flag.startswith("--") else flag) + equals + value)
+    return found
 
 
 def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
-    args, unknown = parser.parse_known_args(_effective(parser, [_renamed(each, known) for each in dashed(argv)]))
+    arguments = [_renamed(each, known) for each in dashed(argv)]
+    arguments = _effective(parser, _with_engines_of_this_machine(known, _with_plain_switches(known, arguments)))
+    args, unknown = parser.parse_known_args(_with_whole_objects(parser, arguments))
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, known)}")
     return args
@@ -28,25 +50,152 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 def _renamed(argument: str, known: Container[str]) -> str:
     """With our flag for another server's that means the same, where the command has it."""
     flag, equals, value = argument.partition("=")
+    flag, dot, keys = flag.partition(".")
     if not flag.startswith("-") or flag in known:
         return argument
     ours = f"--{advice.other_names().get(flag.lstrip('-'))}"
-    return ours + equals + value if ours in known else argument
+    return ours + dot + keys + equals + value if ours in known else argument
+
+
+def _with_plain_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
+    """The arguments with `--flag` or `--no-flag` for `--flag=true`, `--flag False` and the like."""
+    rest, found = list(argv), []
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("--") or not _is_switch(flag, known):
+            found.append(argument)
+            continue
+        if not equals and rest and rest[0] in ("True", "False", "true", "false"):
+            value = rest.pop(0)
+        is_off = value.lower() in _SWITCH_OFF
+        if value and not is_off and value.lower() not in _SWITCH_ON:
+            found.append(argument)
+        elif not is_off:
+            found.append(flag)
+        elif flag.startswith("--no-"):
+            found.append(flag.replace("--no-", "--", 1))
+        elif flag.replace("--", "--no-", 1) in known or flag not in known:
+            found.append(flag.replace("--", "--no-", 1))
+    return found
+
+
+def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
+    if flag in known:
+        return known[flag].nargs == 0
+    foreign = advice.foreign_flag(flag.lstrip("-"))
+    return foreign is not None and not foreign.takes
+
+
+def _with_engines_of_this_machine(known: Container[str], argv: Sequence[str]) -> list[str]:
+    """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
+    if "--data-parallel-size" not in known:
+        return list(argv)
+    first: list[str] = []
+    found, engines, rest = [], None, list(argv)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        if flag in _ENGINES_HERE:
+            engines = value if equals or not rest else rest.pop(0)
+            first += _arguments_behind(rest)
+            continue
+        if flag in _ONE_ENGINE:
+            engines = "1"
+        found.append(argument)
+    return [*first, *found] if engines is None else [*first, *found, f"--data-parallel-size={engines}"]
+
+
+def _arguments_behind(rest: list[str]) -> list[str]:
+    """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
+    it is to go before all flags."""
+    taken = []
+    while rest and not rest[0].startswith("-"):
+        taken.append(rest.pop(0))
+    return taken
+
+
+def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The arguments with one JSON object for each flag that comes in parts, as `--flag.key.key value`. It stands where
+    the first part did: the flag ends a list before it."""
+    known, rest = parser._option_string_actions, list(argv)
+    found: list[str] = []
+    places: dict[str, int] = {}
+    whole: dict[str, list[str]] = {}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        name, dot, keys = flag.partition(".")
+        if not argument.startswith("-") or name not in known or known[name].metavar != JSON:
+            found.append(argument)
+            continue
+        if name not in places:
+            places[name] = len(found)
+            found.append("")
+        if not equals:
+            value = rest.pop(0) if rest else ""
+        if dot:
+            parts.setdefault(name, []).append((keys, value))
+        else:
+            whole.setdefault(name, []).append(value)
+    for name, place in places.items():
+        values = whole.get(name, [])
+        text = json.dumps(_object(parser, name, values, parts[name])) if name in parts else values[-1]
+        found[place] = f"{name}={text}"
+    return found
+
+
+def _object(
+    parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+    """Of the last of `values`, which are JSON, and of `parts`: keys with dots between them, and a value each."""
+    found = _read_value(values[-1]) if values else {}
+    if not isinstance(found, dict):
+        parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
+    for keys, text in parts:
+        inner = found
+        *path, last = keys.split(".")
+        for key in path:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                parser.error(f"argument {name}: {key} is no object, which {name}.{keys} could be a part of")
+        if last.endswith("+"):
+            inner.setdefault(last[:-1], []).extend(_read_value(each) for each in text.split(","))
+        else:
+            inner[last] = _read_value(text)
+    return found
+
+
+def _read_value(text: str) -> Any:
+    """JSON, or text that is none."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
     known, rest = parser._option_string_actions, list(argv)
+    first: list[str] = []
     kept: list[str] = []
     needless: dict[str, str] = {}
+    named = {_PLUGINS[flag] for flag in (each.partition("=")[0] for each in argv) if flag in _PLUGINS}
     while rest:
         argument = rest.pop(0)
         flag, given, value = argument.partition("=")
-        if flag in known and (why := advice.needless_value(flag.lstrip("-"), value if given else (rest or [""])[0])):
+        value = value if given else (rest or [""])[0]
+        if why := advice.needless_value(flag.lstrip("-"), value) or _OF_PLUGIN * (flag in named):
             needless[flag] = why
             del rest[: not given]
+            first += _arguments_behind(rest)
             continue
-        if not flag.startswith("-") or flag in known or flag == "--":
+        if flag == "--speculative-config" and (why := needless_parts(value)):
+            needless[flag] = why
+        if not flag.startswith("-") or flag.partition(".")[0] in known or flag == "--":
             kept.append(argument)
             continue
         level = re.fullmatch(r"-O\d", flag)  # -O3; and --compilation-config.mode 3
@@ -56,11 +205,15 @@ def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str
             values = _values(rest, foreign.takes)
         if foreign is not None and (why := foreign.needless(" ".join(values))):
             needless[flag] = why
+            first += _arguments_behind(rest)
         else:
             kept.append(flag if foreign else argument)
     if needless:
         print(f"{parser.prog}: {advice.summed_up(needless)}", file=sys.stderr)
-    return kept
+    return [*first, *kept]
+
+
+_OF_PLUGIN = "a parser of a plugin's: how the model writes is read from its chat template"
 
 
 def _values(rest: list[str], takes: str) -> list[str]:

@@ -15,7 +15,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
@@ -124,7 +125,7 @@ class Verification:
 
     async def run(self) -> tuple[EngineInfo, list[Check]]:
         """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
-        model = read_model_config(resolve_model(self._config.model, self._config.revision), self._config.model_impl)
+        model = read_model_config(model_path(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT + MAX_OUTPUT + 1024, model.max_position)
         async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
             self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)

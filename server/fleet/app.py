@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
 from quire.engine.folder import explained
-from quire.server.access.bodies import READ
+from quire.server.access.bodies import READ, Body
 from quire.server.access.tenants import Tenants
 from quire.server.app import application
 from quire.server.config import ServerConfig
@@ -25,6 +25,7 @@ from quire.server.errors import OLLAMA, SYSTEM_ONE
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
+from quire.server.fleet.presets import apply
 from quire.server.protocol.questions.systemone import alias_of_own
 from quire.server.resolve.translated.ollama import untagged
 from quire.server.routes.models import cards, listed
@@ -101,12 +102,22 @@ class FleetModels:
             async with server_of(request).bodies.read(request) as body:
                 scope[READ] = body
                 name = name if (found := _named(path, b"".join(body.pieces))) is None else found
+                self._fill(path, name, body)
                 member = self._member(path, name) if named else self._any()
                 with self.fleet.wanted(member) if awake else nullcontext():
                     scope["runtime"] = await self.load(member, receive)
                     await answer(scope, receive, send)
         except ClientDisconnect:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+
+    def _fill(self, path: str, name: str | None, body: Body) -> None:
+        """Put what the model's name says into a request that does not say it."""
+        if name is None:
+            name = self.fleet.members[0].entry.name
+        elif path.startswith(OLLAMA):
+            name = untagged(name, self.settings.presets)
+        if (preset := self.settings.presets.get(name)) is not None:
+            apply(preset, path, body)
 
     def _any(self) -> Member:
         """A model that is loaded, or the first."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from quire.engine.folder import explained
 from quire.engine.settings.reader import load
 from quire.server.adapters import named_adapters
 from quire.server.config import ServerConfig
+from quire.server.fleet.presets import Preset, checked_preset
 
 _KV_GIB = 1.0
 """What a model gets for keys and values where neither it nor the command line says; the share of the machine's memory
@@ -32,8 +33,12 @@ _OF_A_MODEL = {
         "allow_unknown_roles",
     ),
     *("return_tokens_as_token_ids", "enable_per_request_metrics"),
+    *("default_chat_template_kwargs", "chat_template_content_format"),
 }
 """The settings that a model may have for itself; the others are the server's."""
+_OF_A_NAME = ("system", "parameters")
+"""Keys that are a name's: a table whose model is another table has these alone, and `served_model_name`. It is a name
+of that table's model."""
 _OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls"}
 """Settings that write to the disk or run somebody's code: not over HTTP."""
 _MAX_NAME = 256
@@ -77,12 +82,14 @@ class FleetConfig:
     """What holds for a model that says nothing else."""
     flags: Mapping[str, Any]
     """The settings that the command line gives to every model."""
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+    """By name, what requests for it get where they say nothing else."""
 
     def entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
         """A model that is not in the file, of what a table would say. Raises ConfigError that names the key."""
         if not name or len(name) > _MAX_NAME or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME} printable characters", param="model")
-        if foreign := sorted(settings.keys() & _OF_THE_FILE):
+        if foreign := sorted(settings.keys() & {*_OF_THE_FILE, *_OF_A_NAME}):
             raise ConfigError(f"settings: {foreign[0]} can be set in the file alone", param="settings")
         try:
             return _entry("settings", name, settings, self.bounds, self.flags)
@@ -105,14 +112,64 @@ def read_fleet(path: Path, flags: Mapping[str, Any]) -> FleetConfig:
         raise ConfigError(f"models: {path}: {explained(error)}; {_FORM}") from None
     if not tables:
         raise ConfigError(f"models: {path} has no model: {_FORM}")
-    entries = tuple(_entry(f"models: {path}: {name}", name, table, bounds, flags) for name, table in tables.items())
+    return fleet_of(f"models: {path}", tables, bounds, flags)
+
+
+def fleet_of(
+    where: str, tables: Mapping[str, Mapping[str, Any]], bounds: Bounds, flags: Mapping[str, Any]
+) -> FleetConfig:
+    """`where`: what an error begins with. Raises ConfigError that names the table and key."""
+    names = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
+    entries = [
+        _entry(f"{where}: {name}", name, _without_name(table), bounds, flags)
+        for name, table in tables.items()
+        if name not in names
+    ]
+    presets: dict[str, Preset] = {}
+    for name, table in tables.items():
+        _check_names(f"{where}: {name}", table, names)
+        preset = checked_preset(f"{where}: {name}", table.get("system"), table.get("parameters", {}))
+        own = [name, *(table.get("served_model_name", []) if name in names else [])]
+        base = table["model"] if name in names else name
+        place = next(place for place, entry in enumerate(entries) if entry.name == base)
+        if name in names:
+            entries[place] = _with_names(entries[place], own)
+        else:
+            own = list(entries[place].config.model_names)
+        if preset.system is not None or preset.parameters:
+            presets |= dict.fromkeys(own, preset)
     seen: dict[str, str] = {}
     for entry in entries:
-        for name in (*entry.config.model_names, *named_adapters(entry.config)):
+        called = (*entry.config.model_names, *named_adapters(entry.config))
+        if twice := next((name for name in called if called.count(name) > 1), None):
+            raise ConfigError(f"{where}: {entry.name} is called {twice!r} twice")
+        for name in called:
             if (other := seen.setdefault(name, entry.name)) != entry.name:
-                raise ConfigError(f"models: {path}: {other} and {entry.name} are both called {name!r}")
+                raise ConfigError(f"{where}: {other} and {entry.name} are both called {name!r}")
     memory = None if bounds.memory is None else int(bounds.memory * 2**30)
-    return FleetConfig(entries, memory, bounds.slice_seconds, bounds, flags)
+    return FleetConfig(tuple(entries), memory, bounds.slice_seconds, bounds, flags, presets)
+
+
+def _without_name(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in _OF_A_NAME}
+
+
+def _with_names(entry: ModelEntry, names: Sequence[str]) -> ModelEntry:
+    config = entry.config.model_copy(update={"served_model_name": [*entry.config.served_model_name, *names]})
+    return replace(entry, config=config)
+
+
+def _check_names(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name of a model whose table says more than a name may."""
+    if not any(table is each for each in names.values()):
+        return
+    if table["model"] in names:
+        raise ConfigError(f"{where}: model: {table['model']} is a name too; give the table that has the model")
+    if more := sorted(table.keys() - {"model", "served_model_name", *_OF_A_NAME}):
+        raise ConfigError(f"{where}: {more[0]} is the engine's, which is that of {table['model']}: say it there")
+    aliases = table.get("served_model_name", [])
+    if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+        raise ConfigError(f"{where}: served_model_name: must be a list of names")
 
 
 def _entry(where: str, name: str, table: Mapping[str, Any], bounds: Bounds, flags: Mapping[str, Any]) -> ModelEntry:

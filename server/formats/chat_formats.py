@@ -40,7 +40,13 @@ class ChatFormats:
 
     @classmethod
     def chosen(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
-        renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, any_role=config.allow_unknown_roles)
+        renderer = ChatRenderer(
+            tokenizer.chat_templates,
+            tokenizer.special_tokens,
+            any_role=config.allow_unknown_roles,
+            variables=config.default_chat_template_kwargs,
+            content=config.chat_template_content_format,
+        )
         template = "\n".join(tokenizer.chat_templates.values())
         prober = Prober(renderer)
         turn = _turn(prober)

@@ -217,7 +217,7 @@ class Metrics:
         return counts(self._registry)
 
     @staticmethod
-    def text(models: Sequence[Metrics], others: Sequence[Count] = (), more: CollectorRegistry | None = None) -> bytes:
+    def text(models: Sequence[Metrics], others: Sequence[Count] = (), more: Iterable[CollectorRegistry] = ()) -> bytes:
         """All metrics of these models, in Prometheus' text format. others: what other API processes have counted. more:
         metrics that belong to no model."""
         for each in models:
@@ -226,7 +226,7 @@ class Metrics:
         engines.register(Together(label, {each.model_name: each._engines.collect for each in models}))
         counted = Together(label, {each.model_name: each._registry.collect for each in models})
         summed.register(Summed(counted, others))
-        return b"".join(generate_latest(each) for each in (engines, summed, more) if each is not None)
+        return b"".join(generate_latest(each) for each in (engines, summed, *more))
 
 
 def _counters(

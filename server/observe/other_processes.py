@@ -17,6 +17,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.encoding import answering, encode_json, form_of, pack
 from quire.server.observe import summed
 from quire.server.observe.explain import explanation
+from quire.server.observe.http_metrics import HttpMetrics, lasting
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.prefix_use import Decode, ordered, turns
 from quire.server.observe.recent import MOST_ANSWERS, recent_answers
@@ -33,6 +34,8 @@ class OtherProcesses:
         self._decode = decode
         self._metrics = metrics
         self._log = log
+        self.http: HttpMetrics | None = None
+        """The metrics of the server's HTTP requests, which belong to no model."""
         self._remote = client.link if isinstance(client.link, HubLink) else None
         if self._remote is not None:
             kind = OtherProcesses
@@ -47,7 +50,8 @@ class OtherProcesses:
         return [*self._inherited(), *chain.from_iterable(said)]
 
     def own_counts(self) -> list[Count]:
-        return [*self._metrics.counts(), *self._inherited()]
+        http = [] if self.http is None else self.http.counts()
+        return [*self._metrics.counts(), *http, *self._inherited()]
 
     async def explanation(self, name: str, tenant: Tenant) -> bytes | None:
         """The explanation by another process of a request that the tenant may see. None if no process knows it."""
@@ -106,7 +110,7 @@ class OtherProcesses:
 
     def _inherited(self) -> list[Count]:
         inherited = None if self._remote is None else self._remote.inherited
-        return summed.decode(inherited) if inherited else []
+        return lasting(summed.decode(inherited)) if inherited else []
 
 
 def _caller(owner: str, *, admin: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +17,7 @@ from quire.server.access.authentication import tenant_of
 from quire.server.protocol.common import SOUND_ID
 
 HEADER = "X-Request-Id"
+_DIGITS = 18
 MAX_PATH = 512
 """Characters of a path, and of a traceparent, that are remembered. Ours are shorter; a caller's may have 64 KiB."""
 
@@ -97,13 +98,25 @@ def may_see(caller: Scope, record: RequestRecord) -> bool:
     return tenant.admin or record.owner == tenant.name
 
 
+class CountsRequests(Protocol):
+    """HttpMetrics."""
+
+    def begin(self, scope: Scope) -> bool: ...
+
+    def end(self, record: RequestRecord, scope: Scope, received: int, sent: int) -> None: ...
+
+
 class RequestLogMiddleware:
     """The outermost ASGI middleware: gives every request a record, and every response its X-Request-Id."""
 
-    def __init__(self, app: ASGIApp, ended: Sequence[Callable[[RequestRecord], None]]) -> None:
-        """Each function in `ended` is called with the record when its response is complete or has failed."""
+    def __init__(
+        self, app: ASGIApp, ended: Sequence[Callable[[RequestRecord], None]], http: CountsRequests | None = None
+    ) -> None:
+        """Each function in `ended` is called with the record when its response is complete or has failed. `http`:
+        counts requests."""
         self._app = app
         self._ended = ended
+        self._http = http
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,11 +128,16 @@ class RequestLogMiddleware:
             name, scope["method"], scope["path"][:MAX_PATH], caller if 0 < len(caller) <= MAX_PATH else None
         )
         scope["request_record"] = record
+        counted = self._http is not None and self._http.begin(scope)
+        sent = 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal sent
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = name
+                told = MutableHeaders(scope=message)
+                told[HEADER] = name
+                sent = _length(told) if counted else 0
             await send(message)
 
         try:
@@ -128,8 +146,16 @@ class RequestLogMiddleware:
             record.ended = time.monotonic()
             if (tenant := scope.get("tenant")) is not None:
                 record.owner = tenant.name
+            if counted and self._http is not None:
+                self._http.end(record, scope, _length(headers), sent)
             for tell in self._ended:
                 tell(record)
+
+
+def _length(headers: Headers) -> int:
+    """The length that a head says; 0 where it says none."""
+    said = headers.get("content-length", "")
+    return int(said) if said.isascii() and said.isdecimal() and len(said) <= _DIGITS else 0
 
 
 def request_id(given: str | None) -> str:

@@ -169,6 +169,8 @@ def sampling_params(
     """
     model.check_task("generate")
     defaults, max_model_len = model.defaults, model.context_length
+    if (most := model.most_tokens) is not None:
+        max_tokens = most if max_tokens is None else min(max_tokens, most)
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
             f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "

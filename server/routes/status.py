@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
 from quire.server.encoding import encode_json
+from quire.server.observe.http_metrics import HttpOfAll
 from quire.server.observe.metrics import Metrics
 from quire.server.runtime import Runtime, server_of
 
@@ -60,7 +61,9 @@ async def metrics(request: Request) -> Response:
         await server.durable.look()
     others = [count for runtime in runtimes for count in await runtime.others.counts()]
     async with runtimes[0].turns if runtimes else nullcontext():
-        text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)
+        http = CollectorRegistry()
+        http.register(HttpOfAll(server.http, others))
+        text = Metrics.text([runtime.metrics for runtime in runtimes], others, (server.registry, http))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

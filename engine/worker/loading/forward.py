@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, check_serves
 from quire.engine.models.decoder import Decoder
@@ -26,7 +27,7 @@ Logprobs = Tensor
 def load_alone(config: EngineConfig, tensors: Tensors | None = None) -> tuple[LoadedModel, Backend]:
     """A model for a forward pass beside no engine, and what computes it. Raises ConfigError."""
     set_up_cpu(config)
-    path = resolve_model(config.model, config.revision)
+    path = model_path(config)
     shape = read_model_config(path, config.model_impl)
     chosen = choose(config, shape)
     return load_model(config, path, shape, chosen, lambda: None, tensors), chosen.backend

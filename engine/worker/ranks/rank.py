@@ -8,8 +8,9 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import StateShares
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch
@@ -82,7 +83,7 @@ class Rank(ABC):
         if here is not None:
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
-        self._path = resolve_model(config.model, config.revision)
+        self._path = model_path(config)
         self._model_config = as_configured(read_model_config(self._path, config.model_impl), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)

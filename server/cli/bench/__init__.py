@@ -11,6 +11,8 @@ from quire.engine.advice import nearest
 PARTS = {
     "serve": "a running server, any that speaks the OpenAI API: throughput and latencies under load",
     "offline": "an engine in this process: tokens per second",
+    "throughput": "the same with vLLM's flags, and its datasets",
+    "latency": "seconds of a batch of prompts, as vLLM measures it",
     "start": "a server's start: seconds from the command to the first streamed token",
 }
 
@@ -21,7 +23,7 @@ def main(argv: Sequence[str], started: float) -> int:
         part = import_module(f"quire.server.cli.bench.{argv[0]}")
         status: int = part.main(argv[1:])
         return status
-    listing = "\n".join(f"  {name:<7}  {text}" for name, text in PARTS.items())
+    listing = "\n".join(f"  {name:<10}  {text}" for name, text in PARTS.items())
     usage = f"usage: quire bench {{{','.join(PARTS)}}} [flags]\n\n{__doc__}\n\n{listing}"
     asked = bool(argv) and argv[0] in ("-h", "--help")
     if argv and (near := nearest(argv[0], PARTS)):

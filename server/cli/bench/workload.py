@@ -17,12 +17,12 @@ FIRST_ID = 10
 
 
 _COUNTS = (  # the second names are those of vLLM's bench
-    ("--num-requests --num-prompts", 32, 1, "requests to measure"),
-    ("--input-len --random-input-len", 128, 1, "tokens of a made-up prompt, random ids"),
-    ("--output-len --random-output-len", 64, 1, "tokens of an answer"),
+    ("--num-requests --num-prompts --num-prompt", 32, 1, "requests to measure"),
+    ("--input-len --random-input-len --random-input", 128, 1, "tokens of a made-up prompt, random ids"),
+    ("--output-len --random-output-len --random-output", 64, 1, "tokens of an answer"),
     ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
     ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
-    ("--warmup", 2, 0, "short requests sent first, not measured"),
+    ("--warmup --num-warmups", 2, 0, "short requests sent first, not measured"),
     ("--seed", 0, 0, "of prompts and arrivals"),
 )
 WORKLOAD_FLAGS = {
@@ -41,6 +41,15 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"argument --shared-prefix: longer than --input-len, {args.shared_prefix} > {args.input_len}")
 
 
+def lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
+    """Of so many prompts or answers: `length`, or around it by --random-range-ratio."""
+    ratio = getattr(args, "random_range_ratio", 0.0)
+    if not ratio:
+        return [length] * count
+    rng = random.Random(args.seed + length)
+    return [rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio)))) for _ in range(count)]
+
+
 def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of the prompts to measure, and of those for the warm-up. They differ, except for the shared prefix."""
     rng = random.Random(args.seed)
@@ -49,7 +58,8 @@ def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]
         return [rng.randrange(FIRST_ID, vocab) for _ in range(count)]
 
     shared = draw(args.shared_prefix)
-    measured = [shared + draw(args.input_len - args.shared_prefix) for _ in range(args.num_requests)]
+    own = lengths(args, args.input_len - args.shared_prefix, args.num_requests)
+    measured = [shared + draw(length) for length in own]
     return measured, [shared + draw(args.input_len - args.shared_prefix) for _ in range(args.warmup)]
 
 

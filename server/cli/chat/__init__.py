@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -57,19 +59,30 @@ def main(argv: Sequence[str], started: float) -> int:
     given = {name: value for name, value in options.items() if value is not None}
     if not args.url:
         pull_missing(config)
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
-        if not at_terminal:
-            http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
-            model = chosen_model(http, asked)
-            return converse(Chat(http, model, given, args.system), sys.stdin, sys.stdout)
-        from rich.console import Console
+        return converse_with(stack, args.url, config, args, asked, given)
 
-        from quire.server.cli.chat import terminal
 
-        console = Console(highlight=False)
-        with terminal.unseen_keys(), console.status("connecting" if args.url else f"loading {config.model_names[0]}"):
-            http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
-            model = chosen_model(http, asked)
-        console.print(f"[bold]{model}[/]; /help lists the commands")
-        return terminal.converse(Chat(http, model, given, args.system), console)
+def converse_with(
+    stack: ExitStack,
+    url: str | None,
+    config: ServerConfig,
+    args: argparse.Namespace,
+    asked: str | None,
+    options: dict[str, Any],
+) -> int:
+    """A conversation with the server at `url`, or one that is started for it: at a terminal, or through pipes.
+    `asked`: the model; None: the first. Returns the exit status."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        http = stack.enter_context(connect(url, config, args.bearer, args.cacert))
+        return converse(Chat(http, chosen_model(http, asked), options, args.system), sys.stdin, sys.stdout)
+    from rich.console import Console
+
+    from quire.server.cli.chat import terminal
+
+    console = Console(highlight=False)
+    with terminal.unseen_keys(), console.status("connecting" if url else f"loading {config.model_names[0]}"):
+        http = stack.enter_context(connect(url, config, args.bearer, args.cacert))
+        model = chosen_model(http, asked)
+    console.print(f"[bold]{model}[/]; /help lists the commands")
+    return terminal.converse(Chat(http, model, options, args.system), console)

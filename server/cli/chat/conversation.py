@@ -29,6 +29,8 @@ class Chat:
     """data: URLs of the pictures that go with the next message."""
     cut: bool = False
     """Whether the last answer ended because it was as long as it might be."""
+    usage: dict[str, Any] = field(default_factory=dict)
+    """Of the last answer, where its stream says it."""
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Stream the answer to `text`, piece by piece, and add both to the conversation.
@@ -106,6 +108,7 @@ class Chat:
                     event = line.removeprefix("data:").strip()
                     if line.startswith("data:") and event != "[DONE]":
                         chunk = json.loads(event)
+                        self.usage = chunk.get("usage") or self.usage
                         yield from _pieces(chunk)
                         self.cut |= any(choice.get("finish_reason") == "length" for choice in chunk["choices"])
         except httpx.HTTPError as error:

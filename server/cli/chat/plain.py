@@ -22,7 +22,7 @@ def converse(chat: Chat, stdin: TextIO, out: TextIO) -> int:
         if outcome.edit is not None:
             print("/edit needs the new text here", file=out)
         if outcome.ask is not None:
-            status = _say(chat, outcome.ask, out)
+            status = say(chat, outcome.ask, out)
     return status
 
 
@@ -46,7 +46,7 @@ def _refuse(why: str) -> None:
     print(f"quire chat: {why}", file=sys.stderr)
 
 
-def _say(chat: Chat, text: str, out: TextIO) -> int:
+def say(chat: Chat, text: str, out: TextIO) -> int:
     answer = chat.answer(text)
     try:
         for piece in answer:

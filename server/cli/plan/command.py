@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.families import WITH_EXPERTS
-from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.overrides import configured
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import OneOf, add, command
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], started: float) -> int:
         raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
     if "max_loras" in vars(args):
         config = config.model_copy(update={"enable_lora": True})
-    raw, folder = read_raw_config(config.model, config.revision)
+    raw, folder = configured(config)
     sizes = sizes_of(config, raw)
     stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
     wishes = wishes_of(config, raw, folder, args.concurrency)

@@ -9,7 +9,8 @@ from typing import Any
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.families import WITH_EXPERTS, has_file
-from quire.engine.checkpoint.files import read_raw_config, resolve_model, text_config
+from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.overrides import configured
 from quire.engine.checkpoint.page_groups import context_decides, rope_context
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
@@ -78,7 +79,7 @@ class _Planned:
 
 def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
     try:
-        raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
+        raw, folder = configured(config)
         sizes, files = sizes_of(config, raw), folder if config.load_format == "auto" else None
         stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
         wishes = wishes_of(config, raw, files)

@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.images.reader import Asked, by_digest, image_reader
@@ -86,7 +87,7 @@ async def verdicts(
 ) -> AsyncIterator[Verdict]:
     """Of each receipt in a file, in its order. Raises what starting the engine raises, InvalidRequest for adapters and
     images that cannot be read, and EngineError when the engine fails."""
-    path = resolve_model(config.model, config.revision)
+    path = model_path(config)
     shape = read_model_config(path, config.model_impl)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     tokenizer = load_tokenizer(folder, config.chat_template, shape.vocab_size, skip=config.skip_tokenizer_init)

@@ -3,6 +3,9 @@
 
 import { loadKey } from "./store.js";
 
+/** What stands before all paths where a proxy serves this server below a prefix; "" elsewhere. */
+const ROOT = new URL("../..", import.meta.url).pathname.replace(/\/$/, "");
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -28,7 +31,7 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   if (!given) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, {
+    response = await fetch(ROOT + path, {
       method,
       headers,
       signal,

@@ -54,8 +54,8 @@ def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]
 
 
 def test_engine_args_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match="swap_space: no such setting, use kv_offload_memory"):
-        EngineArgs("m", swap_space=4)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="uds: no such setting, a proxy in front"):
+        EngineArgs("m", uds=4)  # type: ignore[call-arg]
 
 
 def test_what_changes_nothing_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -351,7 +351,6 @@ def test_an_invalid_url_is_reported(url: str) -> None:
     [
         ["--concurrency", "0"],
         ["--request-rate", "-1"],
-        ["--concurrency", "2", "--request-rate", "2"],
         ["--input-len", "4", "--shared-prefix", "5"],
     ],
 )
@@ -468,3 +467,72 @@ def test_bench_lists_its_parts(argv: list[str], status: int, capsys: pytest.Capt
     assert main(["bench", *argv]) == status
     printed = capsys.readouterr()
     assert "offline" in (printed.err if status else printed.out)
+
+
+SHARE = [
+    {"conversations": [{"from": "human", "value": "a" * 40}, {"from": "gpt", "value": "b" * 80}]},
+    {"conversations": [{"from": "human", "value": "too short"[:3]}, {"from": "gpt", "value": "b" * 80}]},
+    {"conversations": [{"from": "human", "value": "alone"}]},
+    {"conversations": [{"from": "human", "value": "c" * 9000}, {"from": "gpt", "value": "d"}]},
+]
+
+
+def test_vllm_s_flags_measure_the_same_and_save_vllm_s_result(tmp_path: Path) -> None:
+    with serving(lambda _, body: tokens(body)) as server:
+        flags = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--dataset-name", "random")
+        more = ("--random-input", "12", "--random-output", "5", "--num-prompt", "4", "--request-rate", "inf")
+        saved = ("--save-result", "--result-dir", str(tmp_path / "out"), "--result-filename", "r.json")
+        others = ("--metadata", "a=b", "--goodput", "ttft:100000", "--metric-percentiles", "50,99", "--ignore-eos")
+        unneeded = ("--trust-remote-code", "--tokenizer", "x", "--disable-tqdm", "--percentile-metrics", "ttft,tpot")
+        body = ("--extra-body", '{"user": "me"}', "--top-p", "0.9", "--num-warmups", "0")
+        argv = (*flags, *more, *saved, *others, *unneeded, *body)
+        assert bench(server, *argv, tmp_path=tmp_path)[0] == 0
+    assert server.most_open == 4
+    assert len(server.bodies) == 4
+    assert {(each["max_tokens"], each["user"], each["top_p"]) for each in server.bodies} == {(5, "me", 0.9)}
+    assert all(len(each["messages"][0]["content"].split()) == 12 for each in server.bodies)
+    result = json.loads((tmp_path / "out" / "r.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 20)
+    assert (result["request_rate"], result["max_concurrency"], result["a"]) == ("inf", 4, "b")
+    assert result["request_goodput"] == pytest.approx(4 / result["duration"])
+    assert result["p50_ttft_ms"] <= result["p99_ttft_ms"]
+    assert result["mean_e2el_ms"] > result["median_itl_ms"] > 0
+    assert result["output_throughput"] == pytest.approx(20 / result["duration"])
+
+
+def test_conversations_of_sharegpt_are_asked_with_answers_as_long_as_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps(SHARE))
+
+    def script(url: str, body: dict[str, Any]) -> bytes:
+        if url.endswith("tokenize"):
+            return plain("200 OK", b'{"count": %d}' % (len(body["prompt"]) // 4))
+        return tokens(body)
+
+    with serving(script) as server:
+        flags = ("--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "3", "--warmup", "0")
+        status, found = bench(server, *flags, "--model", "m", tmp_path=tmp_path)
+        assert (status, found["requests"]) == (0, 3)
+        asked = [each for each in server.bodies if "max_tokens" in each]  # the others counted tokens
+        assert {(each["prompt"], each["max_tokens"]) for each in asked} == {("a" * 40, 20)}
+        assert "ignore_eos" not in asked[0]
+        path.write_text("{}")
+        assert main(["bench", "serve", "--url", server.url, *flags, "--model", "m"]) == 1
+        assert "must be a JSON list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--dataset-name", "hf", "--dataset-path", "OWNER/SET"], "hf would be fetched from elsewhere"),
+        (["--dataset-name", "sharegpt"], "sharegpt needs --dataset-path"),
+        (["--goodput", "speed:3"], "must be ttft:MS"),
+        (["--extra-body", "3"], "must be a JSON object"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", *argv])
+    assert said in capsys.readouterr().err

@@ -116,7 +116,11 @@ def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[
     [
         ("QUIRE_SICE", "no such setting, did you mean size?"),
         ("QUIRE_ZZZ", "no such setting"),
-        ("QUIRE_SWAP_SPACE", "no such setting, use kv_offload_memory, in GiB"),
+        (
+            "QUIRE_SWAP_SPACE",
+            "no such setting, a sequence that makes room for others is computed again; "
+            "kv_offload_memory keeps what it had",
+        ),
         ("QUIRE_CTX_SIZE", "no such setting, use max_model_len"),
     ],
 )
@@ -192,10 +196,10 @@ def test_help_shows_every_field_with_its_description_and_default() -> None:
 
 
 def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--swap-space", "4", "-ngl=9", "--sise", "2", "--zzz")
+    said = complaint(capsys, "--uds", "4", "-ngl=9", "--sise", "2", "--zzz")
     assert said.splitlines() == [
         "small: cannot be understood:",
-        "  --swap-space: use --kv-offload-memory, in GiB",
+        "  --uds: a proxy in front can do it",
         "  -ngl: --cpu-offload-gb leaves a GPU's layers in the host's memory, --weights-on-disk a CPU's on a disk",
         "  --sise: did you mean --size?",
         "  --zzz: not known; see --help",

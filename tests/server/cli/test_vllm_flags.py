@@ -46,7 +46,8 @@ def test_the_table_has_every_flag_once() -> None:
 
 def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> None:
     names = [FIELDS.get(f"--{other_names().get(flag.lstrip('-'), flag.lstrip('-'))}") for flag in FLAGS["honoured"]]
-    assert [flag for flag, name in zip(FLAGS["honoured"], names, strict=True) if not name] == ["--config"]
+    others = [flag for flag, name in zip(FLAGS["honoured"], names, strict=True) if not name]
+    assert others == ["--config", "--data-parallel-size-local", "-dpl"]
     assert vars(parse_known(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
         **{"model_tag": None, "config": None},
         **{"nnodes": "2", "api_server_count": "3", "max_queued_requests": "4"},
@@ -56,7 +57,8 @@ def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> 
 def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [part for flag in FLAGS["accepted"] for part in given(flag)]
     assert vars(parse_known(parser(), [*argv, "--port", "9", "mine"])) == {
-        **{"model_tag": "mine", "config": None, "port": "9"}
+        **{"model_tag": "mine", "config": None, "port": "9"},
+        **{"data_parallel_size": "1"},  # the flags of one rank are among them: each is a server of its own
     }
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -86,8 +88,9 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--generation-config=auto"],
         ["--no-enable-eplb"],
+        ["--enable-eplb=False"],
+        ["--enable-eplb", "False"],
         ["-O3"],
         ["--compilation-config.mode", "3"],
         ["--cudagraph-capture-sizes", "1", "2", "4"],
@@ -100,10 +103,11 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse_known(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
-    assert capsys.readouterr().err.startswith(f"serve: changes nothing: {argv[0].split('=')[0]} (")
+    flag = argv[0].split("=")[0] if "False" not in " ".join(argv) else "--no-enable-eplb"
+    assert capsys.readouterr().err.startswith(f"serve: changes nothing: {flag} (")
 
 
-@pytest.mark.parametrize("argv", [["--generation-config", "vllm"], ["--enable-eplb"]])
+@pytest.mark.parametrize("argv", [["--enable-eplb=true"], ["--enable-eplb"]])
 def test_other_values_of_these_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse_known(parser(), argv)
@@ -132,12 +136,13 @@ def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureF
     switched_off = dict.fromkeys((flag[2:].replace("-", "_") for flag in SWITCHES), False)
     for name in (*EngineConfig.model_fields, "enable_chunked_prefill", "no_enable_chunked_prefill"):
         switched_off.pop(name, None)
-    usual = {"offload_num_in_group": 1, "hf_overrides": {}, "convert": "auto"}
+    usual = {"offload_num_in_group": 1, "convert": "auto"}
     given = {**unset, **{name: False for name in switched_off if name in unset}, **usual}
     assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert all(text.startswith("changes nothing: ") for text in caplog.messages)
-    with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="prompts are computed in chunks"):
-        engine_config("m", {"enable_chunked_prefill": False})  # type: ignore[typeddict-item]
+    assert engine_config("m", {"enable_chunked_prefill": False}) == EngineConfig(model="m")  # type: ignore[typeddict-item]
+    with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="a program's engines are all on its machine"):
+        engine_config("m", {"data_parallel_rank": 1})  # type: ignore[typeddict-item]
     assert engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
 
 
@@ -146,6 +151,13 @@ def test_vllm_s_usual_n_grams_are_understood() -> None:
     found = engine_config("m", {"speculative_config": asked}).speculative_config
     assert found is not None
     assert (found.method, found.num_speculative_tokens, found.prompt_lookup_min) == ("ngram", 5, 2)
+
+
+def test_guesses_that_nobody_makes_are_told_to_programs_too(caplog: pytest.LogCaptureFixture) -> None:
+    found = engine_config("m", {"speculative_config": {"method": "dflash", "model": "OWNER/DRAFT"}}).speculative_config
+    assert found is not None
+    assert found.method == "none"
+    assert "nothing guesses as dflash does" in caplog.text
 
 
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:

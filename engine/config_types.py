@@ -1,0 +1,131 @@
+"""Types of settings that are more than a number or a name: JSON objects, and how tokens are guessed."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+def _parse_object(value: object) -> object:
+    """The object in JSON text. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError("must be a JSON object")
+    return parsed
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
+"""An object, or JSON text of one."""
+
+NOT_DRAFTED = ("dflash", "dspark", "mlp_speculator", "p-eagle", "gemma4_mtp_assistant", "extract_hidden_states")
+"""Methods of vLLM's that Quire lacks. No method changes an answer, so a model that names one is served without."""
+_OF_VLLM = {
+    *("attention_backend", "moe_backend", "enforce_eager", "max_model_len", "quantization", "revision"),
+    *("code_revision", "draft_tensor_parallel_size", "draft_sample_method", "rejection_sample_method"),
+    "draft_load_config",
+    *("disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch", "parallel_drafting"),
+    *("speculative_token_tree", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "use_heterogeneous_vocab", "kv_cache_dtype"),
+    *("prompt_lookup_max", "synthetic_acceptance_rates", "use_local_argmax_reduction", "tensor_parallel_size"),
+}
+"""Keys of vLLM's that say how fast guesses are made: no guess changes an answer, so they are left out."""
+
+
+class SpeculativeConfig(BaseModel):
+    """How tokens are guessed, by vLLM's names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
+    """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
+    same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
+    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint; vLLM's names of it
+    for each family, such as deepseek_mtp, mean the same."""
+    model: str | None = None
+    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
+    num_speculative_tokens: int = Field(8, ge=1, le=32)
+    """The most guesses of one sequence in a step."""
+    prompt_lookup_min: int = Field(1, ge=1, le=32)
+    """Tokens that must be the same before a place for it to be looked at."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def of_vllm(cls, value: object) -> object:
+        """Without what says only how fast vLLM guesses, and with the method that vLLM would choose for a model."""
+        if not isinstance(value, dict):
+            return value
+        settings = {name: each for name, each in value.items() if name not in _OF_VLLM}
+        method = settings.get("method")
+        if method is None and settings.get("model") is not None:
+            settings["method"] = method_of_draft(str(settings["model"]))
+        if method in NOT_DRAFTED:
+            return {"method": "none"}
+        return settings
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def of_any_family(cls, value: object) -> object:
+        return "mtp" if isinstance(value, str) and value.endswith("_mtp") else value
+
+    @property
+    def hidden_states(self) -> bool:
+        """Whether heads guess from the served model's hidden states."""
+        return self.method in ("eagle", "eagle3", "medusa", "mtp")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether what guesses has weights of its own."""
+        return self.method == "draft_model" or self.hidden_states
+
+    @model_validator(mode="after")
+    def with_model(self) -> SpeculativeConfig:
+        if self.method == "mtp":
+            return self  # EngineConfig compares its model with the served one
+        if self.has_weights != (self.model is not None):
+            raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
+        return self
+
+
+def needless_parts(value: object) -> str:
+    """What of a speculative_config changes nothing here, and why; "" where all of it counts."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return ""
+    if not isinstance(value, dict):
+        return ""
+    if value.get("method") in NOT_DRAFTED:
+        return f"nothing guesses as {value['method']} does, and no guess changes an answer"
+    names = sorted(value.keys() & _OF_VLLM)
+    return f"{', '.join(names)}: guesses are made with the served model's settings" if names else ""
+
+
+def method_of_draft(model: str) -> str:
+    """The method for a draft that comes without one, by its name, as vLLM chooses it."""
+    name = model.lower()
+    return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
+
+
+_DEVICES = {
+    "xla": "xla compiles each shape of a step anew, and a server's steps have no end of shapes",
+    "tpu": "TPUs compute through xla, which compiles each shape of a step anew, and steps have no end of shapes",
+    "npu": "Ascend's NPUs need a PyTorch of their own, for which there are no kernels here",
+    "ascend": "Ascend's NPUs need a PyTorch of their own, for which there are no kernels here",
+    "hpu": "Gaudi's HPUs compile each shape of a step anew, as TPUs do",
+    "neuron": "Neuron's cores run models that were compiled ahead for fixed shapes",
+    "openvino": "OpenVINO runs graphs of its own, not PyTorch's modules",
+    "qaic": "Cloud AI's cards run models that were compiled ahead for fixed shapes",
+}
+
+
+def why_no_device(name: object) -> str | None:
+    """Why a device of PyTorch's or vLLM's is not served; None if it is, or nobody knows of it."""
+    return _DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

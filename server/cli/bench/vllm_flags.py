@@ -1,0 +1,143 @@
+"""The flags of `vllm bench serve` that `quire bench serve` takes beside its own, and what they make of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.server.cli.flags import Group
+from quire.server.cli.settings import number
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+_BACKENDS = ("vllm", "openai", "openai-chat", "openai-completions", "vllm-chat", "sglang", "sglang-oai", "lmdeploy")
+_DATASETS = ("random", "sharegpt", "custom")
+_UNNEEDED = {
+    **dict.fromkeys(("--tokenizer", "--tokenizer-mode", "--ready-check-timeout-sec", "--num-gpus", "--best-of"), 1),
+    **dict.fromkeys(("--trust-remote-code", "--disable-tqdm", "--disable-shuffle", "--no-oversample", "--insecure"), 0),
+    **dict.fromkeys(("--no-stream", "--skip-chat-template", "--profile", "--random-batch-size", "--random-rerank"), 0),
+    "--percentile-metrics": 1,
+}
+"""vLLM's that change nothing here, with the number of their values: prompts are token ids or go as they are, and all
+latencies are always told."""
+_BODY = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
+
+
+def _rate(text: str) -> float:
+    return float("inf") if text.lower() == "inf" else float(number(float, 1e-6)(text))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _goal(text: str) -> tuple[str, float]:
+    name, colon, value = text.partition(":")
+    if name not in ("ttft", "tpot", "e2el") or not colon:
+        raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
+    return name, float(number(float, 0)(value))
+
+
+def _percentiles(text: str) -> list[float]:
+    return [float(number(float, 0, 100)(part)) for part in text.split(",")]
+
+
+RATE = {"type": _rate, "metavar": "NUMBER", "help": "requests a second, arriving at random (Poisson); inf: all at once"}
+VLLM_FLAGS = {
+    "as vllm bench serve": Group(
+        {
+            "--backend --endpoint-type": {"choices": _BACKENDS, "help": "…-chat asks for chats"},
+            "--endpoint": {"choices": (TEXT, CHAT), "help": "the same"},
+            "--base-url": {"metavar": "URL", "help": "as --url"},
+            "--host": {"metavar": "NAME", "help": "with --port, instead of --url"},
+            "--port": {"type": number(int, 1, 65535), "metavar": "N", "help": "of --host"},
+            "--served-model-name": {"metavar": "NAME", "help": "as --model"},
+            "--dataset-name": {"metavar": "{" + ",".join(_DATASETS) + "}", "help": "what is asked (random)"},
+            "--dataset-path": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "ShareGPT's JSON, or lines of JSON with a prompt",
+            },
+            "--sharegpt-output-len --custom-output-len": {
+                "type": number(int, 1),
+                "dest": "dataset_output_len",
+                "metavar": "N",
+                "help": "tokens of an answer; default: ShareGPT's own",
+            },
+            "--random-prefix-len": {"type": number(int, 0), "default": 0, "metavar": "N", "help": "tokens before all"},
+            "--random-range-ratio": {
+                "type": number(float, 0, 1),
+                "default": 0.0,
+                "metavar": "R",
+                "help": "lengths are from 1-R to 1+R of what is asked (0)",
+            },
+            "--goodput": {"type": _goal, "nargs": "+", "metavar": "NAME:MS", "help": "requests a second within these"},
+            "--metric-percentiles": {
+                "type": _percentiles,
+                "default": [99.0],
+                "metavar": "N,N",
+                "help": "in the result",
+            },
+            "--extra-body": {"type": _object, "metavar": "JSON", "help": "more fields of every request"},
+            "--save-result": {"action": "store_true", "help": "write vLLM's JSON of the result"},
+            "--save-detailed": {"action": "store_true", "help": "with the figures of every request"},
+            "--append-result": {"action": "store_true", "help": "as a line more of the file"},
+            "--result-dir": {"type": Path, "metavar": "DIR", "help": "where (here)"},
+            "--result-filename": {"metavar": "FILE", "help": "its name; default: of backend, rate, model and time"},
+            "--metadata": {"type": _pair, "nargs": "+", "metavar": "NAME=VALUE", "help": "more of what it says"},
+            **{
+                f"--{name.replace('_', '-')}": {"type": float, "metavar": "NUMBER", "help": argparse.SUPPRESS}
+                for name in _BODY
+            },
+            **{
+                name: {"nargs": 1, "help": argparse.SUPPRESS}
+                if count
+                else {"action": "store_true", "help": argparse.SUPPRESS}
+                for name, count in _UNNEEDED.items()
+            },
+        }
+    )
+}
+
+
+def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Make of vLLM's flags what ours say. Exits with status 2 for those that contradict each other, or cannot be."""
+    args.url = args.base_url or args.url
+    if args.host is not None or args.port is not None:
+        host = "127.0.0.1" if args.host in (None, "0.0.0.0") else args.host
+        args.url = f"http://{host}:{args.port or 8000}"
+    args.model = args.served_model_name or args.model
+    args.chats = args.endpoint == CHAT or (args.endpoint is None and str(args.backend).endswith("chat"))
+    if args.dataset_name not in (None, *_DATASETS):
+        parser.error(
+            f"argument --dataset-name: {args.dataset_name} would be fetched from elsewhere, or made of pictures; there "
+            f"are {', '.join(_DATASETS)}, and --prompts FILE.jsonl for any other"
+        )
+    if args.dataset_name in ("sharegpt", "custom") and args.dataset_path is None:
+        parser.error(f"argument --dataset-name: {args.dataset_name} needs --dataset-path FILE")
+    if args.dataset_path is not None and args.prompts is not None:
+        parser.error("argument --prompts: not with --dataset-path")
+    if args.request_rate == float("inf"):
+        args.request_rate = None
+        args.concurrency = args.concurrency or args.num_requests
+    elif args.request_rate is None:
+        args.concurrency = args.concurrency or 8
+    args.shared_prefix = args.shared_prefix or args.random_prefix_len
+    args.input_len += args.random_prefix_len
+    args.body = {name: getattr(args, name) for name in _BODY if getattr(args, name) is not None}
+    args.body |= {name: int(args.body[name]) for name in ("top_k", "logprobs") if name in args.body}
+    args.body |= args.extra_body or {}

@@ -1,0 +1,159 @@
+"""`quire run MODEL`: a chat, or one answer to a prompt, as Ollama's command of this name. With -o the same command
+answers a file of requests (server/cli/run)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.server.cli.chat import connect, converse_with
+from quire.server.cli.chat.conversation import Chat
+from quire.server.cli.chat.plain import say
+from quire.server.cli.connect import chosen_model, headers, server_flags, server_url
+from quire.server.cli.flags import command
+from quire.server.cli.models.names import names_of
+from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.settings import add_flags, parse
+from quire.server.config import ServerConfig
+
+_LOCAL = "http://127.0.0.1:8000"
+_ASK_SECONDS = 1.0
+_UNNEEDED = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
+"""Ollama's switches that ask for what is done anyway: thoughts are never shown, nor lines broken."""
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """Returns the exit status."""
+    parser = _parser()
+    args, config = parse(parser, argv, ServerConfig, "name")
+    if args.name is None and "model" not in config.model_fields_set:
+        parser.error(
+            "give a model: `quire run MODEL`, `quire run MODEL PROMPT`, or `quire run FILE.jsonl -o OUT.jsonl`"
+        )
+    if args.name is not None and (args.name.endswith(".jsonl") or args.name == "-"):
+        parser.error(f"{args.name}: a file of requests needs -o OUT.jsonl for the results")
+    prompt = _prompt(args.prompt)
+    options = _options(args)
+    url, asked = _place(args, config)
+    if url is None:
+        pull_missing(config)
+    with ExitStack() as stack:
+        if prompt is None:
+            return converse_with(stack, url, config, args, asked, options)
+        http = stack.enter_context(connect(url, config, args.bearer, args.cacert))
+        chat = Chat(http, chosen_model(http, asked), options, args.system)
+        began = time.perf_counter()
+        status = say(chat, prompt, sys.stdout)
+        if args.verbose:
+            _tell_speed(chat, time.perf_counter() - began)
+        return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    unneeded = {name: {"action": "store_true", "help": argparse.SUPPRESS} for name in _UNNEEDED}
+    parser = command(
+        "quire run",
+        __doc__,
+        {
+            "name": {
+                "nargs": "?",
+                "metavar": "MODEL",
+                "help": "a model, as quire serve takes it",
+            },
+            "prompt": {
+                "nargs": "*",
+                "metavar": "PROMPT",
+                "help": "answer this and end, behind what is piped in",
+            },
+            **server_flags(None, key="bearer"),
+            "--system": {"metavar": "TEXT", "help": "system message"},
+            "--temperature": {"type": float, "metavar": "NUMBER", "help": "0 is greedy; default: the model's own"},
+            "--max-tokens": {"type": int, "metavar": "N", "help": "longest answer; default: what the context allows"},
+            "--format": {"metavar": "json|SCHEMA", "help": "answers in JSON, or by a JSON schema"},
+            "--think": {
+                "nargs": "?",
+                "const": "true",
+                "metavar": "true|false",
+                "help": "whether the model thinks first",
+            },
+            "--keepalive": {"metavar": "TEXT", "help": argparse.SUPPRESS},
+            "--verbose": {"action": "store_true", "help": "say afterwards how long it took"},
+            **unneeded,
+        },
+        usage="quire run MODEL [PROMPT ...] [flags]\n       quire run FILE.jsonl -o OUT.jsonl [--resume] [flags]",
+        epilog="A server on this machine that has the model answers, such as `quire serve --models cache`; else an "
+        "engine of its own.",
+        add_help=False,
+    )
+    add_flags(parser, ServerConfig, {EngineConfig: "the engine, where no server has the model"})
+    return parser
+
+
+def _prompt(words: Sequence[str]) -> str | None:
+    """What is piped in and the words, as one; None where neither is there."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
+    whole = "\n".join(part for part in (piped, " ".join(words)) if part)
+    return whole or None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of every request. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    if args.temperature is not None:
+        options["temperature"] = args.temperature
+    if args.max_tokens is not None:
+        options["max_tokens"] = args.max_tokens
+    if args.verbose:
+        options["stream_options"] = {"include_usage": True}
+    if args.think is not None:
+        if args.think.lower() in ("true", "false"):
+            options["chat_template_kwargs"] = {"enable_thinking": args.think.lower() == "true"}
+        elif args.think in ("low", "medium", "high"):
+            options["reasoning_effort"] = args.think
+        else:
+            raise ConfigError(f"--think: true, false, low, medium or high, not {args.think!r}")
+    if args.format == "json":
+        options["response_format"] = {"type": "json_object"}
+    elif args.format is not None:
+        try:
+            schema = json.loads(args.format)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"--format: json, or a JSON schema, not {args.format!r}") from None
+        options["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return options
+
+
+def _place(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
+    """The address of the server that is to answer, and the name to ask it for; None and None: an engine of its own."""
+    model = args.name or config.model
+    if args.url is not None:
+        return args.url, model
+    if args.bearer == os.environ.get("OPENAI_API_KEY"):
+        args.bearer = None  # nobody has said that it is meant for whoever listens here
+    with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
+        base = server_url(_LOCAL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
+        answer = httpx.get(f"{base}/v1/models", headers=headers(args.bearer), timeout=_ASK_SECONDS)
+        served = [str(each["id"]) for each in answer.json()["data"]]
+        with suppress(ModelError):
+            if (name := next((each for each in names_of(model) if each in served), None)) is not None:
+                return base, name
+    return None, None
+
+
+def _tell_speed(chat: Chat, seconds: float) -> None:
+    """What Ollama's --verbose says, as far as a client sees it."""
+    prompt, generated = chat.usage.get("prompt_tokens", 0), chat.usage.get("completion_tokens", 0)
+    print(f"\ntotal duration:       {seconds:.3f}s", file=sys.stderr)
+    print(f"prompt eval count:    {prompt} token(s)", file=sys.stderr)
+    print(f"eval count:           {generated} token(s)", file=sys.stderr)
+    print(f"eval rate:            {generated / seconds:.2f} tokens/s, of all of that time", file=sys.stderr)

@@ -1,0 +1,156 @@
+"""`quire show MODEL`: what a model is, as Ollama's command of this name: of a running server, or from its files, of
+which config.json is fetched where it is not downloaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.engine.checkpoint.catalog import CatalogEntry, known_models
+from quire.engine.checkpoint.files import read_generation_defaults, read_raw_config, text_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.errors import ModelError, QuireError
+from quire.engine.gguf.files import ModelFiles, all_parts
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer_files import read_chat_templates, read_object, read_special_tokens
+from quire.server.cli.connect import Unreachable, server_flags
+from quire.server.cli.flags import OneOf, command
+from quire.server.cli.models.asking import LOCAL, ask, opened
+from quire.server.cli.models.downloaded import size
+from quire.server.cli.models.names import names_of
+from quire.server.cli.unknown_flags import parse_known
+
+_PARTS = {
+    "--license": "its licence",
+    "--modelfile": "what a table of quire serve --models would say of it",
+    "--parameters": "its defaults of sampling",
+    "--system": "its system message: a model has none of its own here",
+    "--template": "its chat template",
+}
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """Returns the exit status."""
+    parts = {name: {"action": "store_true", "help": f"only {text}"} for name, text in _PARTS.items()}
+    unneeded = {"-v --verbose": {"action": "store_true", "help": argparse.SUPPRESS}}
+    flags = {
+        "name": {"metavar": "MODEL", "help": "as quire serve takes it, or the name of one that a server has"},
+        "part": OneOf(parts),
+        **unneeded,
+        **server_flags(LOCAL),
+    }
+    args = parse_known(command("quire show", __doc__, flags), argv)
+    about = _served(args)
+    if about is None:
+        about = _stored(args.name)
+    part = next((name[2:] for name in _PARTS if getattr(args, name[2:])), None)
+    print(_whole(about) if part is None else about.get(part, ""))
+    return 0
+
+
+def _served(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What a server says of a model; None where none has it. Raises where --url names one, and it does not answer."""
+    try:
+        with opened(args) as http:
+            served = [str(each["id"]) for each in ask(http, "GET", "/v1/models")["data"]]
+            name = next((each for each in names_of(args.name) if each in served), None)
+            if name is None:
+                return None
+            told = ask(http, "POST", "/api/show", {"model": name})
+    except Unreachable:
+        if args.url != LOCAL:
+            raise
+        return None
+    except (QuireError, KeyError, TypeError):
+        return None
+    info = told.get("model_info", {})
+    return {
+        "Model": {
+            "name": name,
+            "architecture": info.get("general.architecture", ""),
+            "context length": next((value for key, value in info.items() if key.endswith("context_length")), ""),
+            "quantization": told.get("details", {}).get("quantization_level", ""),
+        },
+        "Capabilities": told.get("capabilities", []),
+        "parameters": told.get("parameters", ""),
+        "template": told.get("template", ""),
+        "modelfile": _table(name, {}),
+    }
+
+
+def _stored(name: str) -> dict[str, Any]:
+    """What the files of a model say. Raises ModelError."""
+    entry = next((each for each in known_models().values() if each.name in names_of(name)), None)
+    raw, folder = _config(name, entry)
+    sizes, text = read_sizes(raw), text_config(raw)
+    method = (raw.get("quantization_config") or {}).get("quant_method", "")
+    bits = method if folder is None or folder.is_dir() else "GGUF"
+    parameters = sizes.parameters
+    about: dict[str, Any] = {
+        "Model": {
+            "architecture": sizes.model_type,
+            "parameters": f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M",
+            "context length": sizes.max_position,
+            "embedding length": text.get("hidden_size", ""),
+            "quantization": bits or str(text.get("torch_dtype") or text.get("dtype") or ""),
+            "size": "" if folder is None else size(_bytes(folder)),
+            "place": "" if folder is None else str(folder),
+        },
+        "parameters": "",
+        "template": "",
+        "license": "" if entry is None else entry.licence,
+        "modelfile": _table(name, {}),
+    }
+    if folder is not None:
+        defaults = read_generation_defaults(folder)
+        about["parameters"] = "\n".join(f"{key} {value:g}" for key, value in defaults.items())
+        renderer, about["template"] = _template(folder)
+        about["Capabilities"] = ["completion", *(["tools"] if renderer.has_template and renderer.shows.tools else [])]
+    return about
+
+
+def _config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
+    """As read_raw_config; what the catalogue knows, where the model is not downloaded and the hub not reached."""
+    try:
+        return read_raw_config(name)
+    except ModelError:
+        if entry is None:
+            raise
+        return entry.config, None
+
+
+def _template(path: Path) -> tuple[ChatRenderer, str]:
+    """Of a folder or a GGUF file; its chat templates' text too. Raises ModelError."""
+    files = ModelFiles(path)
+    config = read_object(files, "tokenizer_config.json")
+    templates = read_chat_templates(files, config)
+    return ChatRenderer(templates, read_special_tokens(config)), "\n".join(templates.values())
+
+
+def _bytes(path: Path) -> int:
+    """Of all files of a model."""
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else all_parts(path)
+    return sum(file.stat().st_size for file in files)
+
+
+def _table(name: str, settings: Mapping[str, Any]) -> str:
+    return "\n".join([f'["mine"]\nmodel = "{name}"', *(f"{key} = {value}" for key, value in settings.items())])
+
+
+def _whole(about: Mapping[str, Any]) -> str:
+    """All of it, in Ollama's form: titles, and below them names with values."""
+    lines: list[str] = []
+    for title in ("Model", "Capabilities", "parameters", "license"):
+        content = about.get(title)
+        if not content:
+            continue
+        lines += ["", f"  {title.capitalize()}"]
+        if isinstance(content, dict):
+            lines += [f"    {name:<18}{value}" for name, value in content.items() if value != ""]
+        elif isinstance(content, list):
+            lines += [f"    {each}" for each in content]
+        else:
+            lines += [f"    {line}" for line in str(content).splitlines()]
+    return "\n".join(lines[1:])

@@ -1,0 +1,282 @@
+"""What Ollama's and vLLM's users type: run MODEL, ps, stop, show, run-batch, collect-env, and what is not there."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError
+from quire.server.cli.main import main
+from quire.server.cli.models.names import names_of
+from quire.server.cli.run.vllm import translated
+
+SEVERAL = [{"id": "owner/one", "state": "awake"}, {"id": "qwen3:4b", "state": "unloaded"}]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
+        held = [{"name": "owner/one", "size_vram": 3 << 30, "context_length": 2048}]
+        self.reply({"models": held} if self.path == "/api/ps" else {"object": "list", "data": self.server.cards})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.append(self.headers["Authorization"])
+        self.server.asked.append((self.path, body))
+        if self.path.endswith("/chat/completions"):
+            self.send_response(200)
+            self.end_headers()
+            for chunk in (
+                {"choices": [{"index": 0, "delta": {"content": "Because."}}]},
+                {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+            ):
+                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+            return
+        info = {"general.architecture": "quire", "quire.context_length": 2048}
+        self.reply({"model_info": info, "capabilities": ["completion"], "template": "{{ x }}", "parameters": "top_p 1"})
+
+    def reply(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Scripted(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.cards: list[dict[str, Any]] = SEVERAL
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with Scripted() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(text))
+
+
+def test_run_answers_a_prompt_once(
+    server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(monkeypatch, "")
+    argv = ["run", "owner/one", "Why", "so?", "--url", server.url, "--verbose", "--think=false", "--format", "json"]
+    assert main(argv) == 0
+    said = capsys.readouterr()
+    assert said.out == "Because.\n"
+    assert "eval count:           2 token(s)" in said.err
+    ((_, body),) = server.asked
+    assert body["messages"] == [{"role": "user", "content": "Why so?"}]
+    assert (body["model"], body["response_format"]) == ("owner/one", {"type": "json_object"})
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_what_is_piped_in_goes_before_the_prompt(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped(monkeypatch, "A long\ntext.\n")
+    assert main(["run", "owner/one", "Sum it up", "--url", server.url]) == 0
+    piped(monkeypatch, "Only this\nof two lines\n")
+    assert main(["run", "owner/one", "--url", server.url, "--system", "Be brief."]) == 0
+    bodies = [body["messages"] for _, body in server.asked]
+    assert bodies[0][-1]["content"] == "A long\ntext.\nSum it up"
+    assert bodies[1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Only this\nof two lines"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "give a model"),
+        (["requests.jsonl"], "a file of requests needs -o OUT.jsonl"),
+        (["-"], "a file of requests needs -o OUT.jsonl"),
+    ],
+)
+def test_run_says_what_it_needs(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(monkeypatch, "")
+    with pytest.raises(SystemExit):
+        main(["run", *argv])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--format", "yaml"], ["--think", "hard"]])
+def test_a_value_that_run_does_not_know_is_one_line(
+    argv: list[str], server: Scripted, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(monkeypatch, "")
+    assert main(["run", "owner/one", "Hi", "--url", server.url, *argv]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"quire run: {argv[0]}: ")
+    assert said.count("\n") == 1
+
+
+def test_a_server_that_nobody_named_gets_no_key(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("QUIRE_PORT", str(server.server_address[1]))
+    piped(monkeypatch, "")
+    assert main(["run", "owner/one", "Hi"]) == 0
+    assert capsys.readouterr().out == "Because.\n"
+    assert set(server.keys) == {None}
+    assert main(["run", "owner/one", "Hi", "--api-key", "mine"]) == 0
+    assert "Bearer mine" in server.keys
+
+
+def test_ps_tells_what_is_in_memory(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--url", server.url]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["NAME", "SIZE", "CONTEXT", "STATE"]
+    assert row.split() == ["owner/one", "3.00", "GiB", "2048", "awake"]
+
+
+def test_stop_unloads_a_model_of_several_by_any_of_its_names(
+    server: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stop", "owner/one", "Qwen/Qwen3-4B-GGUF:Q4_K_M", "--url", server.url]) == 0
+    assert [body["model"] for _, body in server.asked] == ["owner/one", "qwen3:4b"]
+    assert main(["stop", "owner/two", "--url", server.url]) == 1
+    assert "no model owner/two; did you mean owner/one?" in capsys.readouterr().err
+    server.cards = [{"id": "owner/one"}]
+    assert main(["stop", "owner/one", "--url", server.url]) == 1
+    assert "the server's only model" in capsys.readouterr().err
+
+
+def test_show_asks_the_server_that_has_the_model(server: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "owner/one", "--url", server.url]) == 0
+    said = capsys.readouterr().out
+    assert "context length    2048" in said
+    assert "completion" in said
+    assert main(["show", "owner/one", "--template", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "{{ x }}\n"
+
+
+def test_show_reads_files_and_knows_the_catalogue_without_the_hub(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Scripted
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["show", DEMO_MODEL, "--url", server.url]) == 0
+    assert "embedding length  256" in capsys.readouterr().out
+    assert main(["show", DEMO_MODEL, "--parameters", "--url", server.url]) == 0
+    assert "temperature 0.7" in capsys.readouterr().out
+    assert main(["show", "nothing-of-this-name", "--url", server.url]) == 1
+
+
+def test_no_server_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["ps"], ["stop", "x"]):
+        assert main([*argv, "--url", "http://127.0.0.1:9"]) == 1
+        said = capsys.readouterr().err
+        assert "is it started? quire serve starts one" in said
+        assert said.count("\n") == 1
+
+
+def test_a_model_has_all_its_names() -> None:
+    assert names_of("owner/one") == ["owner/one"]
+    assert "qwen3:4b" in names_of("Qwen/Qwen3-4B-GGUF:Q4_K_M")
+    assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in names_of("qwen3:4b")
+
+
+def test_run_batch_is_run_with_vllm_s_flags() -> None:
+    given = ["-i", "in.jsonl", "--output-file=out.jsonl", "--model", "m", "--enable-metrics", "--port", "9", "--url=x"]
+    assert translated(given) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
+    assert translated(["--input_file", "a", "-o", "b", "--response-role", "assistant"]) == ["a", "--output", "b"]
+    with pytest.raises(ConfigError, match="fetch it first"):
+        translated(["-i", "https://example.com/in.jsonl"])
+
+
+def test_collect_env_tells_versions_and_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-secret")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "4096")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(["collect-env"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("quire ", "python ", "torch ", "cpu ", "QUIRE_MAX_MODEL_LEN"))
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("ls", "use quire list"),
+        ("create", "system message and defaults"),
+        ("complete", "use quire run MODEL PROMPT"),
+        ("llama-server", "use quire serve"),
+        ("signin", "hf auth login"),
+        ("serv", "did you mean serve?"),
+        ("zzz", "quire --help lists them"),
+    ],
+)
+def test_a_command_that_is_not_there_has_a_hint(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "x"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def repository(hub: Path, name: str, **files: str) -> None:
+    """What the hub's client would have downloaded."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    commit = "a" * 40
+    for part in ("blobs", "refs", f"snapshots/{commit}"):
+        (folder / part).mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    for path, content in files.items():
+        blob = folder / "blobs" / path
+        blob.write_text(content)
+        (folder / "snapshots" / commit / path).symlink_to(Path("../../blobs") / path)
+
+
+def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    from quire.server.cli.models.cache import cached_fleet
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="nothing is downloaded that could be served"):
+        cached_fleet({"device": "cpu"})
+    config = (Path(DEMO_MODEL) / "config.json").read_text()
+    other = json.dumps(json.loads(config) | {"model_type": "no_such_family"})
+    repository(tmp_path, "owner/large", **{"config.json": config, "model.safetensors": "x" * 900})
+    repository(tmp_path, "owner/small", **{"config.json": config, "model.safetensors": "x"})
+    repository(tmp_path, "owner/embedder", **{"config.json": config, "model.safetensors": ""})
+    repository(tmp_path, "owner/other", **{"config.json": other, "model.safetensors": "x"})
+    repository(tmp_path, "owner/config-alone", **{"config.json": config})
+    fleet = cached_fleet({"device": "cpu", "kv_cache_memory": 0.5})
+    assert [entry.name for entry in fleet.entries] == ["owner/small", "owner/large", "owner/embedder"]
+    assert fleet.entries[0].config.kv_cache_memory == 0.5
+    assert fleet.memory is not None
+    assert fleet.memory > 0
+    assert "owner/other is not served" in caplog.text

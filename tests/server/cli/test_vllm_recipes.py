@@ -1,0 +1,255 @@
+"""The command lines of vLLM's published recipes, with their values: each is understood. vllm_recipes.json has them, by
+the recipe's file, with the date of the commit that they were read from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.engine.checkpoint.overrides import with_overrides
+from quire.engine.config import EngineConfig
+from quire.server.cli.bench.serve import make_parser
+from quire.server.cli.bench.vllm_flags import settle
+from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.unknown_flags import parse_known
+from quire.server.config import ServerConfig
+
+TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
+SERVED = {file: lines["serve"] for file, lines in TABLE["files"].items() if "serve" in lines}
+ASCEND = ["--quantization", "ascend"]
+"""Of Huawei's NPUs: the one value of them all that no card here can do."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
+    made.add_argument("model_tag", nargs="?")
+    add_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    return made
+
+
+def configured(*argv: str) -> ServerConfig:
+    return parse(parser(), argv, ServerConfig, "model_tag")[1]
+
+
+def is_runnable(argv: Sequence[str]) -> bool:
+    """Not one whose file is elsewhere, nor part of a strategy whose sizes are given when it is used."""
+    alone = "--decode-context-parallel-size" in argv and not {"--tensor-parallel-size", "-tp"} & set(argv)
+    return "--config" not in argv and "ascend" not in argv and not alone
+
+
+def test_every_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    made, wrong = parser(), []
+    for file, lines in SERVED.items():
+        for argv in filter(is_runnable, lines):
+            try:
+                config = parse(made, argv, ServerConfig, "model_tag")[1]
+                assert config.model in argv or f"--model={config.model}" in argv or not argv[0][0].isalpha()
+            except SystemExit:
+                wrong.append((file, argv, capsys.readouterr().err.splitlines()[-1]))
+    assert not wrong
+    assert sum(map(len, SERVED.values())) > 1000
+
+
+def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
+    wrong = []
+    for argv in lines:
+        made = make_parser()
+        try:
+            settle(made, parse_known(made, argv[2:]))
+        except SystemExit:
+            if "would be fetched from elsewhere" not in (said := capsys.readouterr().err):
+                wrong.append((argv, said))
+    assert not wrong
+    assert len(lines) > 50
+
+
+def test_a_device_that_is_not_served_is_refused_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (ASCEND, ["--device", "tpu"], ["--device=xla"], ["--device", "npu"], ["--device", "hpu:0"]):
+        with pytest.raises(SystemExit):
+            configured("mine", *argv)
+        said = capsys.readouterr().err
+        assert "input should be" not in said
+        assert any(why in said for why in ("PyTorch of their own", "each shape of a step anew")), said
+
+
+def test_flags_of_the_recipes_mean_what_they_mean_there() -> None:
+    config = configured(
+        *("mine", "--hf-overrides", '{"max_position_embeddings": 1010000}', "--hf-overrides.rope_scaling.factor=4"),
+        *("--default-chat-template-kwargs.thinking", "true", "--default-chat-template-kwargs.reasoning_effort=high"),
+        *("--generation-config", "vllm", "--override-generation-config", '{"max_new_tokens": null}'),
+        *("--root-path", "/llm", "--chat-template-content-format", "string", "--kv-cache-memory-bytes", "8589934592"),
+        *("--speculative-config.method", "mtp", "--speculative-config.num_speculative_tokens=3"),
+    )
+    assert config.hf_overrides == {"max_position_embeddings": 1010000, "rope_scaling": {"factor": 4}}
+    assert config.default_chat_template_kwargs == {"thinking": True, "reasoning_effort": "high"}
+    assert (config.generation_config, config.override_generation_config) == ("vllm", {"max_new_tokens": None})
+    assert (config.root_path, config.chat_template_content_format, config.kv_cache_memory) == ("/llm", "string", 8.0)
+    assert config.speculative_config is not None
+    assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("mtp", 3)
+
+
+def test_overrides_are_merged_into_inner_configurations_and_replace_all_else() -> None:
+    raw = {"rope_scaling": {"factor": 2, "type": "yarn"}, "text_config": {"hidden_size": 8, "rope": {"a": 1}}}
+    merged = with_overrides(raw, {"rope_scaling": {"factor": 4}, "text_config": {"rope": {"b": 2}}, "new": 1})
+    assert merged == {"rope_scaling": {"factor": 4}, "text_config": {"hidden_size": 8, "rope": {"b": 2}}, "new": 1}
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        (
+            "--reasoning-parser",
+            "deepseek_r1 deepseek_v3 deepseek_v4 poolside_v1 cohere_command3 cohere_command4 ernie45 gemma4 glm45 "
+            "glm47 openai_gptoss granite holo2 hunyuan_a13b hy_v3 kimi_k2 kimi_k3 mimo minimax_m2 "
+            "minimax_m2_append_think minimax_m3 mistral nemotron_v3 olmo3 qwen3 seed_oss step3 step3p5 inkling "
+            "solar_open2",
+        ),
+        (
+            "--tool-call-parser",
+            "deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 cohere_command3 cohere_command4 ernie45 glm45 glm47 "
+            "granite-20b-fc granite granite4 hermes poolside_v1 hunyuan_a13b hy_v3 internlm jamba lfm2 kimi_k2 kimi_k3 "
+            "llama3_json llama4_json llama4_pythonic longcat mimo minimax_m2 minimax_m3 minicpm5 mistral olmo3 openai "
+            "phi4_mini_json pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 inkling xlam gigachat3 functiongemma "
+            "gemma4 apertus solar_open2",
+        ),
+    ],
+)
+def test_every_parser_of_vllm_is_auto_or_one_of_ours(flag: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    field = flag.strip("-").replace("-", "_")
+    for name in names.split():
+        value = getattr(configured("mine", flag, name), field)
+        said = capsys.readouterr().err
+        assert value == name if not said else (value == "auto" and "chat template" in said and said.count("\n") == 1)
+        assert getattr(ServerConfig(**{field: name}), field) in ("auto", name)  # as a file or a variable says it
+
+
+def test_a_parser_of_a_plugin_is_auto_and_one_of_nobody_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured("mine", "--reasoning-parser-plugin", "nano.py", "--reasoning-parser", "nano_v3")
+    assert config.reasoning_parser == "auto"
+    assert "no code of others runs" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        configured("mine", "--reasoning-parser", "nano_v3")
+
+
+SWITCHES = [name for name, field in ServerConfig.model_fields.items() if field.annotation in (bool, bool | None)]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_takes_true_and_false(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    for on in (f"{flag}=true", f"{flag}=True", f"{flag}=1", flag, f"{flag.replace('--', '--no-', 1)}=False"):
+        assert getattr(configured("mine", on), name) is True
+    for off in (f"{flag}=False", f"{flag}=false", f"{flag}=0", flag.replace("--", "--no-", 1)):
+        assert getattr(configured("mine", off), name) is False
+    assert getattr(configured("mine", flag, "False"), name) is False
+    assert configured("mine", flag, "True", "--port", "9").port == 9
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        ["--trust-remote-code"],
+        ["--swap-space", "4"],
+        ["--data-parallel-size-local", "2"],
+        ["--hf-overrides", "{}"],
+        ["--hf-overrides.a=1"],
+        ["--reasoning-parser", "qwen3"],
+        ["--enable-lora", "true"],
+    ],
+)
+def test_a_model_behind_a_flag_is_no_part_of_the_list_before_it(between: list[str]) -> None:
+    config = configured("--served-model-name", "a", "b", *between, "mine")
+    assert (config.model, config.served_model_name) == ("mine", ["a", "b"])
+    assert configured("--served-model-name", "a", *between, "--port", "9", "mine").model == "mine"
+
+
+def test_a_switch_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured("mine", "--enable-lora=perhaps")
+    assert "perhaps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "engines"),
+    [
+        (["-dp", "16", "--data-parallel-size-local", "8", "--data-parallel-hybrid-lb"], 8),
+        (
+            [
+                "--data-parallel-size-local=8",
+                "--data-parallel-size=16",
+                "--headless",
+                "--data-parallel-start-rank",
+                "8",
+            ],
+            8,
+        ),
+        (["--data-parallel-size", "4", "--data-parallel-rank", "2"], 1),
+        (["--data-parallel-external-lb", "--data-parallel-size", "4"], 1),
+        (["--data-parallel-size", "4", "--data-parallel-address", "10.0.0.1"], 4),
+    ],
+)
+def test_a_machine_of_several_serves_its_own_engines(argv: list[str], engines: int) -> None:
+    assert configured("mine", *argv).data_parallel_size == engines
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--speculative-config", "ngram", "--speculative-config.num_speculative_tokens", "3"],
+        ["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"],
+        ["--hf-overrides", "[1]"],
+        ["--hf-overrides", "{"],
+        ["--default-chat-template-kwargs", '{"messages": []}'],
+        ["--root-path", "llm"],
+    ],
+)
+def test_objects_that_are_none_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured("mine", *argv)
+    assert argv[0].partition(".")[0].strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        ('{"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3}', "eagle3"),
+        ('{"model": "meta-llama/Llama-3.2-1B", "draft_tensor_parallel_size": 1}', "draft_model"),
+        ('{"method": "ernie_mtp", "model": "mine", "num_speculative_tokens": 1}', "mtp"),
+        ('{"method": "dflash", "model": "OWNER/DRAFT", "num_speculative_tokens": 15}', "none"),
+        ('{"method": "qwen3_5_mtp", "enforce_eager": true}', "mtp"),
+    ],
+)
+def test_what_only_says_how_tokens_are_guessed_does_no_harm(
+    given: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured("mine", "--speculative-config", given).speculative_config
+    assert config is not None
+    assert config.method == method
+    assert config.model is None or method != "mtp"
+    if "enforce_eager" in given or method == "none":
+        assert "changes nothing: --speculative-config" in capsys.readouterr().err
+
+
+def test_a_yaml_file_says_flags_as_vllm_s_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: theirs\nkv-cache-dtype: fp8\nasync-scheduling: true\nno-enable-prefix-caching: true\nmax_num_seqs: 64\n"
+        "served-model-name: [a, b]\nhf-overrides: {rope_scaling: {factor: 2}}\ncompilation-config: '{\"mode\": 3}'\n"
+    )
+    config = configured("--config", str(file), "--max-num-seqs", "8")
+    assert (config.model, config.kv_cache_dtype, config.max_num_seqs) == ("theirs", "fp8", 8)
+    assert (config.served_model_name, config.hf_overrides) == (["a", "b"], {"rope_scaling": {"factor": 2}})
+    assert not config.enable_prefix_caching
+    assert configured("mine", "--config", str(file)).model == "mine"
+    file.write_text("- a\n")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        configured("--config", str(file))
+    assert "must be a mapping" in capsys.readouterr().err
