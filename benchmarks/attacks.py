@@ -299,7 +299,7 @@ async def send(port: int, attack: Attack, body: bytes, key: str | None = None) -
 
 async def _write(writer: asyncio.StreamWriter, attack: Attack, body: bytes, key: str | None) -> None:
     version = "1.0" if attack.manner == "HTTP/1.0" else "1.1"
-    lines = [f"POST {attack.path} HTTP/{version}", "Host: x", "Content-Type: application/json"]
+    lines = [f"POST {attack.path} HTTP/{version}", "Host: localhost", "Content-Type: application/json"]
     if key is not None:
         lines.append(f"Authorization: Bearer {key}")
     if attack.manner == "h2c":

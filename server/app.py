@@ -22,6 +22,7 @@ from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
+from quire.server.access.hosts import HostMiddleware, Hosts
 from quire.server.access.origins import with_cors
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
@@ -110,8 +111,8 @@ def application(
     link: Link | None = None,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
-    before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
-    `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is kept, where others
+    before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
+    open_data and `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is kept, where others
     share it."""
     gateways = Gateways(config)
 
@@ -175,7 +176,8 @@ def _add_middleware(
     held: int,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
-    requests may hold."""
+    requests may hold. Raises ConfigError for allowed hosts that cannot be used."""
+    app.state.hosts = Hosts(config)
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
@@ -185,4 +187,5 @@ def _add_middleware(
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     app.add_middleware(with_cors, config)
+    app.add_middleware(HostMiddleware, hosts=app.state.hosts)
     app.add_middleware(RequestLogMiddleware, ended=ended)

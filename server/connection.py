@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from array import array
 from dataclasses import dataclass
 from typing import Any, cast
@@ -195,6 +196,10 @@ class Connection(HttpToolsProtocol):
             return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(400, f"More than {MAX_PIPELINED} requests wait in this connection")
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            # The host of an absolute target stands for the header's (RFC 9112, 3.2.2).
+            authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
+            self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = Unchunked(self.cycle)  # type: ignore[assignment]

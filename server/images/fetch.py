@@ -21,6 +21,7 @@ import httpcore
 
 from quire.engine.errors import QuireError
 from quire.engine.images.decode import MOST_BYTES, refused
+from quire.server.access.addresses import matches
 
 SECONDS = 10.0
 """For one image, redirections included."""
@@ -163,10 +164,7 @@ class Fetcher:
         host = (split.hostname or "").rstrip(".")
         if split.scheme not in ("http", "https") or not host or split.username or split.password:
             raise refused(where, "must be an http or https address of a host, without a user's name")
-        below = [f"*.{host.partition('.')[2]}"] if "." in host else []
-        while below and "." in below[-1][2:]:
-            below.append(f"*.{below[-1][2:].partition('.')[2]}")
-        if not {"*", host, *below} & set(self._domains):
+        if not matches(host, self._domains):
             raise refused(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
         return url
 

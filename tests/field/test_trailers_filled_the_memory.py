@@ -19,7 +19,7 @@ from tests.server.hosted import Port, serving
 
 LETTERS = hashed(b"abcdefgh")
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
 TRAILER = b"X-Filler: " + b"x" * 90 + b"\r\n"
 PIECE = b"x" * 32_000
@@ -85,7 +85,7 @@ async def test_what_is_no_body_is_bounded_in_each_phase(port: Port, name: str, k
 async def test_trailers_are_dropped(port: Port, count: int) -> None:
     """They are no headers: a trailer gives no key."""
     close = b"Connection: close\r\n\r\n"
-    last = b"GET /health HTTP/1.1\r\nHost: x\r\n" + close
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + close
     trailers = b"Authorization: Bearer secret\r\nHost: evil\r\n" + TRAILER * count
     answer = await port.send(head() + CHUNK + b"0\r\n" + trailers + b"\r\n" + last)
     assert statuses(answer) == [200, 200]
@@ -107,7 +107,7 @@ async def test_small_chunks_of_a_large_body_are_no_attack(port: Port) -> None:
     """A client that writes a JSON text as it makes it sends a chunk for each of its pieces."""
     body = b'{"prompt": "a", "max_tokens": 2' + b" " * 900_000 + b"}"
     chunks = b"".join(b"18\r\n%s\r\n" % body[at : at + 24].ljust(24) for at in range(0, len(body), 24))
-    close = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    close = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert statuses(await port.send(head() + chunks + b"0\r\n\r\n" + close)) == [200, 200]
 
 
@@ -137,7 +137,7 @@ async def test_a_closed_connection_is_freed_at_once(port: Port, ends: str) -> No
 async def test_what_is_wrong_with_a_body_is_told_after_the_answers_before_it(port: Port) -> None:
     """It was told in the midst of them: an answer of another request, as a client's library reads it."""
     stream = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
-    long = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: %d\r\n\r\n"
+    long = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: %d\r\n\r\n"
     answer = await port.send(long % len(stream) + stream, head() + b"1;" + PIECE * 5, pause=0.02)
     assert statuses(answer) == [200, 431]
     assert b"data: [DONE]\n\n\r\n0\r\n\r\nHTTP/1.1 431" in answer
@@ -147,7 +147,7 @@ async def test_who_leaves_with_requests_waiting_ends_the_one_that_is_answered() 
     engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     async with serving(engine) as port:
         body = json.dumps({"prompt": "a", "max_tokens": 90_000, "ignore_eos": True, "stream": True}).encode()
-        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
         writer.write(post * 3)
         await reader.readuntil(b"data: ")
