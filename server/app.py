@@ -112,8 +112,8 @@ def application(
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
-    open_data and `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is kept, where others
-    share it."""
+    open_data and `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is
+    kept, where others share it."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:

@@ -28,8 +28,10 @@ SECONDS = 10.0
 MOST_REDIRECTS = 3
 MOST_IN_ALL = 48 << 20
 """Bytes of all images of a request."""
-_AT_ONCE = 256
-"""Images that are fetched for all requests together; others wait, and their time runs."""
+MOST_FETCHING = 64
+"""Requests whose images are fetched at the same time."""
+_CONNECTIONS = 4
+"""Of a request."""
 _LOOKUPS = 4
 """Threads that look up names, and nothing else: a name server that does not answer keeps them for a while."""
 _CONNECTING = 3.0
@@ -111,7 +113,6 @@ class Fetcher:
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._trusted = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
 
     def close(self) -> None:
@@ -123,7 +124,10 @@ class Fetcher:
         found, room = dict[str, bytes](), _Room(hold, MOST_IN_ALL)
         async with (
             httpcore.AsyncConnectionPool(
-                ssl_context=self._trusted, network_backend=self._network, max_connections=4, keepalive_expiry=0
+                ssl_context=self._trusted,
+                network_backend=self._network,
+                max_connections=_CONNECTIONS,
+                keepalive_expiry=0,
             ) as pool,
             asyncio.TaskGroup() as tasks,
         ):
@@ -137,7 +141,7 @@ class Fetcher:
 
     async def _one(self, pool: httpcore.AsyncConnectionPool, url: str, where: str, room: _Room) -> bytes:
         try:
-            async with asyncio.timeout(SECONDS), self._turns:
+            async with asyncio.timeout(SECONDS):
                 for _ in range(MOST_REDIRECTS + 1):
                     content, url = await self._answer(pool, self._allowed(url, where), where, room)
                     if content is not None:
