@@ -13,7 +13,7 @@ from quire.engine.types import TokenLogprob
 from quire.server.generation.choice import ChoiceDelta, TokenText
 
 MAX_LOGPROBS = 2**20
-"""Log probabilities that one answer may hold. A stream whose last events do not repeat them has no such bound. This many
+"""Log probabilities that one answer may hold, if it is whole or a stream whose last events repeat them. This many
 take some 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
 """Of all answers together."""
@@ -128,7 +128,7 @@ class LogprobBudget:
             self._total += more
             if self._calls[call] > MAX_LOGPROBS:
                 raise InvalidRequest(
-                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat or completion",
+                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat",
                     param="logprobs",
                 )
             if self._total > MAX_LOGPROBS_IN_ALL and self._calls[call] == max(self._calls.values()):
