@@ -7,11 +7,11 @@ one operation can make much larger is looked at before.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -150,7 +150,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             loop.iter = _call("bounded_loop", [loop.iter, steps], loop.lineno)
         for joined in template.find_all(nodes.Concat):
             joined.nodes = [_call("join_parts", joined.nodes, joined.lineno)]
-        for part in template.find_all((nodes.Macro, nodes.CallBlock, nodes.Block)):
+        parts: list[nodes.Macro | nodes.CallBlock | nodes.Block] = [*template.find_all(nodes.Macro)]
+        parts += [*template.find_all(nodes.CallBlock), *template.find_all(nodes.Block)]
+        for part in parts:
             if steps_more := _more_steps(part.body):
                 spent = _call("spend_steps", [nodes.Const(steps_more, lineno=part.lineno)], part.lineno)
                 part.body.insert(0, nodes.ExprStmt(spent, lineno=part.lineno))
@@ -203,9 +205,10 @@ def _put(context: Context, value: Any) -> Any:
     return _BUDGET.get().put(value)
 
 
-def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+def _call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
     """A call of the environment's method, which templates can neither replace nor call by a name."""
-    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None, lineno=line)
+    passed = cast(list[nodes.Expr], list(arguments))
+    return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
 
 def _more_steps(body: list[nodes.Node]) -> int:

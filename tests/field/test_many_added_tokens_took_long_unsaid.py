@@ -1,5 +1,5 @@
-"""A user saw: a start stood still for 40 s and said nothing, for a tokenizer.json with three million added tokens (issue
-56, item 6). The library needs as long; the log says so before."""
+"""A user saw: a start stood still for 40 s and said nothing, for a tokenizer.json with three million added tokens
+(issue 56, item 6). The library needs as long; the log says so before."""
 
 from __future__ import annotations
 
