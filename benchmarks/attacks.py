@@ -17,9 +17,12 @@ ASKED = [{"role": "user", "content": "hi"}]
 PATIENCE = 120.0
 """Seconds that the client waits for an answer."""
 
-Manner = Literal["plain", "leaves", "slowly", "gzip", "chunked", "HTTP/1.0", "h2c", "pipelined", "bytes"]
+Manner = Literal[
+    *("plain", "leaves", "slowly", "gzip", "chunked", "HTTP/1.0", "h2c", "pipelined", "bytes"),
+    *("trailers", "extension"),
+]
 """How a body is sent. One that leaves hangs up half a second later; one that is slow sends 20 pieces, 0.1 s apart;
-bytes are chunks of one each."""
+bytes are chunks of one each. Trailers follow the chunks of an empty object; an extension stands in its chunk's line."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,11 @@ ATTACKS = (
     Attack("HTTP/1.0", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "HTTP/1.0"),
     Attack("curl --http2", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "h2c"),
     Attack("pipelined", COMPLETIONS, lambda: {"prompt": "a" * MILLION}, (400,), "pipelined"),
+    # What is no body
+    Attack("trailers: 50 MB", COMPLETIONS, lambda: b"x-filler: 0123456789\r\n" * 2_300_000, (431,), "trailers"),
+    Attack("trailers of 5 bytes: 50 MB", COMPLETIONS, lambda: b"a:b\r\n" * 10 * MILLION, (431,), "trailers"),
+    Attack("a trailer of 50 MB", COMPLETIONS, lambda: b"a: " + b"b" * 50 * MILLION, (431,), "trailers"),
+    Attack("a chunk's extension of 50 MB", COMPLETIONS, lambda: b"a" * 50 * MILLION, (431,), "extension"),
     # Memory that ends inside native code
     Attack("a schema of 2 M lists", RESPONSES, lambda: {"input": "a", "text": {"format": _unused([[]] * 2 * MILLION)}}),
     Attack("parameters of 2 M lists", CHAT, lambda: {"messages": ASKED, "tools": [_tool([[]] * 2 * MILLION)]}),
@@ -291,7 +299,7 @@ async def send(port: int, attack: Attack, body: bytes, key: str | None = None) -
 
 async def _write(writer: asyncio.StreamWriter, attack: Attack, body: bytes, key: str | None) -> None:
     version = "1.0" if attack.manner == "HTTP/1.0" else "1.1"
-    lines = [f"POST {attack.path} HTTP/{version}", "Host: x", "Content-Type: application/json"]
+    lines = [f"POST {attack.path} HTTP/{version}", "Host: localhost", "Content-Type: application/json"]
     if key is not None:
         lines.append(f"Authorization: Bearer {key}")
     if attack.manner == "h2c":
@@ -302,6 +310,10 @@ async def _write(writer: asyncio.StreamWriter, attack: Attack, body: bytes, key:
         lines.append("Transfer-Encoding: chunked")
         chunks = _parts(body, 100 if attack.manner == "chunked" else len(body))
         pieces = [b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in chunks) + b"0\r\n\r\n"]
+    elif attack.manner in ("trailers", "extension"):
+        lines.append("Transfer-Encoding: chunked")
+        first = b"2\r\n{}\r\n0\r\n" if attack.manner == "trailers" else b"2;"
+        pieces = [first, *_parts(body, 100), b"\r\n\r\n"]
     else:
         lines.append(f"Content-Length: {len(body)}")
         pieces = _parts(body, 20) if attack.manner == "slowly" else [body]

@@ -187,7 +187,9 @@ async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: 
     """One round."""
     path, body = CALLS[args.call]
     content = json.dumps({**body, "stream": True, "max_tokens": args.steps}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     counts, loop = Counts(), asyncio.get_running_loop()
     for _ in range(args.streams):
         await loop.create_connection(lambda: Reader(head.encode() + b"\r\n\r\n" + content, counts), "127.0.0.1", port)

@@ -23,6 +23,7 @@ from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
+from quire.server.access.hosts import HostMiddleware, Hosts
 from quire.server.access.origins import with_cors
 from quire.server.access.prefix import PrefixMiddleware
 from quire.server.access.tenants import Tenants
@@ -113,9 +114,9 @@ def application(
     link: Link | None = None,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
-    before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
-    `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is kept, where others
-    share it."""
+    before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
+    open_data and `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is
+    kept, where others share it."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:
@@ -187,7 +188,8 @@ def _add_middleware(
     http: HttpMetrics,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
-    requests may hold."""
+    requests may hold. Raises ConfigError for allowed hosts that cannot be used."""
+    app.state.hosts = Hosts(config)
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
@@ -197,6 +199,7 @@ def _add_middleware(
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     app.add_middleware(with_cors, config)
+    app.add_middleware(HostMiddleware, hosts=app.state.hosts)
     app.add_middleware(RequestLogMiddleware, ended=ended, http=http)
     if config.root_path.strip("/"):
         app.add_middleware(PrefixMiddleware, prefix=config.root_path)

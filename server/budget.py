@@ -28,6 +28,10 @@ class Budget:
         free, mine = self._size - self.held, self._held_by[owner]
         return free - mine if owner else free
 
+    def held_of(self, owner: str) -> int:
+        """Bytes that an owner has taken."""
+        return self._held_by[owner]
+
     def take(self, owner: str, more: int) -> None:
         """A negative number gives back."""
         self._held_by[owner] += more

@@ -22,6 +22,10 @@ TRANSPORT = "quire.transport"
 """Names the BurstTransport of a connection of ours in the scope."""
 
 
+def _is_sending_nothing() -> bool:
+    return False
+
+
 class Bursts:
     """The connections of a server that have something to write."""
 
@@ -49,7 +53,7 @@ class BurstTransport(asyncio.Transport):
         transport: asyncio.Transport,
         loop: asyncio.AbstractEventLoop,
         bursts: Bursts,
-        sending: Callable[[], bool] = lambda: False,
+        sending: Callable[[], bool] = _is_sending_nothing,
     ) -> None:
         """`sending`: whether the client is in the middle of a request."""
         super().__init__()
@@ -106,3 +110,9 @@ class BurstTransport(asyncio.Transport):
     def abort(self) -> None:
         self._held = b""
         self._transport.abort()
+
+    def end(self) -> None:
+        """The connection is lost. Gives up what it refers to, which refers to this."""
+        self.writable = False
+        self._held = b""
+        self._sending = _is_sending_nothing

@@ -107,6 +107,11 @@ class ServerConfig(EngineConfig):
     allowed_origins: list[str] = Field(
         default_factory=list, description="Origins whose web pages may call the server (CORS); *: all; default: none"
     )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Hosts, besides this machine's names, that requests may ask for where no API key is needed and "
+        "--host is a loopback address; *.HOST: all below it, *: any",
+    )
     allowed_methods: list[str] = Field(["*"], description="Methods that such pages may use")
     allowed_headers: list[str] = Field(["*"], description="Headers that such pages may send")
     allow_credentials: bool = Field(False, description="Such pages may send cookies")
@@ -186,6 +191,11 @@ class ServerConfig(EngineConfig):
         if taken := sorted(RESERVED & value.keys()):
             raise ValueError(f"{taken[0]} is what requests say, not a variable with a default")
         return value
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_key or self.admin_api_key or self.api_key_file is not None)
 
     @property
     def model_names(self) -> tuple[str, ...]:

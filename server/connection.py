@@ -1,9 +1,11 @@
-"""uvicorn's HTTP connection, with limits on the size of a request's head and on the time to send and to read."""
+"""uvicorn's HTTP connection, with limits on all that a request has besides its body, and on the time to send and to
+read."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from array import array
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,6 +13,7 @@ from typing import Any, cast
 import httptools
 from starlette.types import Message, Send
 from uvicorn import Config
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -21,12 +24,22 @@ from quire.server.errors import INVALID, Failure
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Largest size of a request line and its headers."""
+"""Largest size of a request line and its headers, and of what may come without a byte of the body: a chunk's line with
+its extensions, trailers."""
+MAX_HEADERS = 256
+"""Headers and trailers of a request. Each look for a header passes over all of them."""
+MAX_FRAMING_BYTES = 1 << 20
+"""Bytes of a request that are not its body's: the head, the lines before chunks with their extensions, the trailers."""
+_FRAMING_PART = 4
+"""A body may have one more byte of framing for so many bytes: chunks of 24 bytes and more may come without end."""
 MAX_PIPELINED = 100
 """Requests that may wait behind one that is being answered. While some wait nothing more is read, but a single read
 could bring thousands."""
 BODY_PIECE = 16 * 1024
 """Bytes of a body that must arrive in each read timeout."""
+_LARGE_HEAD = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
+_LARGE_TRAILERS = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
+_LARGE_FRAMING = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +101,11 @@ class Unchunked:
 
 
 class Connection(HttpToolsProtocol):
-    """Adds deadlines to uvicorn's connection, by timers instead of tasks, which would cost more.
+    """Adds bounds to uvicorn's connection, and deadlines by timers instead of tasks, which would cost more.
 
-    uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers, and waits for ever for a
-    client that does not read.
+    uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers and trailers, and waits
+    for ever for a client that does not read. The bounds are the connection's: each byte that is read counts as framing
+    until it turns out to be a body's, whatever the parser is about to meet.
     """
 
     transport: BurstTransport
@@ -112,6 +126,14 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._received = 0
         """Bytes of the head, or of the body since the timer was set."""
+        self._framing = 0
+        """Bytes of the request that are not its body's. Those that come in one piece with the end of the request before
+        it are not counted."""
+        self._body_bytes = 0
+        self._bodiless = 0
+        """Bytes in pieces that brought no byte of a body, since the last piece that did."""
+        self._num_headers = 0
+        """Of the request, with its trailers."""
         self._chunks: list[bytes] = []
         """Of a body, as they came with the data of the moment."""
         self._reading: asyncio.TimerHandle | None = None
@@ -119,6 +141,8 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         """Runs while what was sent is not read."""
         self._refusal = (400, "Invalid HTTP request")
+        self._running: RequestResponseCycle | None = None
+        """The request that the application answers or has answered last; `cycle` is the one that came last."""
         self._refused = False
         """Whether nothing more is read, and the refusal is sent once the requests before it are answered."""
 
@@ -134,29 +158,48 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_head:
             self._received += len(data)
+        self._framing += len(data)
+        self._bodiless += len(data)
         super().data_received(data)
         self._pass_chunks_on()
+        self._framing = max(self._framing, 0)
         if self.transport.is_closing() or self._refused:
             return
         if self._in_head and self._received > MAX_HEAD_BYTES:
-            self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
+            self._refuse(*_LARGE_HEAD)
+        elif self._bodiless > MAX_HEAD_BYTES:
+            self._refuse(*_LARGE_TRAILERS)
+        elif self._framing > MAX_FRAMING_BYTES + self._body_bytes // _FRAMING_PART:
+            self._refuse(*_LARGE_FRAMING)
         elif self._reading is None and not self._answering:
             self._expect_head()  # such as blank lines before a request that may never begin
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._body_bytes = 0
+        self._num_headers = 0
         if not self._in_head:
             self._expect_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are dropped: ASGI has no place for them, and as headers they could say what no proxy has checked."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._stop(431, f"The request has more than {MAX_HEADERS} headers")
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._refusal = (431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
-            raise ValueError(self._refusal)  # the parser stops, and uvicorn calls send_400_response
+            self._stop(*_LARGE_HEAD)
         if self._upgrading:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = (400, f"More than {MAX_PIPELINED} requests wait in this connection")
-            raise ValueError(self._refusal)
+            self._stop(400, f"More than {MAX_PIPELINED} requests wait in this connection")
+        if not self.url.startswith(b"/") and b"://" in self.url:
+            # The host of an absolute target stands for the header's (RFC 9112, 3.2.2).
+            authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
+            self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = Unchunked(self.cycle)  # type: ignore[assignment]
@@ -168,6 +211,9 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._received += len(body)
+        self._framing -= len(body)
+        self._bodiless = 0
+        self._body_bytes += len(body)
 
     def _pass_chunks_on(self) -> None:
         """All at once: the base class copies what it has with each chunk, of which one byte each may come."""
@@ -180,6 +226,8 @@ class Connection(HttpToolsProtocol):
             return
         self._pass_chunks_on()
         super().on_message_complete()
+        self._framing = 0
+        self._bodiless = 0
         self._stop_reading_timer()
 
     @property
@@ -226,13 +274,22 @@ class Connection(HttpToolsProtocol):
         else:
             self._refuse(408, f"The request did not come within {self._bounds.read_timeout:g} seconds")
 
+    def _stop(self, status: int, message: str) -> None:
+        """Stop the parser, which calls this in the middle of what came: uvicorn then calls send_400_response."""
+        self._refusal = (status, message)
+        raise ValueError(self._refusal)
+
     def _refuse(self, status: int, message: str) -> None:
         self._refusal = (status, message)
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a head
-        is told after the answers to the requests before it."""
+        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a
+        request is told after the answers to those before it."""
+        if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running)
+            self._in_head = True
         if self._in_head and self._answering:
             self._refused = True
             self._stop_reading_timer()
@@ -244,6 +301,17 @@ class Connection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
+        self._disconnect()  # nothing that the application still does would be sent
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Tell the application that its client has left, also where other requests have come since."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     # Sending
 
@@ -280,5 +348,11 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_timer()
         self._stop_unread_timer()
-        self.transport.writable = False
+        self._unset_keepalive_if_required()
+        self.transport.end()
         super().connection_lost(exc)
+        self._disconnect()
+        # Without these circles the connection is freed now. Python looks for circles rarely here.
+        self.pipeline.clear()
+        self._running = None
+        self.cycle = None  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
+from quire.server.access.turns import FairTurns
 from quire.server.adapters import Adapters, adapters_of
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
@@ -32,7 +33,7 @@ from quire.server.durable import Durable
 from quire.server.generation.background import Background
 from quire.server.generation.fold import LogprobBudget
 from quire.server.generation.loop_turns import LoopTurns
-from quire.server.images.fetch import Fetcher
+from quire.server.images.fetch import MOST_FETCHING, Fetcher
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
@@ -68,6 +69,8 @@ class Runtime:
     others: OtherProcesses
     workers: WorkerPool
     fetcher: Fetcher
+    fetch_turns: FairTurns
+    """Of requests whose images are fetched."""
     grammars: GrammarChecker
     turns: LoopTurns
     kept: LogprobBudget
@@ -217,6 +220,7 @@ def _runtime(
         others=OtherProcesses(client, metrics, log, model.tokenizer.decode),
         workers=workers,
         fetcher=fetcher,
+        fetch_turns=FairTurns(MOST_FETCHING, reserves=True),
         grammars=GrammarChecker(workers),
         turns=turns,
         kept=LogprobBudget(),

@@ -58,6 +58,7 @@ class Receipts:
             computed=await running.hashes.computed(running.info),
             tokenizer=running.model.tokenizer,
             max_model_len=running.info.max_model_len,
+            vocab_size=running.model.vocab_size,
             adapters={each.digest: each for each in adapters if each is not None},
             images={} if reader is None else by_digest(reader, asked),
         )

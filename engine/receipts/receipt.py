@@ -125,9 +125,19 @@ def decode_receipt(given: bytes) -> Receipt:
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
         raise InvalidRequest(f"this is no receipt: {error}") from None
     wrong = [each.index for each in found.choices if not 0 <= each.index // found.params.n < len(found.prompts)]
-    if wrong or any(sum(count for _, count in each.versions) != len(each.token_ids) for each in found.choices):
-        raise InvalidRequest("this is no receipt: its choices do not fit its prompts, or versions their tokens")
+    if wrong or not all(map(_fits, found.choices)):
+        raise InvalidRequest(
+            "this is no receipt: its choices do not fit its prompts, or versions and log probabilities their tokens"
+        )
     return found
+
+
+def _fits(choice: ChoiceReceipt) -> bool:
+    """Whether a choice has a version and, if any, a log probability of each of its tokens."""
+    counts = [count for _, count in choice.versions]
+    if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
+        return False
+    return choice.logprobs is None or len(choice.logprobs) == len(choice.token_ids)
 
 
 def _within(whole: Any) -> Any:

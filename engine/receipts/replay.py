@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import msgspec
 
-from quire.engine.errors import EngineError
+from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.client import EngineClient
-from quire.engine.receipts.receipt import ChoiceReceipt, Computed, Hashes, Receipt, values_of
+from quire.engine.receipts.receipt import ChoiceReceipt, Computed, Hashes, PromptReceipt, Receipt, values_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, Image, Request, Span
 
@@ -39,6 +40,7 @@ class Model:
     computed: Computed
     tokenizer: Tokenizer
     max_model_len: int
+    vocab_size: int
     adapters: Mapping[str, Adapter]
     """By digest."""
     images: Mapping[str, Image]
@@ -60,17 +62,23 @@ class Piece:
 
 
 async def replay(receipt: Receipt, model: Model, client: EngineClient) -> Verdict:
-    """Compute again what the model's weights computed of an answer. Raises EngineError when the engine fails."""
+    """Compute again what the model's weights computed of an answer. It is refused if nothing of it can be compared.
+    Raises EngineError when the engine fails."""
     if (why := refusal(receipt, model)) is not None:
         return Verdict(receipt.id, "refused", why)
     pieces, elsewhere = pieces_of(receipt, model.weights)
     warning = warning_of(receipt, model)
     counted = 0
     for piece in pieces:
-        difference = await _compared(receipt, piece, model, client)
+        try:
+            difference = await _compared(receipt, piece, model, client)
+        except InvalidRequest as error:
+            return Verdict(receipt.id, "refused", error.message, counted, warning)
         if difference is not None:
             return Verdict(receipt.id, "different", difference, counted, warning)
         counted += piece.end - piece.begin
+    if not counted:
+        return Verdict(receipt.id, "refused", "nothing was compared: its answers have no tokens of these weights")
     kinds = [] if receipt.choices[:1] and receipt.choices[0].logprobs is None else ["log probabilities"]
     what = " and ".join([f"{counted} tokens", *kinds])
     if elsewhere:
@@ -96,10 +104,43 @@ def refusal(receipt: Receipt, model: Model) -> str | None:
     if lacking := sorted(digests - model.images.keys()):
         why = f"it has images, of which a receipt keeps hashes alone ({lacking[0]})"
         return f"{why}: --image FILE, or images of LLM.replay, gives their pixels"
+    outside = next((id for id in ids_of(receipt) if not 0 <= id < model.vocab_size), None)
+    if outside is not None:
+        return f"its token id {outside} is outside this model's vocabulary of {model.vocab_size}"
+    if any(not 0 <= choice.seed < 2**63 for choice in receipt.choices):
+        return "it has a seed of more than 63 bits"
+    if any(not _is_within(prompt) for prompt in receipt.prompts):
+        return "its images do not stand within its prompts"
+    if not all(receipt.prompt_of(each).ids for each in receipt.choices):
+        return "it has a prompt without tokens"
     longest = max((len(receipt.prompt_of(each).ids) + len(each.token_ids) for each in receipt.choices), default=0)
     if longest > model.max_model_len:
         return f"max_model_len: it has {longest} tokens, and this model's context {model.max_model_len}"
     return None
+
+
+def ids_of(receipt: Receipt) -> Iterator[int]:
+    """All token ids in a receipt."""
+    params = receipt.params
+    yield from chain.from_iterable(prompt.ids for prompt in receipt.prompts)
+    yield from chain.from_iterable(choice.token_ids for choice in receipt.choices)
+    yield from chain.from_iterable(params.bad_words_ids)
+    if params.thinking is not None:
+        yield params.thinking.end_id
+        if params.thinking.begin_id is not None:
+            yield params.thinking.begin_id
+    for ids in (params.logit_bias, params.allowed_token_ids, params.stop_token_ids, params.logprob_token_ids):
+        yield from ids or ()
+
+
+def _is_within(prompt: PromptReceipt) -> bool:
+    """Whether the images of a prompt stand behind one another in it."""
+    end = 0
+    for start, count, _ in sorted(prompt.images):
+        if start < end or count < 1:
+            return False
+        end = start + count
+    return end <= len(prompt.ids)
 
 
 def warning_of(receipt: Receipt, model: Model) -> str:
@@ -125,7 +166,7 @@ def pieces_of(receipt: Receipt, weights: str | None) -> tuple[list[Piece], int]:
 
 
 async def _compared(receipt: Receipt, piece: Piece, model: Model, client: EngineClient) -> str | None:
-    """The first difference of a piece from what is computed now."""
+    """The first difference of a piece from what is computed now. Raises InvalidRequest for what the engine refuses."""
     choice, wanted = piece.choice, piece.choice.token_ids[piece.begin : piece.end]
     request = _request(receipt, piece, model)
     stream = client.submit([request], request.id)
@@ -136,7 +177,7 @@ async def _compared(receipt: Receipt, piece: Piece, model: Model, client: Engine
         async for outputs in stream:
             for output in outputs:
                 if output.error is not None:
-                    raise EngineError(output.error)
+                    raise InvalidRequest(output.error) if output.cause == "grammar" else EngineError(output.error)
                 ids += output.new_ids
                 logprobs += values_of(output.logprobs or [])
                 if output.prompt_logprobs is not None:

@@ -235,15 +235,8 @@ class ChatRenderer:
     ) -> str:
         template = self._template(tools)
         try:
-            return template.render(
-                {
-                    **self._special_tokens,
-                    **variables,
-                    **self._environment.budget(),
-                    "messages": ReadOnlyList(turns),
-                    "tools": tools or None,
-                }
-            )
+            shown = {"messages": ReadOnlyList(turns), "tools": tools or None}
+            return self._environment.render(template, {**self._special_tokens, **variables, **shown})
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template can raise any exception on messages that it was not written for
@@ -256,7 +249,7 @@ class ChatRenderer:
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            template.render({**self._special_tokens, **self._environment.budget(), **others})
+            self._environment.render(template, {**self._special_tokens, **others})
         except TooManySteps as error:
             raise ModelError(f"model: the chat template {name!r} cannot be rendered: {error}") from None
         except Exception:  # what it refuses now, it may take from a request

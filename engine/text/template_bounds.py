@@ -7,10 +7,11 @@ one operation can make much larger is looked at before.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -31,9 +32,8 @@ _FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch"
 """The same."""
 _NESTED = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Filters whose result is as large as all that is in what they are given: a list can hold another one twice."""
-_BUDGET = "_quire_budget"
-_BOUNDED = "_quire_bounded"
-_JOINED = "_quire_joined"
+_TEXT_PART, _NODES_PART = 256, 256
+"""Characters, and nodes of the syntax tree, in the body of a loop or macro for which each run of it is a step more."""
 
 
 class TooManySteps(jinja2.TemplateRuntimeError):
@@ -82,16 +82,22 @@ class _Budget:
         return size
 
 
+_BUDGET: ContextVar[_Budget] = ContextVar("budget")
+"""Of the rendering under way. No variable of the template leads to it: a template could give itself more."""
+
+
 class _Bounded:
     """What a loop goes over; each round is a step. It has a length where the original has one, for `loop.length`."""
 
-    def __init__(self, values: Iterable[Any], budget: _Budget) -> None:
+    def __init__(self, values: Iterable[Any], budget: _Budget, steps: int) -> None:
+        """`steps`: of a round."""
         self._values = values
         self._budget = budget
+        self._steps = steps
 
     def __iter__(self) -> Iterator[Any]:
         for value in self._values:
-            self._budget.spend()
+            self._budget.spend(self._steps)
             yield value
 
     def __len__(self) -> int:
@@ -99,7 +105,7 @@ class _Bounded:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates of this environment must be rendered with the variables of `budget()`."""
+    """Templates of this environment must be rendered by `render`."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
@@ -114,22 +120,47 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # as many paragraphs as it is asked for
 
     @staticmethod
-    def budget() -> dict[str, Any]:
-        """Variables that one rendering needs; make them anew for each."""
-        budget = _Budget()
-        return {_BUDGET: budget, _BOUNDED: lambda values: _Bounded(values, budget), _JOINED: budget.join}
+    def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+        """Raises TooManySteps, and whatever the template raises."""
+        token = _BUDGET.set(_Budget())
+        try:
+            return template.render(variables)
+        finally:
+            _BUDGET.reset(token)
+
+    @staticmethod
+    def bounded_loop(values: Iterable[Any], steps: int) -> _Bounded:
+        """What templates call for the values of each loop."""
+        return _Bounded(values, _BUDGET.get(), steps)
+
+    @staticmethod
+    def spend_steps(steps: int) -> None:
+        """What templates call where a long macro or block begins."""
+        _BUDGET.get().spend(steps)
+
+    @staticmethod
+    def join_parts(*parts: Any) -> str:
+        """What templates call for ~."""
+        return _BUDGET.get().join(*parts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            loop.iter = nodes.Call(nodes.Name(_BOUNDED, "load"), [loop.iter], [], None, None, lineno=loop.lineno)
+            steps = nodes.Const(1 + _more_steps(loop.body), lineno=loop.lineno)
+            loop.iter = _call("bounded_loop", [loop.iter, steps], loop.lineno)
         for joined in template.find_all(nodes.Concat):
-            joined.nodes = [nodes.Call(nodes.Name(_JOINED, "load"), joined.nodes, [], None, None, lineno=joined.lineno)]
+            joined.nodes = [_call("join_parts", joined.nodes, joined.lineno)]
+        parts: list[nodes.Macro | nodes.CallBlock | nodes.Block] = [*template.find_all(nodes.Macro)]
+        parts += [*template.find_all(nodes.CallBlock), *template.find_all(nodes.Block)]
+        for part in parts:
+            if steps_more := _more_steps(part.body):
+                spent = _call("spend_steps", [nodes.Const(steps_more, lineno=part.lineno)], part.lineno)
+                part.body.insert(0, nodes.ExprStmt(spent, lineno=part.lineno))
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the sandbox's, whose names of arguments leave all others to the template's own calls."""
-        budget = __context.parent[_BUDGET]
+        budget = _BUDGET.get()
         budget.spend(_CALL_STEPS)
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -145,7 +176,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget.grown(owner, super().call(__context, __obj, *args, **kwargs))
 
     def _filter(self, name: str, context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = context.parent[_BUDGET]
+        budget = _BUDGET.get()
         if name in _FILTERS:
             _check(name, _product(name, value, *args, *kwargs.values()), _MOST)
         if name == "format":
@@ -160,18 +191,40 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if isinstance(left, str | list) and isinstance(right, str | list):
-                context.parent[_BUDGET].spend((len(left) + len(right)) // _STEP_SIZE)
+                _BUDGET.get().spend((len(left) + len(right)) // _STEP_SIZE)
         else:
             _check(operator, _size(operator, left, right))
         if operator == "%" and isinstance(left, str):
-            context.parent[_BUDGET].put(right)
+            _BUDGET.get().put(right)
         return super().call_binop(context, operator, left, right)
 
 
 @jinja2.pass_context
 def _put(context: Context, value: Any) -> Any:
-    """What Jinja calls for the value of every {{ }}."""
-    return context.parent[_BUDGET].put(value)
+    """What Jinja calls for the value of every {{ }}. It wants the context so that no value is written ahead."""
+    return _BUDGET.get().put(value)
+
+
+def _call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
+    """A call of the environment's method, which templates can neither replace nor call by a name."""
+    passed = cast(list[nodes.Expr], list(arguments))
+    return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
+
+
+def _more_steps(body: list[nodes.Node]) -> int:
+    """Of each time that a body is run, which may be as long as the template; loops in it count their own."""
+    text = num_nodes = 0
+    rest: list[nodes.Node] = [*body]
+    while rest:
+        node = rest.pop()
+        num_nodes += 1
+        if isinstance(node, nodes.TemplateData):
+            text += len(node.data)
+        if isinstance(node, nodes.For):
+            rest += [node.iter, *node.else_]
+        else:
+            rest += node.iter_child_nodes()
+    return text // _TEXT_PART + num_nodes // _NODES_PART
 
 
 def _check(name: str, size: int, most: int = MAX_SIZE) -> None:

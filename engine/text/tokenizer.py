@@ -6,6 +6,7 @@ Only a directory without a tokenizer.json needs transformers, which is imported 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "\u2581"
 """The character that SentencePiece writes for a space."""
+log = logging.getLogger("quire.engine")
+MANY_ADDED_TOKENS = 200_000
+_ADDED_TOKEN_SECONDS = 13e-6
+"""Measured: three million took 40 s."""
 _TOKENIZER_BYTES = 256 * MIB
 _UNUSED_IDS = 65_536
 """How many ids a vocabulary may leave out, beside as many as it has."""
@@ -110,6 +115,7 @@ class Tokenizer:
             if content is None:
                 backend = _load_by_transformers(path)
             else:
+                warn_of_added_tokens(content, files.label("tokenizer.json"))
                 backend = tokenizers.Tokenizer.from_buffer(content)
                 _add_missing_tokens(backend, config, special_tokens)
         backend.no_truncation()
@@ -286,6 +292,15 @@ def _explained(name: str) -> Iterator[None]:
             raise
         text = " ".join(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ").split())[:_SHOWN]
         raise ModelError(f"model: {name}: cannot read the tokenizer: {text}") from error
+
+
+def warn_of_added_tokens(content: bytes, name: str) -> None:
+    """Say before tokenizer.json is read that this will take long: the library takes longer for an added token than for
+    any other."""
+    count = content.count(b'"single_word"')  # a field of each
+    if count >= MANY_ADDED_TOKENS:
+        seconds = count * _ADDED_TOKEN_SECONDS
+        log.warning("%s has %s added tokens: reading them takes some %.0f s", name, f"{count:,}", seconds)
 
 
 def _add_missing_tokens(

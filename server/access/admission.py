@@ -106,8 +106,11 @@ class Admission:
         if room < 0 or (self._keyed and mine > room + 1):
             message = f"Too many requests wait already ({client.num_open} are open). Please try again later"
             raise self._rejected("max_num_queued_reqs", message)
-        if client.queued_tokens and client.queued_tokens + tokens > config.max_queued_tokens:
-            message = f"Too many prompt tokens wait already ({client.queued_tokens} of {config.max_queued_tokens})"
+        queued = client.queued_tokens
+        room = config.max_queued_tokens - queued - tokens
+        mine = min(queued, self._tokens.held_of(tenant.name)) if self._keyed else 0
+        if queued and mine > room:
+            message = f"Too many prompt tokens wait already ({queued} of {config.max_queued_tokens})"
             raise self._rejected("max_num_queued_tokens", f"{message}. Please try again later")
 
     def _rejected(self, reason: str, message: str) -> Overloaded:

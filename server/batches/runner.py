@@ -23,6 +23,7 @@ from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
 from quire.engine.link.client import EngineClient
 from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
+from quire.server.access.turns import FairTurns
 from quire.server.batches.calls import Asking
 from quire.server.batches.lines import answered_line, failed_line, parse_line
 from quire.server.batches.output import finish
@@ -72,8 +73,8 @@ class BatchRunner:
         self._tenants = tenants
         self._config = config
         self._pace = Pace(clients)
-        self._places = asyncio.Semaphore(max(1, config.most_running // _SHARE))
-        self._reading = asyncio.Lock()  # a file at a time, for threads compete with the event loop
+        self._places = FairTurns(max(1, config.most_running // _SHARE))
+        self._reading = FairTurns(1)  # a file at a time, for threads compete with the event loop
         self._left: dict[str, asyncio.Event] = {}
         """By the batch's id: set when its lines shall end."""
         self.results = {"completed": 0, "failed": 0}
@@ -163,7 +164,7 @@ class BatchRunner:
         most = int(self._config.max_body_size * 2**20)
         try:
             path = self.contents.path(batch.input_file_id)
-            async with self._reading:
+            async with self._reading.turn(owner):
                 lines, errors = await asyncio.to_thread(read_lines, path, batch.endpoint, most)
         except OSError as error:
             lines, errors = [], [LineError("file_lost", f"The input file cannot be read: {error.strerror}")]
@@ -180,7 +181,7 @@ class BatchRunner:
                 await left.wait()
             else:
                 more = {"tenant": self._behind(tenant), PRIORITY: BEHIND}
-                await self._answer_lines(Asking(self._app, more, left), batch, left)
+                await self._answer_lines(Asking(self._app, more, left), owner, batch, left)
         finally:
             expire.cancel()
         if not self._closing:
@@ -190,23 +191,23 @@ class BatchRunner:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
         return replace(tenant, name=f"{tenant.name}{OWN}", limits=tenant.limits.like_new())
 
-    async def _answer_lines(self, asking: Asking, batch: Batch, left: asyncio.Event) -> None:
+    async def _answer_lines(self, asking: Asking, owner: str, batch: Batch, left: asyncio.Event) -> None:
         place, begun = -1, set[asyncio.Task[None]]()
         try:
             while lines := await self._patiently(partial(self.batches.left, batch.id, place, _AHEAD)):
                 for number, line in enumerate(lines):
-                    await self._places.acquire()
+                    await self._places.acquire(owner)
                     if number % _AT_A_TIME == 0:
                         await asyncio.sleep(_LOOK_SECONDS)
                     while self._pace.holds(len(begun)) and not left.is_set():  # noqa: ASYNC110 - others change it
                         await asyncio.sleep(_LOOK_SECONDS)
                     if left.is_set():
-                        self._places.release()
+                        self._places.release(owner)
                         return
                     self._pace.begin()
                     begun.add(task := asyncio.create_task(self._answer_line(asking, batch, line)))
                     task.add_done_callback(begun.discard)
-                    task.add_done_callback(lambda _: self._places.release())
+                    task.add_done_callback(lambda _: self._places.release(owner))
                     place = line.place
         finally:
             await asyncio.gather(*begun)

@@ -35,7 +35,7 @@ def curl(config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext 
     """A first request, with what the server asks for: a key, which is not shown, and trust in its certificate."""
     path, body = first_request(info, chats=chats)
     flags = []
-    if config.api_key or config.api_key_file is not None or config.admin_api_key:
+    if config.has_api_keys:
         flags.append('-H "Authorization: Bearer $OPENAI_API_KEY"')
     if tls is not None:
         flags += _trust(config, base, tls)

@@ -31,6 +31,7 @@ from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
+from quire.server.access.hosts import Hosts
 from quire.server.app import create_app
 from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
@@ -59,6 +60,7 @@ class HttpServer(uvicorn.Server):
         self._models: Models = app.state.server.models
         bounds = Bounds(config.read_timeout, config.write_timeout, self._models.loaded[0].client)
         tls = tls_context(config)
+        self._hosts: Hosts = app.state.hosts
         super().__init__(
             uvicorn.Config(
                 app,
@@ -80,6 +82,7 @@ class HttpServer(uvicorn.Server):
         return nullcontext()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
+        self._hosts.listen(sockets or [])
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()

@@ -29,6 +29,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
+from quire.server.access.addresses import is_loopback
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
 from quire.server.cli.flags import add, command
@@ -49,6 +50,10 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
 _OF_MEMORY = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 """What the engine names when it has too little memory; it may name them for other reasons too."""
+OPEN_TO_OTHERS = (
+    "whoever reaches %s may use this server, read and delete what it keeps, and watch it: no API key is needed "
+    "(--api-key, --api-key-file)"
+)
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
@@ -96,6 +101,7 @@ def main(argv: Sequence[str], started: float) -> int:
     logs.set_up(config)
     raise_file_limit()
     with bind(config.host, config.port) as listener:
+        warn_if_open(config, listener)
         if args.models is None:
             pull_missing(config)
         if models is not None:
@@ -125,6 +131,12 @@ def bind(host: str, port: int) -> socket.socket:
         shown = host if host.isprintable() else repr(host)
         raise ConfigError(f"cannot listen on {shown}:{port}: {why}; choose another --port or --host") from None
     return listener
+
+
+def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
+    """Warn the operator of a server that other machines reach and that asks for no keys."""
+    if not (config.has_api_keys or is_loopback(listener)):
+        log.warning(OPEN_TO_OTHERS, config.host)
 
 
 class OneModel:

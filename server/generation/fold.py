@@ -13,9 +13,10 @@ from quire.engine.types import TokenLogprob
 from quire.server.generation.choice import ChoiceDelta, TokenText
 
 MAX_LOGPROBS = 2**20
-"""Log probabilities that one whole answer may hold: a stream has no such bound. This many take some 140 MB."""
+"""Log probabilities that one answer may hold, if it is whole or a stream whose last events repeat them. This many
+take some 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
-"""Of all whole answers together."""
+"""Of all answers together."""
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -106,7 +107,8 @@ class Answer:
 
 
 class LogprobBudget:
-    """Counts the log probabilities that whole answers hold in this process, until they are sent."""
+    """Counts the log probabilities that answers hold in this process until they are sent: whole answers, and streams
+    whose last events repeat them."""
 
     def __init__(self) -> None:
         self._calls: dict[object, int] = {}
@@ -126,7 +128,7 @@ class LogprobBudget:
             self._total += more
             if self._calls[call] > MAX_LOGPROBS:
                 raise InvalidRequest(
-                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: stream it, or ask for fewer",
+                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat",
                     param="logprobs",
                 )
             if self._total > MAX_LOGPROBS_IN_ALL and self._calls[call] == max(self._calls.values()):

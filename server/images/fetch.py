@@ -21,14 +21,17 @@ import httpcore
 
 from quire.engine.errors import QuireError
 from quire.engine.images.decode import MOST_BYTES, refused
+from quire.server.access.addresses import matches
 
 SECONDS = 10.0
 """For one image, redirections included."""
 MOST_REDIRECTS = 3
 MOST_IN_ALL = 48 << 20
 """Bytes of all images of a request."""
-_AT_ONCE = 256
-"""Images that are fetched for all requests together; others wait, and their time runs."""
+MOST_FETCHING = 64
+"""Requests whose images are fetched at the same time."""
+_CONNECTIONS = 4
+"""Of a request."""
 _LOOKUPS = 4
 """Threads that look up names, and nothing else: a name server that does not answer keeps them for a while."""
 _CONNECTING = 3.0
@@ -110,7 +113,6 @@ class Fetcher:
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups)
-        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._trusted = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
 
     def close(self) -> None:
@@ -122,7 +124,10 @@ class Fetcher:
         found, room = dict[str, bytes](), _Room(hold, MOST_IN_ALL)
         async with (
             httpcore.AsyncConnectionPool(
-                ssl_context=self._trusted, network_backend=self._network, max_connections=4, keepalive_expiry=0
+                ssl_context=self._trusted,
+                network_backend=self._network,
+                max_connections=_CONNECTIONS,
+                keepalive_expiry=0,
             ) as pool,
             asyncio.TaskGroup() as tasks,
         ):
@@ -136,7 +141,7 @@ class Fetcher:
 
     async def _one(self, pool: httpcore.AsyncConnectionPool, url: str, where: str, room: _Room) -> bytes:
         try:
-            async with asyncio.timeout(SECONDS), self._turns:
+            async with asyncio.timeout(SECONDS):
                 for _ in range(MOST_REDIRECTS + 1):
                     content, url = await self._answer(pool, self._allowed(url, where), where, room)
                     if content is not None:
@@ -163,10 +168,7 @@ class Fetcher:
         host = (split.hostname or "").rstrip(".")
         if split.scheme not in ("http", "https") or not host or split.username or split.password:
             raise refused(where, "must be an http or https address of a host, without a user's name")
-        below = [f"*.{host.partition('.')[2]}"] if "." in host else []
-        while below and "." in below[-1][2:]:
-            below.append(f"*.{below[-1][2:].partition('.')[2]}")
-        if not {"*", host, *below} & set(self._domains):
+        if not matches(host, self._domains):
             raise refused(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
         return url
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import Body
 from quire.server.access.held import hold
+from quire.server.access.tenants import Tenant
 from quire.server.again import Here, pinned, why_not_again
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import CallSpec, GenerationSpec
@@ -28,7 +29,7 @@ from quire.server.protocol.common import IGNORED, ignored_header
 from quire.server.resolve.checks import NeedsWorker
 from quire.server.resolve.common import Resolved, measured
 from quire.server.resolve.parse import Model, body_as
-from quire.server.runtime import runtime_of, server_of
+from quire.server.runtime import Runtime, runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import CLIENT_CLOSED_REQUEST, unless_left
 from quire.server.store.progress import Progress
@@ -198,7 +199,7 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
         working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant, slow=slow)
         made, size = await unless_left(request.receive, working)
     except NeedsImages as needed:
-        coming = runtime.fetcher.all(needed.urls, partial(hold, request.scope))
+        coming = _fetched(runtime, tenant, needed.urls, partial(hold, request.scope))
         fetched = await unless_left(request.receive, coming)
         again = partial(measured, work=partial(with_fetched, work=work, fetched=fetched))
         beside = sum(map(len, fetched.values()))
@@ -210,6 +211,14 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
         del made  # else it stays as long as the error's traceback
         raise
     return made
+
+
+async def _fetched(
+    runtime: Runtime, tenant: Tenant, urls: Mapping[str, str], hold: Callable[[int], None]
+) -> dict[str, bytes]:
+    """The images of a request, when it is its turn. Raises what Fetcher.all raises."""
+    async with runtime.fetch_turns.turn(tenant.name):
+        return await runtime.fetcher.all(urls, hold)
 
 
 def with_fetched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -253,6 +254,10 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
     return generation, close
 
 
+def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
+    pass
+
+
 class Chunks:
     """Writes steps directly to a transport, as chunks of a body that has begun. It is kept small, because the memory
     that it touches costs more for each token than what it does."""
@@ -290,23 +295,26 @@ async def events_of(
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening, first = writer.first(), True
-    async for step in generation.deltas():
-        writer.weights_version = generation.weights_version
-        if spec.continuous_usage:
-            writer.tell_usage(generation.usage)
-        if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
-            yield opening + await runtime.turns.in_thread(writer.step, step)
-        elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
-            yield events
-            if first and transport is not None:
-                generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
-            first = False
-        opening = b""
-    if generation.complete:
-        writer.weights_version = generation.weights_version
-        if spec.receipt:
-            writer.receipt = await runtime.receipts.told(spec, generation)
-        last = writer.last(generation.usage)
-        await ended()
-        if last:
-            yield last
+    keeps = spec.logprobs and writer.keeps_logprobs
+    with runtime.kept.call() if keeps else nullcontext(_count_nothing) as count:
+        async for step in generation.deltas():
+            count(step)
+            writer.weights_version = generation.weights_version
+            if spec.continuous_usage:
+                writer.tell_usage(generation.usage)
+            if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
+                yield opening + await runtime.turns.in_thread(writer.step, step)
+            elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
+                yield events
+                if first and transport is not None and not keeps:
+                    generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
+                first = False
+            opening = b""
+        if generation.complete:
+            writer.weights_version = generation.weights_version
+            if spec.receipt:
+                writer.receipt = await runtime.receipts.told(spec, generation)
+            last = writer.last(generation.usage)
+            await ended()
+            if last:
+                yield last

@@ -79,6 +79,7 @@ class Processes:
     def gone(self, process: str) -> None:
         """A process has ended."""
         self._calls.gone(process)
+        self._files.release_of(process)
         with self._mutex:
             self._there.pop(process, None)
             self._before.update(self._counts.pop(process, {}))

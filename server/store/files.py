@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from quire.engine.errors import InvalidRequest
 from quire.server.budget import Budget
 from quire.server.store.database import ROW, Database, page_of
 
+NO_ROOM = "The files kept take all the room of --max-stored-size: delete some"
 _FIELDS = "id, created, expires, bytes, name, purpose"
 
 
@@ -32,10 +34,25 @@ class StoredFile:
     purpose: str
 
 
-def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None) -> StoredFile:
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
+def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id: str | None = None) -> StoredFile:
     now = int(time.time())
     ends = None if keep_seconds is None else now + keep_seconds
-    return StoredFile(f"file-{secrets.token_hex(12)}", now, ends, size, name, purpose)
+    return StoredFile(id or new_file_id(), now, ends, size, name, purpose)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """Room that is held for an upload."""
+
+    owner: str
+    size: int
+    """Bytes, with the row's."""
+    process: str
+    """The API process that the upload comes to."""
 
 
 class Contents:
@@ -82,6 +99,8 @@ class Files:
         self.sizes: Counter[str] = Counter()
         """Bytes by owner."""
         self._budget = Budget(max_bytes, self.sizes)
+        self._reservations: dict[str, _Reservation] = {}
+        """Of uploads that have not ended, by the file's id. Only who has the database to himself uses these."""
         with database.reading() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -98,14 +117,43 @@ class Files:
         """Bytes of all files."""
         return self._budget.held
 
-    def room(self, owner: str) -> int:
-        """Bytes of the largest file that the owner may add; below zero: of none."""
-        return self._budget.room(owner) - ROW
+    def reserve(self, owner: str, id: str, size: int, process: str) -> bool:
+        """Hold room for `size` bytes in all of a file that is about to come to this process, until `add`, `release`, or
+        the process's end. False where there is no room: then it holds what it held before."""
+        with self._database.reading():
+            fits = size <= self._room(owner, id)
+            if fits:
+                self._reservations[id] = _Reservation(owner, size + ROW, process)
+            return fits
+
+    def release(self, id: str) -> None:
+        """The upload has ended."""
+        with self._database.reading():
+            self._reservations.pop(id, None)
+
+    def release_of(self, process: str) -> None:
+        """The process has ended, and its uploads with it."""
+        with self._database.reading():
+            living = {id: each for id, each in self._reservations.items() if each.process != process}
+            self._reservations = living
+
+    def _room(self, owner: str, id: str) -> int:
+        """Bytes that the owner's file with this id may have; below zero: none."""
+        others = [each for other, each in self._reservations.items() if other != id]
+        room = self._budget.room(owner) - sum(each.size for each in others)
+        if owner:  # as Budget.room, which leaves as much to others as the owner has
+            room -= sum(each.size for each in others if each.owner == owner)
+        return room - ROW
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Make a file known whose content is written. Raises OSError where that is not there any more."""
+        """Make a file known whose content is written. Raises OSError where that is not there any more, InvalidRequest
+        where there is no room: the process that held it for the file has been replaced."""
         with self._database.writing(self.sizes) as connection:
+            reservation = self._reservations.get(file.id)
+            if (reservation is None or reservation.size < file.bytes + ROW) and file.bytes > self._room(owner, file.id):
+                raise InvalidRequest(NO_ROOM, param="file")
             self.insert(connection, owner, [file])
+            self._reservations.pop(file.id, None)
 
     def insert(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
         """The same as a part of a transaction, which knows of `sizes`."""

@@ -30,7 +30,7 @@ TOPIC = "data"
 METHODS: tuple[Callable[..., Any], ...] = (
     *(Store.get, Store.known, Store.put, Store.append, Store.describe, Store.page, Store.item, Store.delete_item),
     *(Store.delete, Store.lose),
-    *(Files.room, Files.add, Files.find, Files.page, Files.delete, Files.expired),
+    *(Files.reserve, Files.release, Files.add, Files.find, Files.page, Files.delete, Files.expired),
     *(Batches.add, Batches.cancel, Batches.finalize, Batches.end, Batches.find, Batches.page, Batches.open),
     *(Batches.set_lines, Batches.left, Batches.put_result, Batches.results),
     *(Calls.put, Calls.note, Calls.claim, Calls.give_up, Calls.holder, Calls.find, Calls.of_key, Calls.delete),

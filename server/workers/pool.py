@@ -16,6 +16,7 @@ from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.procfs import Standstill
 from quire.server.access.tenants import Tenant
+from quire.server.budget import Budget
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel
 from quire.server.workers.frames import frame, receive
@@ -56,6 +57,8 @@ class WorkerPool:
         self.slots = min(8, max(2, (os.cpu_count() or 1) // 2))
         """Workers at the same time."""
         self._queue = JobQueue(self.slots)
+        self._waiting = Budget(MAX_WAITING)
+        """Jobs that wait, by tenant: one that has many gets more only while as many are left to others."""
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._unclaimed: list[asyncio.Task[_Worker]] = []
@@ -115,16 +118,25 @@ class WorkerPool:
         """As `run`. Raises `too_much` where the limits end it."""
         if self._given_up is not None:
             raise self._given_up
-        if len(self._queue) >= MAX_WAITING:
+        if not self._waiting.fits(tenant.name, 1):
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
         turn = WorkerTurn(tenant, sum(map(len, pieces)) + beside, asyncio.get_running_loop().create_future(), slow)
         self._queue.add(turn)
         try:
-            await turn.granted
+            await self._granted(turn)
             worker = self._idle_worker() or await self._new_worker()
             return await self._run_in(worker, Job(work, limits, tuple(self._adapters)), pieces, too_much)
         finally:
             self._queue.end(turn)
+
+    async def _granted(self, turn: WorkerTurn) -> None:
+        if not turn.granted.done():
+            self._waiting.take(turn.tenant.name, 1)
+            try:
+                await turn.granted
+            finally:
+                self._waiting.take(turn.tenant.name, -1)
+        turn.granted.result()
 
     def start(self) -> asyncio.Task[None]:
         """Start the process that forks, unless it runs or is about to. Raises OSError when awaited."""

@@ -75,7 +75,12 @@ async def unread(server: Watched, path: str, body: bytes, key: str) -> AsyncIter
         plain.setblocking(False)
         await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", server.port))
         reader, writer = await asyncio.open_connection(sock=plain, limit=1024)
-        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Authorization: Bearer {key}"]
+        lines = [
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Authorization: Bearer {key}",
+        ]
         writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
         try:
             yield int((await asyncio.wait_for(reader.readline(), 60)).split()[1])

@@ -22,7 +22,7 @@ from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, idle, serving
 
 LETTERS = hashed(b"abcdefgh")
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def statuses(answer: bytes) -> list[int]:
@@ -40,10 +40,10 @@ MALFORMED = {
     "no version": b"GET /nowhere\r\n\r\n",
     "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n",
     "a version from the future": b"GET /health HTTP/9.9\r\n\r\n",
-    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a header without a colon": b"GET /health HTTP/1.1\r\nHost x\r\n\r\n",
     "a space before the colon": b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n",
-    "a NUL in the path": b"GET /hea\0lth HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a NUL in the path": b"GET /hea\0lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\0y\r\n\r\n",
     "a negative length": POST + b"Content-Length: -1\r\n\r\n{}",
     "a length that is no number": POST + b"Content-Length: ten\r\n\r\n{}",
@@ -111,7 +111,7 @@ async def test_no_spelling_of_a_path_gets_around_the_keys() -> None:
 async def test_heads_are_bounded_as_they_come() -> None:
     async with serving(FakeEngine(LETTERS)) as port:
         line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
-        whole = b"GET /health HTTP/1.1\r\nHost: x\r\n" + line * 70 + b"\r\n"
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + line * 70 + b"\r\n"
         for pieces in ([whole], [b"GET /health HTTP/1.1\r\n", *[line] * 70], [b"GET /" + b"x" * 70_000]):
             answer = await port.send(*pieces)
             assert statuses(answer) in ([431], []), "the error, or a connection that is reset under what is still sent"
@@ -174,15 +174,15 @@ async def test_a_stream_goes_on_while_its_client_begins_another_request() -> Non
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with serving(FakeEngine(LETTERS)) as port:
-        get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
         last = b"GET /nowhere HTTP/1.1\r\nConnection: close\r\n\r\n"
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
 
 
 async def test_what_waits_is_answered_before_a_request_too_many_ends_the_connection() -> None:
-    get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with serving(FakeEngine(LETTERS)) as port:
-        found = statuses(await port.send(get * 299 + get.replace(b"Host: x", b"Connection: close")))
+        found = statuses(await port.send(get * 299 + get.replace(b"Host: localhost", b"Connection: close")))
         assert found in ([200] * (len(found) - 1) + [400], [200] * 300), "those that are read later have room again"
         assert len(found) >= MAX_PIPELINED + 2
 
@@ -228,7 +228,7 @@ async def test_an_upgrade_on_a_connection_that_shall_close_is_answered(protocol:
     ("first", "status"),
     [
         (POST + b"Connection: close\r\nContent-Length: 8000000\r\n\r\n", 413),
-        (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n", 404),
+        (b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n", 404),
         (POST + b"X: ", 431),
     ],
 )

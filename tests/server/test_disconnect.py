@@ -62,7 +62,11 @@ async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", port.number))
             method = b"GET" if path == "/v1/engine/events" else b"POST"
-            head = b"%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
+            head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (
+                method,
+                path.encode(),
+                len(body),
+            )
             await loop.sock_sendall(client, head + body)
             while b"data: " not in await loop.sock_recv(client, 65536):
                 pass

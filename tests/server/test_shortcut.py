@@ -104,7 +104,8 @@ async def test_a_reader_that_rests_gets_everything_in_order(written: list[bytes]
     """What comes while the connection is full waits in the stream, merged, and is sent by its task."""
     asked = {"max_tokens": 6_000, "stream": True, "logprobs": True, "top_logprobs": 20}
     content = json.dumps({"messages": [USER], **asked}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\n"
     engine = FakeEngine(lambda request, at: b"abcdefghij"[at % 10], burst=100, max_model_len=2**15)
     async with serving(engine) as port:
         connection = socket.socket()

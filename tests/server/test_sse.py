@@ -224,7 +224,7 @@ async def test_a_drain_lets_streams_end() -> None:
 
 async def test_the_head_of_a_stream_byte_by_byte() -> None:
     content = b'{"prompt": "x", "stream": true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: me\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: me\r\n"
     length = b"Content-Length: %d\r\n\r\n" % len(content)
     async with serving(FakeEngine(LETTERS)) as port:
         answer = (await port.send(head + length + content)).partition(b"\r\n\r\n")[0]

@@ -58,9 +58,6 @@ class _Storage(NamedTuple):
     key: str
 
 
-_MARK = object()
-
-
 def read_tensors(path: Path) -> dict[str, PickledTensor] | None:
     """By name, all tensors of a file; None if there is no such file. Raises ModelError for one that holds anything but
     tensors by name."""
@@ -110,9 +107,40 @@ def _content(file: IO[bytes]) -> Any:
     return _followed(pickletools.genops(file))
 
 
+class _Stack:
+    """What a pickle's instructions push, and where its marks are: no instruction looks through all of it."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._marks: list[int] = []
+
+    def mark(self) -> None:
+        self._marks.append(len(self.values))
+
+    def pop(self) -> Any:
+        (value,) = self.pop_last(1)
+        return value
+
+    def pop_last(self, count: int) -> list[Any]:
+        begin = len(self.values) - count
+        if begin < (self._marks[-1] if self._marks else 0):
+            raise ValueError("its pickle takes what is not there")
+        return self._cut(begin)
+
+    def pop_to_mark(self) -> list[Any]:
+        if not self._marks:
+            raise ValueError("its pickle takes what is not there")
+        return self._cut(self._marks.pop())
+
+    def _cut(self, begin: int) -> list[Any]:
+        taken = self.values[begin:]
+        del self.values[begin:]
+        return taken
+
+
 def _followed(steps: Iterable[tuple[Any, Any, int | None]]) -> Any:
     """The value that a pickle's instructions make. Raises ValueError for what no tensors by name are made of."""
-    stack: list[Any] = []
+    stack = _Stack()
     memo: dict[int, Any] = {}
     for count, (step, given, _) in enumerate(steps):
         name = step.name
@@ -121,59 +149,52 @@ def _followed(steps: Iterable[tuple[Any, Any, int | None]]) -> Any:
         if name == "STOP":
             return stack.pop()
         if name in _PLAIN:
-            stack.append(given)
+            stack.values.append(given)
         elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else int(given)] = stack[-1]
+            memo[len(memo) if name == "MEMOIZE" else int(given)] = stack.values[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[int(given)])
+            stack.values.append(memo[int(given)])
         elif name == "MARK":
-            stack.append(_MARK)
+            stack.mark()
         elif name not in ("PROTO", "FRAME"):
             _step(name, given, stack)
     raise ValueError("its pickle is cut off")
 
 
-def _step(name: str, given: Any, stack: list[Any]) -> None:
+def _step(name: str, given: Any, stack: _Stack) -> None:
+    values = stack.values
     if name in _VALUES:
-        stack.append(_VALUES[name])
+        values.append(_VALUES[name])
     elif name in ("EMPTY_DICT", "EMPTY_TUPLE", "EMPTY_LIST"):
-        stack.append({} if name == "EMPTY_DICT" else () if name == "EMPTY_TUPLE" else [])
+        values.append({} if name == "EMPTY_DICT" else () if name == "EMPTY_TUPLE" else [])
     elif name == "TUPLE" or name in _TUPLES:
-        stack.append(tuple(_since_mark(stack) if name == "TUPLE" else _last(stack, _TUPLES[name])))
+        values.append(tuple(stack.pop_to_mark() if name == "TUPLE" else stack.pop_last(_TUPLES[name])))
     elif name in ("SETITEM", "SETITEMS"):
-        pairs = _since_mark(stack) if name == "SETITEMS" else _last(stack, 2)
-        stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
+        pairs = stack.pop_to_mark() if name == "SETITEMS" else stack.pop_last(2)
+        values[-1].update(zip(map(_text, pairs[::2]), pairs[1::2], strict=True))
     elif name in ("APPEND", "APPENDS"):
-        more = _since_mark(stack) if name == "APPENDS" else _last(stack, 1)
-        stack[-1].extend(more)
+        more = stack.pop_to_mark() if name == "APPENDS" else stack.pop_last(1)
+        values[-1].extend(more)
     elif name == "GLOBAL":
-        stack.append(_Imported(str(given)))
+        values.append(_Imported(str(given)))
     elif name == "STACK_GLOBAL":
-        stack.append(_Imported(" ".join(map(str, _last(stack, 2)))))
+        values.append(_Imported(" ".join(map(_text, stack.pop_last(2)))))
     elif name == "BINPERSID":
-        stack.append(_storage(stack.pop()))
+        values.append(_storage(stack.pop()))
     elif name == "REDUCE":
-        called, arguments = _last(stack, 2)
-        stack.append(_made(called, arguments))
+        called, arguments = stack.pop_last(2)
+        values.append(_made(called, arguments))
     elif name == "BUILD":  # attributes of an OrderedDict, which say nothing of tensors
         stack.pop()
     else:
         raise ValueError(f"its pickle has the instruction {name}, which tensors need not")
 
 
-def _last(stack: list[Any], count: int) -> list[Any]:
-    taken = stack[-count:]
-    if len(taken) != count or _MARK in taken:
-        raise ValueError("its pickle takes what is not there")
-    del stack[-count:]
-    return taken
-
-
-def _since_mark(stack: list[Any]) -> list[Any]:
-    at = len(stack) - 1 - stack[::-1].index(_MARK)
-    taken = stack[at + 1 :]
-    del stack[at:]
-    return taken
+def _text(value: Any) -> str:
+    """A name. Tuples, which may hold one another a million times, are neither hashed nor written."""
+    if not isinstance(value, str):
+        raise ValueError("its pickle has a name that is no text")
+    return value
 
 
 def _storage(given: Any) -> _Storage:
@@ -181,19 +202,26 @@ def _storage(given: Any) -> _Storage:
     kind = given[1].text.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if given[0] != "storage" or kind not in {*_STORAGES, "Untyped"}:
         raise ValueError(f"it holds a storage of {given[1].text[:60]!r}, which is not known")
-    return _Storage(_STORAGES.get(kind, "U8"), str(given[2]))
+    return _Storage(_STORAGES.get(kind, "U8"), _text(given[2]))
+
+
+def _rebuilt(storage: Any, first: Any, shape: Any) -> _Rebuilt:
+    if not (isinstance(storage, _Storage) and isinstance(first, int) and isinstance(shape, tuple)):
+        raise ValueError("it has a tensor without a storage, a place in it, or a shape")
+    return _Rebuilt(storage, first, shape)
 
 
 def _made(called: Any, arguments: Any) -> Any:
     match called:
         case _Imported("torch._utils _rebuild_tensor_v2"):
-            return _Rebuilt(arguments[0], arguments[1], arguments[2])
+            return _rebuilt(*arguments[:3])
         case _Imported("torch._utils _rebuild_tensor_v3"):
             kind = arguments[6].text.removeprefix("torch ")
             storage = _Storage(_TYPES.get(kind, kind), arguments[0].key)
-            return _Rebuilt(storage, arguments[1], arguments[2])
+            return _rebuilt(storage, *arguments[1:3])
         case _Imported("torch._utils _rebuild_parameter"):
             return arguments[0]
         case _Imported("collections OrderedDict") if not arguments:
             return {}
-    raise ValueError(f"its pickle calls {str(getattr(called, 'text', called))[:60]!r}, which tensors need not")
+    name = called.text if isinstance(called, _Imported) else type(called).__name__
+    raise ValueError(f"its pickle calls {name[:60]!r}, which tensors need not")

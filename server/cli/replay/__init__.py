@@ -31,7 +31,7 @@ from quire.server.cli.flags import command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import DEMO_NAME
-from quire.server.encoding import DATA, encode_json
+from quire.server.encoding import DATA, encode_ascii
 
 AT_ONCE = 32
 """Receipts that are computed at the same time."""
@@ -44,7 +44,8 @@ MakeLink = Callable[[EngineConfig], Link]
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status: 0 if all receipts came to the same tokens, else 1."""
+    """Returns the exit status: 0 if all receipts came to the same tokens, else 1, also where there was nothing to
+    compare."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
@@ -69,17 +70,22 @@ async def _shown(config: EngineConfig, args: argparse.Namespace) -> int:
         counts[verdict.outcome] += 1
         tokens += verdict.tokens
         if args.json:
-            print(encode_json(asdict(verdict)).decode(), flush=True)
+            print(encode_ascii(asdict(verdict)).decode(), flush=True)
             continue
         if verdict.warning and verdict.warning != warned:
             warned = verdict.warning
-            print(f"warning    {verdict.id}  computed otherwise here: {warned}", flush=True)
+            print(f"warning    {printable(verdict.id)}  computed otherwise here: {printable(warned)}", flush=True)
         if verdict.outcome != "equal" or not args.quiet:
-            print(f"{verdict.outcome:<10} {verdict.id}  {verdict.what}", flush=True)
+            print(f"{verdict.outcome:<10} {printable(verdict.id)}  {printable(verdict.what)}", flush=True)
     if not args.json:
         told = ", ".join(f"{counts[each]} {each}" for each in ("equal", "different", "refused"))
         print(f"{counts.total()} receipts: {told}; {tokens:,} tokens computed again")
-    return 0 if counts["equal"] == counts.total() else 1
+    return 0 if counts["equal"] == counts.total() > 0 else 1
+
+
+def printable(text: str) -> str:
+    """A receipt's text, whose control characters could write over lines of the terminal, as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 async def verdicts(
@@ -103,6 +109,7 @@ async def verdicts(
             computed=await hashes.computed(info),
             tokenizer=tokenizer,
             max_model_len=info.max_model_len,
+            vocab_size=shape.vocab_size,
             adapters={each.digest: each for each in loaded},
             images=read_images(path, tokenizer, images),
         )
@@ -171,7 +178,7 @@ def configured(config: EngineConfig, first: Receipt, *, lora: bool) -> EngineCon
         try:
             resolve_model(first.model, config.revision)
         except ModelError as error:
-            raise ConfigError(f"--model says where the receipt's model is: {error.message}") from None
+            raise ConfigError(f"--model says where the receipt's model is: {printable(error.message)}") from None
     return config.model_copy(update=update)
 
 

@@ -63,6 +63,10 @@ class NumberedWriter(AnswerWriter):
     def ping(self) -> bytes:
         return self._writer.ping
 
+    @property
+    def keeps_logprobs(self) -> bool:
+        return self._writer.keeps_logprobs
+
     def tell_usage(self, usage: Usage) -> None:
         self._writer.tell_usage(usage)
 

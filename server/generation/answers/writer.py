@@ -46,6 +46,11 @@ class AnswerWriter(ABC):
         """The usage so far, told before each step where the spec has continuous_usage."""
         self._usage = usage
 
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether it keeps the log probabilities of a stream's tokens until its last events, which repeat them."""
+        return False
+
     def first(self) -> bytes:
         """The events before the first step."""
         return b""
@@ -97,6 +102,10 @@ class PartsWriter(AnswerWriter):
         """The part that has begun and has not ended."""
         self._ended: ChoiceDelta | None = None
         """The choice's last delta."""
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        return True
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         events = []

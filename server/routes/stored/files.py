@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
+import unicodedata
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query
-from starlette.datastructures import UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -28,7 +30,7 @@ from quire.server.routes.bodies import owner_of
 from quire.server.routes.stored.pages import Order, found, no_after, page_of
 from quire.server.runtime import server_of
 from quire.server.sse import CLIENT_CLOSED_REQUEST
-from quire.server.store.files import StoredFile, new_file
+from quire.server.store.files import NO_ROOM, StoredFile, new_file, new_file_id
 
 router = APIRouter(route_class=FileRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -39,6 +41,8 @@ MAX_FILE_BYTES = 512 << 20
 """As at OpenAI."""
 _LONGEST = 3600.0
 """Seconds that an upload may take."""
+_AHEAD_BYTES = 4 << 20
+"""Reserved at a time for a file whose length is not announced."""
 _MAX_NAME = 255
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 FORM = {
@@ -69,26 +73,73 @@ async def upload_file(request: Request) -> Response:
     if not runner.uploads.fits(owner, 1):
         raise Overloaded("Too many files are uploaded at the same time. Please try again later")
     runner.uploads.take(owner, 1)
+    upload = _Upload(request, runner, owner)
     try:
-        room = await asyncio.to_thread(runner.files.room, owner)
-        async with asyncio.timeout(_LONGEST), _received(request, room) as (content, purpose, keep):
+        await upload.start()
+        async with _received(request, upload) as (content, name, purpose, keep):
             assert content.size is not None
-            name = (content.filename or "file")[:_MAX_NAME]
-            file = new_file(name, purpose, content.size, keep_seconds=keep)
-            await asyncio.to_thread(runner.contents.write, file.id, content.file)
-        try:
-            await asyncio.to_thread(runner.files.add, owner, file)
-        except sqlite3.OperationalError as error:
-            if not isinstance(error, Unanswered):  # who does not answer may have done it
-                await asyncio.to_thread(runner.contents.delete, [file])
-            raise
-    except TimeoutError:
-        raise HTTPException(408, f"The file did not come within {_LONGEST:g} s") from None
+            file = new_file(name, purpose, content.size, keep_seconds=keep, id=upload.id)
+            await asyncio.to_thread(_store, runner, owner, file, content.file)
     except OSError as error:
         raise Overloaded(f"The file cannot be kept now: {error.strerror}", param="data_dir") from None
     finally:
         runner.uploads.take(owner, -1)
+        await asyncio.shield(upload.end())
     return _answer(file)
+
+
+class _Upload:
+    """Room for a file that comes, which is reserved before what needs it is read."""
+
+    def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
+        self._files, self._owner = runner.files, owner
+        durable = server_of(request).durable
+        assert durable is not None
+        self._process = durable.peers.process
+        self.id = new_file_id()
+        self._expected = int(request.headers.get("content-length", 0))
+        self._reserved = 0
+        self._received = 0
+
+    async def start(self) -> None:
+        """Raises HTTPException where the form that is announced is too large."""
+        await self._reserve(self._expected)
+
+    async def count(self, size: int) -> None:
+        """Raises HTTPException where `size` bytes more are too many."""
+        self._received += size
+        if self._received > self._reserved:  # its length was not announced
+            await self._reserve(self._received, self._received + _AHEAD_BYTES)
+
+    async def _reserve(self, *sizes: int) -> None:
+        """The largest of these sizes for which there is room; the first is needed."""
+        if sizes[0] > MAX_FILE_BYTES:
+            raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
+        for size in sorted(sizes, reverse=True):
+            if await asyncio.to_thread(self._files.reserve, self._owner, self.id, size, self._process):
+                self._reserved = size
+                return
+        raise HTTPException(413, NO_ROOM)
+
+    async def end(self) -> None:
+        with suppress(sqlite3.OperationalError):  # the process that has the data is replaced, and knows of none
+            await asyncio.to_thread(self._files.release, self.id)
+
+
+def _store(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
+    """Write a file and make it known; whatever fails leaves nothing. All of it is one thread's, which goes on where its
+    caller gives up."""
+    kept = False
+    try:
+        runner.contents.write(file.id, content)
+        runner.files.add(owner, file)
+        kept = True
+    except Unanswered:
+        kept = True  # who does not answer may have made it known
+        raise
+    finally:
+        if not kept:
+            runner.contents.delete([file])
 
 
 @router.get("/v1/files", response_model=None)
@@ -129,38 +180,61 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _received(request: Request, room: int) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
-    """The file of the form, its purpose, and the seconds for which it is kept (None: forever). Large content goes to a
-    temporary file. `room`: bytes that may still be stored."""
+async def _received(request: Request, upload: _Upload) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
+    """The file of the form, its name and purpose, and the seconds for which it is kept (None: forever). Large content
+    goes to a temporary file."""
 
-    async def bounded() -> AsyncGenerator[bytes]:
-        size = 0
+    async def counted() -> AsyncGenerator[bytes]:
         async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_FILE_BYTES:
-                raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
-            if size > room:
-                raise HTTPException(413, "The files kept take all the room of --max-stored-size: delete some")
+            await upload.count(len(piece))
             yield piece
 
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise InvalidRequest("A file comes as multipart/form-data, with the fields file and purpose")
-    parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=len(_FIELDS), max_part_size=256)
+    headers = _form_headers(request.headers.get("content-type", ""))
+    parser = MultiPartParser(headers, counted(), max_files=1, max_fields=len(_FIELDS), max_part_size=256)
     try:
-        form = await parser.parse()
+        async with asyncio.timeout(_LONGEST):
+            form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"The form cannot be read: {error.message}") from None
+    except UnicodeError:  # some versions of the parser raise it
+        raise InvalidRequest("The form cannot be read: a name in it is no text") from None
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+    except TimeoutError:
+        raise HTTPException(408, f"The file did not come within {_LONGEST:g} s") from None
     try:
         content, purpose = form.get("file"), form.get("purpose")
         if not isinstance(content, UploadFile):
             raise InvalidRequest("file is required", param="file")
         if purpose not in get_args(Purpose):
             raise InvalidRequest(f"purpose must be one of {', '.join(get_args(Purpose))}", param="purpose")
-        yield content, str(purpose), _seconds(form.get(_FIELDS[1]), form.get(_FIELDS[2]))
+        yield content, _name(content), str(purpose), _seconds(form.get(_FIELDS[1]), form.get(_FIELDS[2]))
     finally:
         await form.close()
+
+
+def _form_headers(kind: str) -> Headers:
+    """What the parser reads of a form's type: its boundary. Names of charsets are left out, as RFC 7578 knows none:
+    Python has charsets that decode to half surrogates, take quadratic time, or are none of texts. So names are UTF-8,
+    or else Latin-1. Raises InvalidRequest."""
+    try:
+        main, options = parse_options_header(kind)
+    except UnicodeError:
+        main, options = b"", {}
+    if main != b"multipart/form-data":
+        raise InvalidRequest("A file comes as multipart/form-data, with the fields file and purpose")
+    boundary = options.get(b"boundary", b"")
+    if not re.fullmatch(rb"[\x20-\x7e]{1,200}", boundary) or b'"' in boundary or b"\\" in boundary:
+        raise InvalidRequest("The form cannot be read: its type names no boundary, or none that clients may choose")
+    return Headers(raw=[(b"content-type", b'multipart/form-data; boundary="%s"' % boundary)])
+
+
+def _name(content: UploadFile) -> str:
+    """The file's name, shortened. Raises InvalidRequest for one that is no text."""
+    name = (content.filename or "file")[:_MAX_NAME]
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        raise InvalidRequest("file: its name has control characters", param="file")
+    return name
 
 
 def _seconds(anchor: object, seconds: object) -> int | None:

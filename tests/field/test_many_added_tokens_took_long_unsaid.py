@@ -1,0 +1,21 @@
+"""A user saw: a start stood still for 40 s and said nothing, for a tokenizer.json with three million added tokens
+(issue 56, item 6). The library needs as long; the log says so before."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from quire.engine.text.tokenizer import MANY_ADDED_TOKENS, warn_of_added_tokens
+
+TOKEN = json.dumps({"id": 5, "content": "a", "single_word": False, "special": False}).encode()
+
+
+@pytest.mark.parametrize(("count", "warns"), [(MANY_ADDED_TOKENS, True), (1000, False)])
+def test_the_log_says_how_long_it_takes(caplog: pytest.LogCaptureFixture, count: int, warns: bool) -> None:
+    content = b'{"added_tokens": [%s]}' % b",".join([TOKEN] * count)
+    with caplog.at_level(logging.WARNING, "quire.engine"):
+        warn_of_added_tokens(content, "tokenizer.json")
+    assert (f"{MANY_ADDED_TOKENS:,} added tokens" in caplog.text) == warns

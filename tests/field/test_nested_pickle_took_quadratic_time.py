@@ -1,0 +1,52 @@
+"""A user saw: a `.bin` file of nested lists held the start for as long as the square of its size (issue 56, item 6).
+Files that would take so long, or for ever, run into the test's own limit."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from quire.engine.checkpoint.pickled import read_tensors
+from quire.engine.errors import ModelError
+
+DEPTH = 200_000
+TWICE = b")" + b"q\x00h\x00h\x00\x86" * 60
+"""A pair of a pair of a pair: as a text, or hashed, 2^60 of them."""
+PICKLES = {
+    "marks": b"(" * DEPTH + b"t" * DEPTH + b".",
+    "marks and lists": (b"](" * DEPTH) + b"e" * DEPTH + b".",
+    "marks and values": b"(K\x01" * DEPTH + b"t" * DEPTH + b".",
+    "marks that stay": b"(" * DEPTH + b"}(K\x01K\x01u" * 10 + b".",
+    "tuples in one another": b")" + b"\x85" * DEPTH + b".",
+    "a name of pairs": b"}" + TWICE + b"K\x01s.",
+    "a deep name": b"})" + b"\x85" * DEPTH + b"K\x01s.",
+    "a call of pairs": TWICE + b")R.",
+    "an import of pairs": TWICE + b"h\x00\x93.",
+    "a storage of pairs": b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + TWICE + b"tQ.",
+    "a tensor of pairs": b"}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n(" + TWICE + b"h\x00h\x00tRs.",
+    "no value above its mark": b"K\x01(\x85.",
+    "a mark too few": b"K\x01t.",
+    "nothing": b".",
+}
+
+
+def archive(path: Path, content: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02" + content)
+    return path
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_is_read_once(tmp_path: Path, name: str) -> None:
+    path = archive(tmp_path / "pytorch_model.bin", PICKLES[name])
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_tensors(path)
+
+
+def test_a_dict_of_texts_is_none_of_tensors(tmp_path: Path) -> None:
+    path = archive(tmp_path / "pytorch_model.bin", pickle.dumps({"a": [1, (2, 3)]}, 2)[2:])
+    with pytest.raises(ModelError, match="tensors by name"):
+        read_tensors(path)

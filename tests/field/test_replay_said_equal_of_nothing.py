@@ -1,0 +1,114 @@
+"""A user saw: `quire replay` said "equal" and exited with 0 where nothing had been compared, wrote a receipt's control
+characters to the terminal, and ended with its engine at an id outside the vocabulary (issue 56, item 6)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.errors import InvalidRequest
+from quire.engine.receipts.receipt import decode_receipt, encode_receipt
+from quire.server.cli import main as cli
+from quire.server.cli.replay import printable
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    made = LLM(threads=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def receipt(llm: LLM) -> Any:
+    """As JSON has it."""
+    params = SamplingParams(max_tokens=4, seed=1, logprobs=1)
+    (output,) = llm.generate("Once", params, receipts=True)
+    return json.loads(encode_receipt(output.receipt))
+
+
+def with_choice(receipt: Any, **fields: Any) -> Any:
+    return receipt | {"choices": [receipt["choices"][0] | fields]}
+
+
+def with_params(receipt: Any, **fields: Any) -> Any:
+    return receipt | {"params": receipt["params"] | fields}
+
+
+def test_an_answer_without_tokens_is_refused(llm: LLM, receipt: Any) -> None:
+    assert llm.replay(receipt).outcome == "equal"
+    empty = with_choice(receipt, token_ids=[], versions=[], logprobs=[])
+    for each in (receipt | {"choices": []}, empty, with_choice(empty, versions=[["1", 0]])):
+        verdict = llm.replay(each)
+        assert verdict.outcome == "refused"
+        assert "nothing was compared" in verdict.what
+
+
+def test_what_would_leave_tokens_out_is_no_receipt(receipt: Any) -> None:
+    (choice,) = receipt["choices"]
+    for fields in (
+        {"versions": [["1", 5], ["1", -1]]},
+        {"versions": [["1", 3]]},
+        {"logprobs": []},
+        {"logprobs": choice["logprobs"][:2]},
+        {"logprobs": [*choice["logprobs"], 0.0]},
+    ):
+        with pytest.raises(InvalidRequest, match="this is no receipt"):
+            decode_receipt(json.dumps(with_choice(receipt, **fields)).encode())
+
+
+@pytest.mark.parametrize("outside", [-1, 10**6, 2**31, 2**40])
+def test_ids_outside_the_vocabulary_refuse_their_receipt_alone(llm: LLM, receipt: Any, outside: int) -> None:
+    ids = receipt["choices"][0]["token_ids"]
+    wrong = [
+        receipt | {"prompts": [{"ids": [outside, *receipt["prompts"][0]["ids"]]}]},
+        with_choice(receipt, token_ids=[outside, *ids[1:]]),
+        with_params(receipt, logit_bias={str(outside): 1.0}),
+        with_params(receipt, thinking={"tokens": 3, "end_id": outside, "begin_id": None}),
+        with_params(receipt, bad_words_ids=[[1, outside]]),
+        *(
+            with_params(receipt, **{name: [outside]})
+            for name in ("allowed_token_ids", "stop_token_ids", "logprob_token_ids")
+        ),
+    ]
+    for each in wrong:
+        verdict = llm.replay(each)
+        assert verdict.outcome == "refused", verdict
+        assert f"{outside} is outside" in verdict.what
+    assert llm.replay(receipt).outcome == "equal"
+
+
+def test_what_no_engine_could_take_refuses_its_receipt(llm: LLM, receipt: Any) -> None:
+    for each in (
+        with_choice(receipt, seed=2**63),
+        with_choice(receipt, seed=-1),
+        receipt | {"prompts": [{"ids": []}]},
+        receipt | {"prompts": [receipt["prompts"][0] | {"images": [[0, 99, "00"]]}]},
+        receipt | {"prompts": [receipt["prompts"][0] | {"images": [[-1, 1, "00"]]}]},
+    ):
+        assert llm.replay(each).outcome == "refused", each
+    assert llm.replay(receipt).outcome == "equal"
+
+
+def test_control_characters_are_printed_as_escapes() -> None:
+    wild = "a\x1b[2J\r\n\x00\x7f\x9b\u202eb\u2028c\ud800é日"
+    assert printable(wild) == "a\\x1b[2J\\r\\n\\x00\\x7f\\x9b\\u202eb\\u2028c\\ud800é日"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_the_command(receipt: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    wild = receipt | {"id": "a\x1b[2J\x9b\u202e"}
+    lines = [with_choice(wild, token_ids=[], versions=[], logprobs=[]), with_choice(wild, token_ids=[10**6] * 4), wild]
+    for kept, status in ((lines, 1), (lines[:1], 1), (lines[2:], 0)):
+        file = tmp_path / "receipts"
+        file.write_text("".join(json.dumps(each) + "\n" for each in kept))
+        assert cli.main(["replay", str(file), "--threads", "1", *flags]) == status
+        shown = capfd.readouterr().out
+        assert all(each.isprintable() or each == "\n" for each in shown)
+        assert ("equal" in shown) == (len(kept) != 1 or status == 0 or not flags)

@@ -1,0 +1,64 @@
+"""A user saw: a checkpoint's chat template wrote `_quire_budget.spend(-…)` and held the event loop for 9.4 s (issue 56,
+item 6). No name of a template's leads to what counts its steps, and no long body is run for one step."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.template_bounds import BoundedEnvironment
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+NAMES = ("_quire_budget", "_quire_bounded", "_quire_joined", "environment", "budget", "bounded_loop", "join_parts")
+SET, MACRO = "{% set NAME = namespace(x=1) %}", "{% macro NAME(x, y=1) %}{% endmacro %}"
+CHEATS = {
+    "spends less than nothing": "{% if _quire_budget %}{% set x = _quire_budget.spend(-10**12) %}{% endif %}",
+    "sets the names": "".join(SET.replace("NAME", name) for name in NAMES),
+    "macros of these names": "".join(MACRO.replace("NAME", name) for name in NAMES),
+    "sets what ~ needs": "{% set _quire_joined = '' %}{% set x = 'a' ~ 'b' %}",
+    "asks the environment": "{% if environment is defined %}{{ environment.spend_steps(-10**12) }}{% endif %}",
+    "asks itself": "{{ self.environment }}{{ self._TemplateReference__context }}",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_no_name_leads_to_the_count(name: str) -> None:
+    with pytest.raises(ModelError, match="steps"):
+        ChatRenderer({"default": CHEATS[name] + LOOP}, {})
+
+
+def test_nor_does_a_variable_of_a_request() -> None:
+    renderer = ChatRenderer({"default": "{% if go is defined %}" + LOOP + "{% endif %}"}, {})
+    names = dict.fromkeys((*NAMES, "go"), 10**12)
+    with pytest.raises(InvalidRequest, match="steps"):
+        renderer.render([{"role": "user", "content": "a"}], variables=names)
+
+
+def test_names_that_the_count_had_are_the_templates_own() -> None:
+    template = "{% set _quire_bounded = 'a' %}{% for m in messages %}{{ _quire_bounded ~ m.content }}{% endfor %}"
+    assert ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "b"}]) == "ab"
+
+
+FOR, END, TEXT, STATEMENTS = "{% for a in range(99999) %}", "{% endfor %}", "x" * 100_000, "{% set x = 1 %}" * 9000
+LONG = {
+    "text in a loop": FOR + TEXT + END,
+    "statements in a loop": FOR + STATEMENTS + END,
+    "text in a macro that loops": "{% macro m() %}" + FOR + TEXT + END + "{% endmacro %}{{ m() }}",
+    "statements in a macro": "{% macro m() %}" + STATEMENTS + "{% endmacro %}" + FOR + "{{ m() }}" + END,
+    "statements in a block": "{% block b %}" + STATEMENTS + "{% endblock %}" + FOR + "{{ self.b() }}" + END,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_body_costs_more_each_time(name: str) -> None:
+    with pytest.raises(ModelError, match="steps"):
+        ChatRenderer({"default": LONG[name]}, {})
+
+
+def test_the_count_begins_anew_with_each_rendering() -> None:
+    environment = BoundedEnvironment({})
+    template = environment.from_string("{% for a in range(99999) %}{% endfor %}" * 15)
+    assert [environment.render(template, {}) for _ in range(3)] == ["", "", ""]
+    with pytest.raises(LookupError):
+        template.render({})

@@ -1,0 +1,202 @@
+"""A user saw: a web page whose name suddenly pointed to 127.0.0.1 listed, read and deleted files, and chatted (DNS
+rebinding, issue 56, item 5; Ollama's CVE-2024-28224)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError
+from quire.server.access.addresses import is_own_host
+from quire.server.access.hosts import Hosts
+from quire.server.cli.serve import bind, warn_if_open
+from quire.server.config import ServerConfig
+from tests.server.fake import FakeEngine, hashed
+from tests.server.hosted import Port, serving
+
+LETTERS = hashed(b"abcdefgh")
+OWN = (
+    *(
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST:8000",
+        "localhost.",
+        "localhost.:8000",
+        "app.localhost",
+        "a.b.localhost",
+    ),
+    *("127.0.0.1", "127.0.0.1:8000", "127.8.9.10", "[::1]", "[::1]:8000", "::1", "[::ffff:127.0.0.1]:80", "0.0.0.0:80"),
+    *(
+        "192.168.1.5:8000",
+        "10.1.2.3",
+        "172.16.0.1",
+        "172.31.255.255",
+        "169.254.1.1",
+        "[fd00::1]:8000",
+        "[fe80::1%eth0]",
+    ),
+    *("printer.local", "quire.internal:8000", "host.docker.internal:8000", "Gateway.Docker.Internal", "x.LOCAL."),
+    *("", socket.gethostname(), f"{socket.gethostname().upper()}:8000"),
+)
+OTHERS = (
+    *("evil.example", "evil.example:8000", "EVIL.example.", "localhost.evil.example", "127.0.0.1.evil.example:8000"),
+    *("evillocalhost", "notlocal", "local", "internal", "evil.localhost.example", "8.8.8.8", "8.8.8.8:8000"),
+    *("[2001:4860:4860::8888]:443", "172.32.0.1", "192.169.0.1", "2130706433", "0x7f000001", "127.1", "203.0.113.5"),
+    *("localhost@evil.example", "localhost:8000@evil.example", "evil.example#localhost", "[::1]evil.example"),
+    *("localhost:8000:evil.example", "localhost:80a", "[::1", "::1]", "[evil.example]", "localhost,evil.example"),
+    *("localhost evil.example", "localhost\tevil", "r1.127.0.0.1.nip.io", "xn--localhost-", "[::ffff:8.8.8.8]", "*"),
+)
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_this_machines_names(host: str) -> None:
+    assert is_own_host(host)
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_names_of_others(host: str) -> None:
+    assert not is_own_host(host)
+
+
+@pytest.fixture(scope="module")
+async def port(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Port]:
+    async with serving(FakeEngine(LETTERS), data_dir=tmp_path_factory.mktemp("data")) as port:
+        yield port
+
+
+async def get(port: Port, *hosts: str, path: str = "/v1/models", version: str = "1.1", more: str = "") -> bytes:
+    lines = [f"GET {path} HTTP/{version}", *(f"Host: {host}" for host in hosts), "Connection: close", more]
+    return await port.send("\r\n".join([*filter(None, lines), "", ""]).encode("latin-1"))
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ")[1])
+
+
+PATHS = ("/", "/web/index.html", "/health", "/metrics", "/v1/files", "/v1/models", "/docs", "/nowhere", "/api/tags")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_no_path_answers_another_name(port: Port, path: str) -> None:
+    assert status(await get(port, "evil.example:8000", path=path)) == 403
+    assert status(await get(port, "localhost:8000", path=path)) != 403
+
+
+async def test_what_the_header_may_be(port: Port) -> None:
+    assert status(await get(port, version="1.0")) == 200, "programs send none; browsers always do"
+    assert status(await get(port)) == 200
+    assert status(await get(port, "localhost", "evil.example")) == 403
+    assert status(await get(port, "evil.example", "localhost")) == 403
+    assert status(await get(port, "evil.example", more="X-Forwarded-Host: localhost")) == 403
+    assert status(await get(port, "localhost", more="X-Forwarded-Host: evil.example")) == 200
+    assert status(await get(port, "évil.example")) == 403
+
+
+async def test_the_host_of_an_absolute_target_counts(port: Port) -> None:
+    """It stands for the header's (RFC 9112, 3.2.2)."""
+    for target in (
+        "http://evil.example/v1/models",
+        "http://localhost@evil.example/v1/models",
+        "http://evil.example:80/v1/models?a=/",
+    ):
+        assert status(await get(port, "localhost", path=target)) == 403, target
+    assert status(await get(port, "evil.example", path="http://localhost:8000/v1/models")) == 200
+    assert status(await get(port, "evil.example", path="http://[::1]:8000/v1/models")) == 200
+
+
+async def test_the_refusal_says_what_to_do(port: Port) -> None:
+    answer = await get(port, "evil.example:8000")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "host_not_allowed"
+    assert all(part in error["message"] for part in ("'evil.example:8000'", "--allowed-hosts", "--api-key"))
+    long = await get(port, "e" * 10_000)
+    assert status(long) == 403
+    assert len(long) < 2000
+
+
+async def test_a_page_can_neither_list_nor_delete_nor_upload_nor_chat(port: Port) -> None:
+    body = b'{"prompt": "a"}'
+    for line in (b"POST /v1/completions", b"POST /v1/files", b"DELETE /v1/files/file-1", b"OPTIONS /v1/files"):
+        head = b"%s HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        assert status(await port.send(head % (line, len(body)) + body)) == 403, line
+
+
+ALLOWED = (
+    *((["quire.example.com"], "quire.example.com"), (["quire.example.com"], "Quire.Example.com:443")),
+    *((["*.example.com"], "a.b.example.com"), (["*"], "anything"), (["203.0.113.5"], "203.0.113.5:8000")),
+    *(
+        (["2001:4860:4860::8888"], "[2001:4860:4860:0::8888]"),
+        (["Example.com."], "example.com"),
+        (["quire"], "quire:80"),
+    ),
+)
+REFUSED = (
+    *((["example.com"], "a.example.com"), (["*.example.com"], "example.com"), (["*.example.com"], "badexample.com")),
+    *((["example.com"], "example.com.evil"), ([], "quire:8000")),
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "expected"), [*((*each, 200) for each in ALLOWED), *((*each, 403) for each in REFUSED)]
+)
+async def test_allowed_hosts(names: list[str], host: str, expected: int) -> None:
+    async with serving(FakeEngine(LETTERS), allowed_hosts=names) as port:
+        assert status(await get(port, host)) == expected
+
+
+async def test_with_keys_any_name_may_be_asked() -> None:
+    """A proxy on the same machine passes a public name on; a page has no key."""
+    async with serving(FakeEngine(LETTERS), api_key=["secret"]) as port:
+        assert status(await get(port, "evil.example")) == 401
+        assert status(await get(port, "quire.example.com", more="Authorization: Bearer secret")) == 200
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("host", ["quire:8000", "quire.example.com", "10.2.3.4:8000", "my-service.my-namespace.svc"])
+def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
+    """As in containers, whose callers use names of Compose and of Kubernetes."""
+    hosts = Hosts(ServerConfig())
+    with bind(address, 0) as listener:
+        hosts.listen([listener])
+    assert hosts.refused({"headers": [(b"host", host.encode())]}) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "warns"),
+    [
+        ("127.0.0.1", {}, False),
+        ("::1", {}, False),
+        ("localhost", {}, False),
+        ("0.0.0.0", {}, True),
+        ("::", {}, True),
+        ("0.0.0.0", {"api_key": ["secret"]}, False),
+        ("0.0.0.0", {"admin_api_key": ["secret"]}, False),
+    ],
+)
+def test_the_start_warns_where_others_reach_a_server_without_keys(
+    caplog: pytest.LogCaptureFixture, address: str, options: dict[str, Any], warns: bool
+) -> None:
+    with bind(address, 0) as listener:
+        warn_if_open(ServerConfig(host=address, **options), listener)
+    assert ("--api-key" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    "name", ["http://example.com", "example.com:8000", "a b", "", "*example.com", "user@example.com"]
+)
+def test_what_is_no_name_cannot_be_allowed(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        Hosts(ServerConfig(allowed_hosts=[name]))
+
+
+async def test_the_log_names_the_flag_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeEngine(LETTERS)) as port:
+        with caplog.at_level(logging.WARNING, "quire.server"):
+            for _ in range(3):
+                await get(port, "evil.example\\r")
+    assert sum("--allowed-hosts" in record.getMessage() for record in caplog.records) == 1
