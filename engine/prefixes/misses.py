@@ -284,8 +284,8 @@ class _Look:
 
 
 def _turn_after(earlier: Visit | None, request_id: str, *, repeated: bool) -> tuple[Conversation, int]:
-    """The conversation of a prompt and its turn in it. `earlier`: the visit whose prompt this one continues, or repeats.
-    A first prompt that somebody repeats begins a conversation of its own."""
+    """The conversation of a prompt and its turn in it. `earlier`: the visit whose prompt it continues, or repeats. A
+    first prompt that somebody repeats begins a conversation of its own."""
     if earlier is None or (repeated and earlier.turn == 1):
         return Conversation(request_id), 1
     return earlier.conversation, earlier.turn if repeated else earlier.turn + 1
