@@ -128,8 +128,19 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 def resolve_adapter(name: str) -> Path:
     """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
+    folder = adapter_folder(name)
+    return folder if isinstance(folder, Path) else download_some(folder, None, _ADAPTER_FILES)
+
+
+def adapter_folder(name: str) -> Path | HubName:
+    """The folder of an adapter on this machine, or else what it is on the hub. Raises ModelError."""
     path = _local_path(name)
-    return path if path.is_dir() else download_some(hub_model(name), None, _ADAPTER_FILES)
+    if path.is_dir():
+        return path
+    hub = hub_name(name)
+    if hub is None:
+        raise ModelError(f"model: there is no folder {name!r}, and it is not a hub id (OWNER/REPO)")
+    return hub
 
 
 def stored_at(config: EngineConfig) -> Path:

@@ -76,11 +76,19 @@ def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> 
             continue
         if others is None and advice.is_server_s(name.removeprefix(PREFIX).lower()):
             continue
-        advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
+        advised = _on_variable(name, known)
         if advised or others is not None:
             wrong.append(f"environment variable {name}: no such setting{advised and f', {advised}'}")
     if wrong:
         raise ConfigError("; ".join(wrong))
+
+
+def _on_variable(name: str, known: Collection[str]) -> str:
+    """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it."""
+    flag = name.removeprefix(PREFIX).lower().replace("_", "-")
+    if (same := advice.other_names().get(flag)) is not None:
+        return f"use {PREFIX}{same.replace('-', '_').upper()}"
+    return advice.on_setting(flag, ()) or advice.nearest(name, known)
 
 
 def _encodable(text: str) -> bool:
