@@ -84,11 +84,10 @@ def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> 
 
 
 def _on_variable(name: str, known: Collection[str]) -> str:
-    """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it."""
-    flag = name.removeprefix(PREFIX).lower().replace("_", "-")
-    if (same := advice.other_names().get(flag)) is not None:
-        return f"use {PREFIX}{same.replace('-', '_').upper()}"
-    return advice.on_setting(flag, ()) or advice.nearest(name, known)
+    """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it. A setting that
+    the advice consists of is written as its variable."""
+    text = advice.on_setting(name.removeprefix(PREFIX).lower(), [each.removeprefix(PREFIX).lower() for each in known])
+    return re.sub(r"^(use|did you mean) (\w+)(\??)$", lambda part: f"{part[1]} {PREFIX}{part[2].upper()}{part[3]}", text)
 
 
 def _encodable(text: str) -> bool:

@@ -97,6 +97,10 @@ class ApiProcesses:
         self.ended_by = ""
         """The name of the first signal."""
 
+    @property
+    def was_ready(self) -> bool:
+        return self._ready
+
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None

@@ -105,12 +105,9 @@ def main(argv: Sequence[str], started: float) -> int:
             else Service(config, models, listener, started)
         )
         status = uvloop.run(service.run())
-        log.info(
-            "the server has ended after %.1f s%s, with status %d",
-            time.perf_counter() - started,
-            f", by {service.ended_by}" if service.ended_by else "",
-            status,
-        )
+        if service.was_ready:
+            by = f", by {service.ended_by}" if service.ended_by else ""
+            log.info("the server has ended after %.1f s%s, with status %d", time.perf_counter() - started, by, status)
         return status
 
 
@@ -219,6 +216,10 @@ class Service:
         self.ended_by = ""
         """The name of the first signal."""
         self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def was_ready(self) -> bool:
+        return self._server is not None
 
     async def run(self) -> int:
         main_task = asyncio.current_task()
