@@ -251,6 +251,20 @@ def available_host_bytes() -> int:
     return min(found, default=8 * GIB)
 
 
+def host_memory_bytes() -> int | None:
+    """Bytes of memory that this machine has, or that our control group may take; None where neither can be read."""
+    found = [value for value in (_meminfo("MemTotal"), _cgroup_bytes("memory.max")) if value is not None]
+    return min(found, default=None)
+
+
+def check_kv_memory(gib: float | None, room: int | None, where: str) -> None:
+    """Raise ConfigError for a KV cache of more memory than there is, before weights are loaded. room: bytes; None:
+    nobody knows."""
+    if gib is not None and room is not None and gib * GIB > room:
+        message = f"kv_cache_memory: {gib:g} GiB are more than the {room / GIB:.1f} GiB of memory of {where}"
+        raise ConfigError(message, param="kv_cache_memory")
+
+
 def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None) -> None:
     """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
 
@@ -278,9 +292,13 @@ def _meminfo(key: str) -> int | None:
 
 def _cgroup_headroom() -> int | None:
     """Bytes that our control group (v2) may still allocate; None where it has no limit or is unknown."""
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return None if limit is None or used is None else max(limit - used, 0)
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """What a file of our control group (v2) says; None where there is none, or no limit."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):  # "max" is no number
         return None
-    return None if limit == "max" else max(int(limit) - used, 0)

@@ -38,7 +38,14 @@ from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import Room, make_room
-from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
+from quire.engine.worker.memory import (
+    available_bytes,
+    check_memory,
+    explained_weights,
+    page_bytes,
+    slot_bytes,
+    whole_page_bytes,
+)
 from quire.engine.worker.ranks.messages import Allocate, Begin
 from quire.engine.worker.ranks.pipeline import Stages
 from quire.engine.worker.ranks.single_process import SingleProcess
@@ -94,7 +101,9 @@ def start_worker(
     """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache. `progress` is
     called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see Ranks.
     Raises ConfigError."""
-    kept = keep_kernels() if choose_device(config).type == "cuda" else None
+    device = choose_device(config)
+    check_memory(config, device)
+    kept = keep_kernels() if device.type == "cuda" else None
     set_up_cpu(config)
     chosen = choose(config, model_config)
     ranks = start_ranks(config, path, chosen, progress, on_rank_end, given=tensors is not None)

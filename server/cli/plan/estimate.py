@@ -368,6 +368,10 @@ def _reasons(made: Estimate, wishes: Wishes, pages: int) -> list[str]:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
     if context is not None and context > sizes.max_position:
         return [f"a context of {context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
+    left = machine.left_for_cache(made.device_weight_bytes, made.step_bytes)
+    if config.kv_cache_memory is not None and made.kv_budget + made.state_bytes > left:
+        asked = f"a KV cache of {config.kv_cache_memory:g} GiB (--kv-cache-memory)"
+        return [f"{asked} does not fit in the {left / GIB:.1f} GiB that are left on {machine.name}"]
     if pages < 1:
         room = machine.memory * config.gpu_memory_utilization - CUDA_CONTEXT_BYTES if machine.gpu else machine.memory
         each = " on each device" if machine.count > 1 else ""
