@@ -87,9 +87,7 @@ def _on_variable(name: str, known: Collection[str]) -> str:
     """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it. A setting that
     the advice consists of is written as its variable."""
     text = advice.on_setting(name.removeprefix(PREFIX).lower(), [each.removeprefix(PREFIX).lower() for each in known])
-    return re.sub(
-        r"^(use|did you mean) (\w+)(\??)$", lambda part: f"{part[1]} {PREFIX}{part[2].upper()}{part[3]}", text
-    )
+    return re.sub(r"(?<=^use )\w+$|(?<=^did you mean )\w+(?=\?$)", lambda part: PREFIX + part[0].upper(), text)
 
 
 def _encodable(text: str) -> bool:

@@ -882,12 +882,12 @@ def test_a_configuration_that_does_not_fit_says_with_what_it_would(tmp_path: Pat
 def test_a_kv_cache_larger_than_the_memory_does_not_fit(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--kv-cache-memory", "100000", *where], 0.0) == 1
+    assert cli.main(["plan", "--kv-cache-memory", "100000", *where]) == 1
     assert "does not fit  a KV cache of 100000 GiB (--kv-cache-memory)" in capsys.readouterr().out
 
 
 def test_the_table_of_all_gpus_has_units(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--gpu", "all"], 0.0) == 0
+    assert cli.main(["plan", "--gpu", "all"]) == 0
     first, _, *rows, last = capsys.readouterr().out.splitlines()
     for word in ("KV cache,", "context, tokens", "tokens/s"):
         assert word in first
