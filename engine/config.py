@@ -254,6 +254,9 @@ class EngineConfig(BaseModel):
     scheduler_cls: str | None = Field(
         None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
     )
+    executor_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of an executor of your own, which runs the batches"
+    )
     disable_sliding_window: bool = Field(
         False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
     )

@@ -121,7 +121,7 @@ ROOMS = {
             "sse",
             "connection",
         ),
-        *("routes", "app", "fleet", "cli"),
+        *("routes", "app", "fleet", "cli", "asgi"),
     ),
     "engine": (
         *("errors", "types", "advice", "config", "settings", "folder", "heap", "gguf", "text", "images", "checkpoint"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
+from quire.engine.settings.classes import import_class
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
@@ -54,6 +55,8 @@ from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
 from quire.kernels.streaming.offload import OffloadCounts
+
+_ExecutorClass = TypeVar("_ExecutorClass", bound=SingleProcess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,7 @@ def start_ranks(
         config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
     )
     if config.ranks == 1:
-        return SingleProcess()
+        return executor_class(config, SingleProcess)()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
@@ -309,8 +312,15 @@ def start_ranks(
         told["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
-        return Stages(local, chosen, progress, on_end)
-    return SpmdRanks(local, chosen, on_end)
+        return executor_class(config, Stages)(local, chosen, progress, on_end)
+    return executor_class(config, SpmdRanks)(local, chosen, on_end)
+
+
+def executor_class(config: EngineConfig, usual: type[_ExecutorClass]) -> type[_ExecutorClass]:
+    """The usual class, or the subclass of it that --executor-cls names. Raises ConfigError."""
+    if config.executor_cls is None:
+        return usual
+    return import_class("executor_cls", config.executor_cls, usual, "executor")
 
 
 def plan_pages(

@@ -34,7 +34,7 @@ _OF_A_MODEL = {
     *("return_tokens_as_token_ids", "enable_per_request_metrics"),
 }
 """The settings that a model may have for itself; the others are the server's."""
-_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls"}
+_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
 """Settings that write to the disk or run somebody's code: not over HTTP."""
 _MAX_NAME = 256
 _Seconds = Annotated[float, Meta(ge=0)]
