@@ -84,6 +84,7 @@ SHARED = {
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.procfs",
     "quire.engine.replicas.cores",
+    "quire.engine.settings.classes",
     "quire.engine.text.grammar",
     "quire.engine.text.tokenizer",
     "quire.engine.types",

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.engine.advice import nearest
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.alike.rope import positions_of, rope_of
 from quire.engine.checkpoint.alike.told import names_in_file, told_as_in_file
-from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.catalog import known_models, nearest_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
     FAMILIES,
@@ -171,8 +170,7 @@ def hub_model(name: str) -> HubName:
         return known[name.lower()].hub
     found = hub_name(name)
     if found is None:
-        sized = [each for each in known if each.startswith(f"{name.lower()}:")]
-        advice = f"write it with a size: {' or '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
+        advice = nearest_models(name, [*PACKAGED, *known])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"
