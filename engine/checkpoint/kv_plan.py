@@ -28,7 +28,9 @@ CPU_KV_BYTES = 4 * GIB
 _HOST_SHARE = 0.5
 """The largest share for the KV cache of the memory that is free once the weights are loaded."""
 _STATE_BYTES, _MOST_SNAPSHOTS = 2 * GIB, 1024
-"""Bounds of what share_states gives unasked, and of snapshots."""
+"""Bounds of what share_states gives unasked on a CPU, and of snapshots."""
+_GPU_STATE_PART = 3
+"""On a GPU share_states gives unasked at most this part of the memory: a third."""
 LEAST_PAGE_BYTES = 256
 """Of a page where no layer keeps anything in it: what is noted of it, its hash for one. Prefixes are found by pages."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -123,13 +125,21 @@ class StateShares(NamedTuple):
 
 
 def share_states(
-    slot_bytes: int, available: int, asked: float | None, max_num_seqs: int, *, large: bool, cached: bool
+    slot_bytes: int, available: int, asked: float | None, max_num_seqs: int, *, large: bool, cached: bool, gpu: bool
 ) -> StateShares:
-    """Slots of so many bytes each. `large` states get a part of the `available` bytes, `asked` GiB where that is given;
-    half of it goes to snapshots where prefixes are `cached`, and more where sequences need less. Raises ConfigError."""
+    """Slots of `slot_bytes` each. `large` states get a part of the `available` bytes, `asked` GiB if that is given; if
+    not, on a `gpu` what max_num_seqs sequences and as many snapshots need, but at most a third of the bytes, and on a
+    CPU half of them, but at most 2 GiB. Half of it goes to snapshots where prefixes are `cached`, and more where
+    sequences need less. Raises ConfigError."""
     if not large:
         return StateShares(max_num_seqs, 0)
-    memory = min(max(available, 0) // 2, _STATE_BYTES) if asked is None else int(asked * GIB)
+    if asked is not None:
+        memory = int(asked * GIB)
+    elif gpu:
+        wanted = slot_bytes * ((2 if cached else 1) * max_num_seqs + 1)
+        memory = min(max(available, 0) // _GPU_STATE_PART, wanted)
+    else:
+        memory = min(max(available, 0) // 2, _STATE_BYTES)
     if (count := memory // slot_bytes - 1) < 1:
         raise ConfigError(
             f"state_memory: what layers keep of one sequence takes {2 * slot_bytes:,} bytes, with a slot beside it; "

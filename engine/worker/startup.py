@@ -341,7 +341,8 @@ def plan_pages(
     available = ranks.available(available_here)
     large, cached = model.spec.needs_snapshots, config.enable_prefix_caching
     most = config.max_num_seqs
-    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached)
+    gpu = model.device.type == "cuda"
+    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached, gpu=gpu)
     states = slot * shares.slots
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)

@@ -219,7 +219,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     budget = _budget(config, machine, on_device, step)
     seqs = max(config.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching
-    shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached)
+    shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached, gpu=machine.gpu)
     states, least = slot * shares.slots, LEAST_PAGE_BYTES if sizes.needs_snapshots else 0
     spare = 0 if draft is None else draft.spare(block_size) * seqs * own * block_size // alone
     made = Estimate(
