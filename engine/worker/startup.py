@@ -221,6 +221,8 @@ def notes_of(
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         ranks.note,
+        device.type == "cuda"
+        and idle_gpus(torch.cuda.device_count(), config.ranks, lambda count: not chosen.spec.indivisible(count)),
         model.offload is not None and model.offload.said,
         chosen.changed,
         room.eager_prompts and f"steps with prompts run without CUDA graphs: {room.eager_prompts}",
@@ -261,6 +263,20 @@ def lacking_gpus(ranks: int, device: torch.device) -> str | None:
     if not torch.distributed.is_nccl_available():
         return f"this PyTorch ({torch.__version__}) was built without NCCL, by which GPUs reach each other"
     return None
+
+
+def idle_gpus(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
+    """A note about GPUs that compute nothing, and what to do; None where there are none. can_use: whether the model can
+    be divided among that many."""
+    if visible <= used:
+        return None
+    most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)
+    several = f"use --tensor-parallel-size {most}, or " if most is not None else ""
+    are = "is" if used == 1 else "are"
+    return (
+        f"{visible} GPUs are visible, {used} {are} used: {several}start one server for each with "
+        "CUDA_VISIBLE_DEVICES=N and a port of its own"
+    )
 
 
 def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
