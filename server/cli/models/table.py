@@ -6,7 +6,7 @@ The figures are `quire plan`'s arithmetic, and limits: a token takes at least as
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,10 @@ def row_of(model: CatalogEntry, machine: Machine) -> ModelRow:
     return ModelRow(model, sizes.parameters, memory, context, speed)
 
 
-def described(model: CatalogEntry) -> tuple[Mapping[str, Any], StoredWeights | None]:
+def described(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights | None]:
     """What config.json would say of a model, and the header of its GGUF file."""
     if model.gigabytes is None:
-        return model.config, None
+        return dict(model.config), None
     bits = 8e9 * model.gigabytes / read_sizes(model.config).parameters
     quantized = {"quant_method": "gguf", "fmt": model.hub.tag, "bits": bits, "group_size": -1}
     config = {**model.config, "dtype": "bfloat16", "quantization_config": quantized}
