@@ -44,12 +44,14 @@ RUN pip install -c constraints.txt setuptools \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
-# Attention that pip installs as it is: flash-attn 4, which is Python and compiles at its first call, for Hopper and B200
-# (without [cu13] beside CUDA 12); or flash-attn-3 (Hopper) from PyTorch's index, which TORCH_INDEX then names; "" is none.
-# On other cards, or where a trial fails, PyTorch's own build of flash-attn 2 serves.
-ARG FLASH_PACKAGE="flash-attn-4[cu13]>=4.0.0b36"
+# Attention that pip installs as it is: flash-attn 4, which is Python and compiles at its first call, for Hopper and B200,
+# with all of its packages pinned (for CUDA 13; beside CUDA 12 name flash-attn-4 here); or flash-attn-3 (Hopper) from
+# PyTorch's index, which TORCH_INDEX then names; "" is none. On other cards, or where a trial fails, PyTorch's own build of
+# flash-attn 2 serves.
+COPY deploy/flash-attn-4.txt deploy/
+ARG FLASH_PACKAGE="-r deploy/flash-attn-4.txt"
 RUN if [ "$KIND" = cuda ] && [ -n "$FLASH_PACKAGE" ]; then \
-        pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$FLASH_PACKAGE"; \
+        pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} $FLASH_PACKAGE; \
     fi
 
 FROM base-${KIND} AS flash-none
@@ -114,9 +116,11 @@ RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /mod
 COPY --from=installed /opt/quire /opt/quire
 USER 10001
 WORKDIR /home/quire
-# Hub downloads land in the volume, so a new container starts without fetching them again; so do Triton's kernels (where
-# it cannot be written, they go to /tmp).
+# Hub downloads land in the volume, so a new container starts without fetching them again; so do the kernels that Triton,
+# flash-attn 4 and its libraries compile (where it cannot be written, they go to /tmp).
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models TRITON_CACHE_DIR=/models/triton \
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=/models/flash-attn-4 \
+    QUACK_CACHE_DIR=/models/quack CUTE_DSL_CACHE_DIR=/models/cute-dsl \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000
 VOLUME /models

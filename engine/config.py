@@ -155,7 +155,12 @@ class EngineConfig(BaseModel):
     )
     kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
     num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
-    state_memory: float | None = Field(None, gt=0, description="GiB of it for large states; default: half, at most 2")
+    state_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of it for large states; default: on a GPU for all of --max-num-seqs, at most a third; on a "
+        "CPU half, at most 2",
+    )
     snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of large states' snapshots")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
     kv_offload_memory: float | None = Field(
@@ -237,6 +242,9 @@ class EngineConfig(BaseModel):
     )
     scheduler_cls: str | None = Field(
         None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
+    )
+    executor_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of an executor of your own, which runs the batches"
     )
     disable_sliding_window: bool = Field(
         False, description="End the context where the narrowest sliding window does, so that all layers see all of it"

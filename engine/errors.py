@@ -104,8 +104,9 @@ class RequestQuarantined(EngineError):
     code = "request_quarantined"
 
 
-class ConfigError(QuireError):
-    pass
+class ConfigError(QuireError, ValueError):
+    """Also a ValueError, as programs that set up an LLM expect. So what catches ValueErrors of a library lets it pass
+    first."""
 
 
 class ModelError(ConfigError):

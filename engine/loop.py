@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from importlib import import_module
 
 import msgspec
 import zmq
@@ -31,7 +30,7 @@ from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.drafting.model import DraftPages, ModelDrafter
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest, QuireError
+from quire.engine.errors import EngineError, InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
     Asleep,
@@ -56,6 +55,7 @@ from quire.engine.link.engine_messages import (
 )
 from quire.engine.lora.queue import AdapterQueue
 from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
+from quire.engine.settings.classes import import_class
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles, code_hash, content_of
 from quire.engine.types import Request, RequestOutput
@@ -208,15 +208,7 @@ def scheduler_class(config: EngineConfig) -> type[Scheduler]:
     """Quire's own, or the one that --scheduler-cls names. Raises ConfigError."""
     if config.scheduler_cls is None:
         return Scheduler
-    module, _, name = config.scheduler_cls.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-        if not (isinstance(found, type) and issubclass(found, Scheduler)):
-            raise TypeError("it is no subclass of quire.engine.core.scheduler.Scheduler")
-    except Exception as error:  # whatever a user's module raises
-        wrong = f"{config.scheduler_cls!r} is no scheduler: {type(error).__name__}: {error}"
-        raise ConfigError(f"scheduler_cls: {wrong}", param="scheduler_cls") from error
-    return found
+    return import_class("scheduler_cls", config.scheduler_cls, Scheduler, "scheduler")
 
 
 def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelNotFound
+from quire.engine.checkpoint.files import adapter_folder
+from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
+from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import Modules
 from quire.engine.lora.spool import Spool
 from quire.engine.types import Adapter
@@ -177,6 +179,20 @@ def named_adapters(config: ServerConfig) -> tuple[str, ...]:
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: need --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(named_path(text)[0] for text in config.lora_modules)
+
+
+def check_local_adapters(config: ServerConfig, modules: Modules | None) -> None:
+    """Raise ConfigError for adapters of --lora-modules that are missing on this machine or do not fit the model: this
+    takes milliseconds, and the model is still loading. `modules`: of the model; None or empty: not known yet."""
+    named_adapters(config)
+    for name, path in map(named_path, config.lora_modules):
+        try:
+            folder = adapter_folder(path)
+            if isinstance(folder, Path) and modules:
+                read_adapter(folder, modules, config.max_lora_rank)
+        except (AdapterError, ModelError) as error:
+            why = error.message.removeprefix("model: ")
+            raise ConfigError(f"lora_modules: {name}: {why}", param="lora_modules") from None
 
 
 @contextmanager

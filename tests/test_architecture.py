@@ -85,6 +85,7 @@ SHARED = {
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.procfs",
     "quire.engine.replicas.cores",
+    "quire.engine.settings.classes",
     "quire.engine.text.grammar",
     "quire.engine.text.tokenizer",
     "quire.engine.types",
@@ -122,7 +123,7 @@ ROOMS = {
             "sse",
             "connection",
         ),
-        *("routes", "app", "fleet", "cli"),
+        *("routes", "app", "fleet", "cli", "asgi"),
     ),
     "engine": (
         *(

@@ -360,3 +360,18 @@ def test_the_systemd_unit_is_one() -> None:
     done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
     told = [line for line in done.stderr.splitlines() if "/opt/quire/bin/quire is not executable" not in line]
     assert not told
+
+
+def test_the_image_pins_flash_attn_4_and_keeps_its_kernels_on_the_volume() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert 'ARG FLASH_PACKAGE="-r deploy/flash-attn-4.txt"' in text
+    pins = [line for line in (DEPLOY / "flash-attn-4.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(pins) == 9
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
+    wheels = dict(line.split("==") for line in pins)
+    assert f"einops=={wheels['einops']}" in text, "the stages that install flash-attn 2 have the same"
+    variables = text.rpartition("\nENV ")[2].partition("\nVOLUME")[0]
+    kept = dict(each.split("=", 1) for each in variables.replace("\\\n", " ").split())
+    for name in ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR"):
+        assert kept[name].startswith("/models/"), name
+    assert kept["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1", "without it nothing is kept"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.engine.advice import nearest
 from quire.engine.checkpoint.names import HubName
 
+_TELLING = 3
+"""Letters that may tell which family is meant."""
 _TABLE = Path(__file__).with_name("catalog.toml")
 
 
@@ -24,6 +27,18 @@ class CatalogEntry:
     """10^9 bytes of the GGUF file; None for safetensors."""
     config: Mapping[str, Any]
     """What of config.json says the model's shape."""
+
+
+def nearest_models(name: str, known: Collection[str]) -> str:
+    """What to write instead of a short name that is none; "" where none is near."""
+    low = name.lower()
+    sized = [each for each in known if each.startswith(f"{low}:")]
+    if sized:
+        return f"write it with a size: {' or '.join(sized)}"
+    longer = [each for each in known if each.startswith(low)] if len(low) >= _TELLING else []
+    family = [each for each in known if each.partition(":")[0] == low.partition(":")[0]]
+    alike = longer or ([] if nearest(low, known) else family)
+    return f"did you mean {' or '.join(alike)}?" if alike else nearest(low, known)
 
 
 def known_models() -> dict[str, CatalogEntry]:

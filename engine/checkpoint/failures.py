@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import ModelError
+from quire.engine.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from quire.engine.checkpoint.names import HubName
@@ -29,6 +29,8 @@ def told_apart(name: HubName, revision: str | None) -> Iterator[None]:
 
     try:
         yield
+    except ConfigError:
+        raise
     except (OSError, ValueError, HTTPError) as error:
         raise ModelError(f"model: {_explained(error, name, revision)}") from error
     except RuntimeError as error:  # hf_xet's

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.engine.advice import nearest
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.alike.rope import positions_of, rope_of
 from quire.engine.checkpoint.alike.told import names_in_file, told_as_in_file
-from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.catalog import known_models, nearest_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
     FAMILIES,
@@ -128,8 +127,19 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 def resolve_adapter(name: str) -> Path:
     """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
+    folder = adapter_folder(name)
+    return folder if isinstance(folder, Path) else download_some(folder, None, _ADAPTER_FILES)
+
+
+def adapter_folder(name: str) -> Path | HubName:
+    """The folder of an adapter on this machine, or else what it is on the hub. Raises ModelError."""
     path = _local_path(name)
-    return path if path.is_dir() else download_some(hub_model(name), None, _ADAPTER_FILES)
+    if path.is_dir():
+        return path
+    hub = hub_name(name)
+    if hub is None:
+        raise ModelError(f"model: there is no folder {name!r}, and it is not a hub id (OWNER/REPO)")
+    return hub
 
 
 def stored_at(config: EngineConfig) -> Path:
@@ -160,8 +170,7 @@ def hub_model(name: str) -> HubName:
         return known[name.lower()].hub
     found = hub_name(name)
     if found is None:
-        sized = [each for each in known if each.startswith(f"{name.lower()}:")]
-        advice = f"write it with a size: {' or '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
+        advice = nearest_models(name, [*PACKAGED, *known])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"

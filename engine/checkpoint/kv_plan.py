@@ -28,7 +28,9 @@ CPU_KV_BYTES = 4 * GIB
 _HOST_SHARE = 0.5
 """The largest share for the KV cache of the memory that is free once the weights are loaded."""
 _STATE_BYTES, _MOST_SNAPSHOTS = 2 * GIB, 1024
-"""Bounds of what share_states gives unasked, and of snapshots."""
+"""Bounds of what share_states gives unasked on a CPU, and of snapshots."""
+_GPU_STATE_PART = 3
+"""On a GPU share_states gives unasked at most this part of the memory: a third."""
 LEAST_PAGE_BYTES = 256
 """Of a page where no layer keeps anything in it: what is noted of it, its hash for one. Prefixes are found by pages."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -123,13 +125,21 @@ class StateShares(NamedTuple):
 
 
 def share_states(
-    slot_bytes: int, available: int, asked: float | None, max_num_seqs: int, *, large: bool, cached: bool
+    slot_bytes: int, available: int, asked: float | None, max_num_seqs: int, *, large: bool, cached: bool, gpu: bool
 ) -> StateShares:
-    """Slots of so many bytes each. `large` states get a part of the `available` bytes, `asked` GiB where that is given;
-    half of it goes to snapshots where prefixes are `cached`, and more where sequences need less. Raises ConfigError."""
+    """Slots of `slot_bytes` each. `large` states get a part of the `available` bytes, `asked` GiB if that is given; if
+    not, on a `gpu` what max_num_seqs sequences and as many snapshots need, but at most a third of the bytes, and on a
+    CPU half of them, but at most 2 GiB. Half of it goes to snapshots where prefixes are `cached`, and more where
+    sequences need less. Raises ConfigError."""
     if not large:
         return StateShares(max_num_seqs, 0)
-    memory = min(max(available, 0) // 2, _STATE_BYTES) if asked is None else int(asked * GIB)
+    if asked is not None:
+        memory = int(asked * GIB)
+    elif gpu:
+        wanted = slot_bytes * ((2 if cached else 1) * max_num_seqs + 1)
+        memory = min(max(available, 0) // _GPU_STATE_PART, wanted)
+    else:
+        memory = min(max(available, 0) // 2, _STATE_BYTES)
     if (count := memory // slot_bytes - 1) < 1:
         raise ConfigError(
             f"state_memory: what layers keep of one sequence takes {2 * slot_bytes:,} bytes, with a slot beside it; "
@@ -251,6 +261,20 @@ def available_host_bytes() -> int:
     return min(found, default=8 * GIB)
 
 
+def host_memory_bytes() -> int | None:
+    """Bytes of memory that this machine has, or that our control group may take; None where neither can be read."""
+    found = [value for value in (_meminfo("MemTotal"), _cgroup_bytes("memory.max")) if value is not None]
+    return min(found, default=None)
+
+
+def check_kv_memory(gib: float | None, room: int | None, where: str) -> None:
+    """Raise ConfigError for a KV cache of more memory than there is, before weights are loaded. room: bytes; None:
+    nobody knows."""
+    if gib is not None and room is not None and gib * GIB > room:
+        message = f"kv_cache_memory: {gib:g} GiB are more than the {room / GIB:.1f} GiB of memory of {where}"
+        raise ConfigError(message, param="kv_cache_memory")
+
+
 def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None) -> None:
     """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
 
@@ -278,9 +302,13 @@ def _meminfo(key: str) -> int | None:
 
 def _cgroup_headroom() -> int | None:
     """Bytes that our control group (v2) may still allocate; None where it has no limit or is unknown."""
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return None if limit is None or used is None else max(limit - used, 0)
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """What a file of our control group (v2) says; None where there is none, or no limit."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        return int(Path("/sys/fs/cgroup", name).read_text())
+    except (OSError, ValueError):  # "max" is no number
         return None
-    return None if limit == "max" else max(int(limit) - used, 0)

@@ -8,6 +8,7 @@ There are four links: InProcessLink (engine/offline/in_process.py) to an engine 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.errors import EngineError, EngineGone, QuireError
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _M = TypeVar("_M")
 
@@ -101,6 +103,8 @@ class Link(ABC):
         """Whether weights and KV cache were let go; requests wait until they are back."""
         self.failure: EngineError | None = None
         """Why the engine is gone for good; None while it is not."""
+        self.failure_callbacks: list[Callable[[EngineError], None]] = []
+        """What a program has called when the engine is gone for good."""
 
     def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
         """Begin to start the engine and return at once. Raises EngineError when the system can start no process."""
@@ -110,6 +114,11 @@ class Link(ABC):
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
+            for callback in self.failure_callbacks:
+                try:
+                    callback(self.failure)
+                except Exception:  # a program's own
+                    log.exception("a failure callback failed")
 
     @abstractmethod
     async def start(self) -> EngineInfo:

@@ -171,6 +171,7 @@ class AsyncLLM(Serving):
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
+        self._client.link.failure_callbacks.clear()
         await self._client.link.stop()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -37,7 +37,8 @@ _W = TypeVar("_W")
 
 
 class LLM(Serving):
-    """A model in this process or, with a data_parallel_size, in so many others, which are replaced when they end.
+    """A model in this process. With `multiprocessing` it is in a process of its own, and with a data_parallel_size in
+    that many, which are replaced when they end.
 
     Works in scripts and notebooks alike, because the engine has a thread and an event loop of its own. On a CPU the
     environment variable OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
@@ -45,12 +46,15 @@ class LLM(Serving):
     """
 
     @documented
-    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
-        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. QUIRE_* variables
-        set the options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
+    def __init__(
+        self, model: str | Path | None = None, *, multiprocessing: bool = False, **options: Unpack[EngineOptions]
+    ) -> None:
+        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. `multiprocessing`:
+        the engine has a process of its own, and an open call goes on when that process ends. QUIRE_* variables set the
+        options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
 
         Options:"""
-        self._running = RunningEngine(engine_config(model, options))
+        self._running = RunningEngine(engine_config(model, options), multiprocessing=multiprocessing)
         super().__init__(self._running.model, self._running.client)
         self._run = self._running.run
         self.info = self._running.info
@@ -137,8 +141,8 @@ class LLM(Serving):
         """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
         link = self._client.link
         if not isinstance(link, InProcessLink):
-            message = "logprobs are computed by an engine in this process: not with a data_parallel_size"
-            raise InvalidRequest(message, param="data_parallel_size")
+            message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
+            raise InvalidRequest(message, param="multiprocessing")
         return self._run(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
 
     def replay(
@@ -214,8 +218,8 @@ class LLM(Serving):
         """
         link = self._client.link
         if not isinstance(link, InProcessLink):
-            message = "load_weights gives tensors to an engine in this process: not with a data_parallel_size"
-            raise InvalidRequest(f"{message}, but update_weights takes a folder", param="data_parallel_size")
+            message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
+            raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
         return self._noted(self._run(self._weights.change(partial(link.load_tensors, stream), version=version)))
 

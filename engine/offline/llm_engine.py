@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
+from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
@@ -41,6 +42,37 @@ class CacheConfig:
     num_gpu_blocks: int
     """Pages, on whichever device."""
     enable_prefix_caching: bool
+    num_cpu_blocks: int
+    """Pages of earlier prompts that the host's memory has room for (kv_offload_memory)."""
+    gpu_memory_utilization: float
+    cache_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Of one step."""
+    max_model_len: int
+    long_prefill_token_threshold: int
+    """Tokens of one prompt in a step; 0: as many as fit."""
+    policy: Literal["priority", "fcfs"]
+    enable_chunked_prefill: bool = True
+    """Always: long prompts are computed in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    enable_expert_parallel: bool
+
+    @property
+    def world_size(self) -> int:
+        """Processes that compute one replica of the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 Output = RequestOutput | Pooled
@@ -70,7 +102,29 @@ class LLMEngine:
         self.model_config = ModelConfig(
             config.model, config.tokenizer or config.model, info.dtype, info.max_model_len, model.vocab_size
         )
-        self.cache_config = CacheConfig(info.block_size, info.num_blocks, config.enable_prefix_caching)
+        page_bytes = info.kv_bytes // max(info.num_blocks, 1)
+        self.cache_config = CacheConfig(
+            info.block_size,
+            info.num_blocks,
+            config.enable_prefix_caching,
+            num_cpu_blocks=int((config.kv_offload_memory or 0) * GIB) // max(page_bytes, 1) if page_bytes else 0,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            cache_dtype=info.kv_cache_dtype,
+        )
+        self.scheduler_config = SchedulerConfig(
+            config.max_num_seqs,
+            info.step_tokens,
+            info.max_model_len,
+            config.long_prefill_token_threshold or 0,
+            config.scheduling_policy,
+        )
+        self.parallel_config = ParallelConfig(
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            config.data_parallel_size,
+            config.decode_context_parallel_size,
+            config.enable_expert_parallel,
+        )
         self._running = running
         self._open: dict[str, tuple[_Request, Future[None]]] = {}
         self._news: _News = queue.SimpleQueue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
@@ -14,7 +14,7 @@ from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.overrides import model_path, sampling_defaults
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest, check_serves
+from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.images.reader import Asked, image_reader
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
@@ -241,6 +241,11 @@ class Serving:
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's generation_config.json: what calls without sampling_params get."""
         return self._model.default_params()
+
+    def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
+        """Have `callback` called with the error once the engine is gone for good, but not when it is closed. It is
+        called on the engine's event loop, which for an LLM is another thread's."""
+        self._client.link.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""

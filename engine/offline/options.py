@@ -83,6 +83,7 @@ class EngineOptions(TypedDict, total=False):
     max_engine_starts: int
     scheduling_policy: Literal["priority", "fcfs"]
     scheduler_cls: str | None
+    executor_cls: str | None
     disable_sliding_window: bool
     block_size: int | None
     weights_on_disk: str | None

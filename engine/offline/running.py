@@ -20,7 +20,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.model import Model
 from quire.engine.receipts.hashes import ModelHashes
-from quire.engine.replicas.replicas import Replicas
+from quire.engine.replicas.replicas import processes
 
 _T = TypeVar("_T")
 
@@ -29,15 +29,17 @@ class RunningEngine:
     """A model and its engine, from the start to `close`. Its event loop is the engine's; what asks it anything runs
     there, by `run` or `begin`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises what starting the engine raises."""
+    def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
+        """`multiprocessing`: the engine has a process of its own, which is replaced when it ends; several replicas have
+        theirs anyway. Raises what starting the engine raises."""
         self.config = config
         self.model = Model(config)
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         thread.start()
-        self.client = EngineClient(InProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
+        is_here = config.data_parallel_size == 1 and not multiprocessing
+        self.client = EngineClient(InProcessLink(config)) if is_here else processes(config)
         self.hashes = ModelHashes(config, self.model.tokenizer, self.client.link.weights_paths)
         self.close = weakref.finalize(self, _end, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
@@ -69,6 +71,7 @@ class RunningEngine:
 def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if pid != os.getpid():  # a forked process has no engine, because threads are not forked
         return
+    client.link.failure_callbacks.clear()
     stopping = asyncio.run_coroutine_threadsafe(client.link.stop(), loop)
     stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
     if threading.current_thread() is not thread:  # whose garbage collection may have found that nobody has it any more

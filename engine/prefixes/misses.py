@@ -150,24 +150,24 @@ class Misses:
         elsewhere = look.elsewhere()
         nearest = None
         same = walk.tail_visit or (walk.own[-1] if walk.own else None)
-        conversation = same.conversation if same is not None and walk.common >= same.prompt_tokens else None
+        earlier = same if same is not None and walk.common >= same.prompt_tokens else None
+        repeated = earlier is not None and earlier.prompt_tokens == len(request.prompt_ids)
         if walk.neighbours and not elsewhere and cached <= walk.common:
-            nearest, moved, rewritten = look.moved()
-            conversation = rewritten or conversation
+            nearest, moved, rewritten, same_end = look.moved()
+            if rewritten is not None:
+                earlier, repeated = rewritten, same_end
             elsewhere = Counter({"diverged" if rewritten is None else "rewritten": moved} if moved else {})
         missed += elsewhere
         if missed and request.sampling is not None and request.sampling.prompt_logprobs is not None:
             missed = Counter({"prompt_logprobs": missed.total()})
         turn = asked.turn
         if turn.conversation is None:
-            turn.conversation = conversation or Conversation(request.id)
-            turn.conversation.turns += 1
-            turn.number = turn.conversation.turns
+            turn.conversation, turn.number = _turn_after(earlier, request.id, repeated=repeated)
         if asked.report is None:
             found = sorted(missed.items(), key=lambda each: -each[1])
             asked.report = PrefixReport(found, 0.0, turn.conversation.id, turn.number, own_load, nearest)
         life = self._engines[engine].life
-        asked.visit = Visit(origin, engine, life, len(request.prompt_ids), turn.conversation, cached)
+        asked.visit = Visit(origin, engine, life, len(request.prompt_ids), turn.conversation, turn.number, cached)
         self._add(tree, tokens, asked.visit)
 
     def _tree(self, request: Request) -> PrefixTree:
@@ -254,11 +254,12 @@ class _Look:
             return "weights"
         return "adapter" if origin.adapter != self.origin.adapter else "cache_salt"
 
-    def moved(self) -> tuple[Nearest, int, Conversation | None]:
-        """Returns three things: where the prompt first differs from the nearest earlier sequence; how many of its later
-        tokens occur in that sequence too; and the sequence's conversation, if the prompt continues it."""
+    def moved(self) -> tuple[Nearest, int, Visit | None, bool]:
+        """Returns four things: where the prompt first differs from the nearest earlier sequence; how many of its later
+        tokens occur in that sequence too; the sequence's visit, if the prompt continues its conversation; and whether
+        both prompts have the same end, so that the later one is the earlier one in another form."""
         looks = [self._beside(each) for each in self.walk.neighbours]
-        same, count, other = max(looks, key=lambda look: look[:2])  # equal ones: the first, which is the nearest
+        same, count, same_end, other = max(looks, key=lambda look: look[:2])  # equal ones: the first is the nearest
         common, visit = other.common, other.visit
         nearest = Nearest(
             common,
@@ -267,15 +268,27 @@ class _Look:
             _ids(other.rest[: _SHOWN * WIDTH]),
             _ids(self.tokens[common * WIDTH : (common + _SHOWN) * WIDTH]),
         )
-        return nearest, max(min(count, self._most - common), 0), visit.conversation if same else None
+        return nearest, max(min(count, self._most - common), 0), visit if same else None, same_end
 
-    def _beside(self, other: Neighbour) -> tuple[bool, int, Neighbour]:
-        """Whether the prompt continues an earlier sequence's conversation, and how many tokens both share after their
-        first difference."""
-        pieces = equal_pieces(other.rest, self.tokens[other.common * WIDTH :])
+    def _beside(self, other: Neighbour) -> tuple[bool, int, bool, Neighbour]:
+        """Whether the prompt continues an earlier sequence's conversation, how many tokens both share after their first
+        difference, and whether the earlier prompt's end is this prompt's end too."""
+        own = self.tokens[other.common * WIDTH :]
+        pieces = equal_pieces(other.rest, own)
         end = min(other.visit.prompt_tokens - other.common, len(other.rest) // WIDTH)
-        same = end <= 0 or any(each.old + each.length > end - _TURN for each in pieces)
-        return same, sum(each.length for each in pieces), other
+        with_end = [each for each in pieces if each.old + each.length > end - _TURN]
+        same_end = any(
+            each.new + each.length >= len(own) // WIDTH and each.old + each.length <= end for each in with_end
+        )
+        return end <= 0 or bool(with_end), sum(each.length for each in pieces), same_end, other
+
+
+def _turn_after(earlier: Visit | None, request_id: str, *, repeated: bool) -> tuple[Conversation, int]:
+    """The conversation of a prompt and its turn in it. `earlier`: the visit whose prompt it continues, or repeats. A
+    first prompt that somebody repeats begins a conversation of its own."""
+    if earlier is None or (repeated and earlier.turn == 1):
+        return Conversation(request_id), 1
+    return earlier.conversation, earlier.turn if repeated else earlier.turn + 1
 
 
 def _tokens(request: Request) -> bytes:

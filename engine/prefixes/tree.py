@@ -38,7 +38,6 @@ class Origin(NamedTuple):
 class Conversation:
     id: str
     """The id of its first request."""
-    turns: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +50,8 @@ class Visit:
     """The number of the engine's cache, which counts up when the cache is lost."""
     prompt_tokens: int
     conversation: Conversation
+    turn: int = 1
+    """The place of this prompt in the conversation, from 1 on."""
     computed: int = 0
     """The tokens that are computed so far."""
     open: bool = True

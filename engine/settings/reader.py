@@ -76,11 +76,18 @@ def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> 
             continue
         if others is None and advice.is_server_s(name.removeprefix(PREFIX).lower()):
             continue
-        advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
+        advised = _on_variable(name, known)
         if advised or others is not None:
             wrong.append(f"environment variable {name}: no such setting{advised and f', {advised}'}")
     if wrong:
         raise ConfigError("; ".join(wrong))
+
+
+def _on_variable(name: str, known: Collection[str]) -> str:
+    """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it. A setting that
+    the advice consists of is written as its variable."""
+    text = advice.on_setting(name.removeprefix(PREFIX).lower(), [each.removeprefix(PREFIX).lower() for each in known])
+    return re.sub(r"(?<=^use )\w+$|(?<=^did you mean )\w+(?=\?$)", lambda part: PREFIX + part[0].upper(), text)
 
 
 def _encodable(text: str) -> bool:

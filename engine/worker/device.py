@@ -64,9 +64,10 @@ def choose_device(config: EngineConfig) -> torch.device:
     """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
     if config.device in OTHERS:
         try:
-            return check_replicas(config, other_device(config.device))
+            other = other_device(config.device)
         except ValueError as error:
             raise ConfigError(f"device: {error}", param="device") from error
+        return check_replicas(config, other)
     if config.device == "cpu" or torch.cuda.is_available():
         return check_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
     driver = nvidia_driver()
@@ -321,6 +322,8 @@ def choose_backend(
             ranks=config.decode_context_parallel_size,
             trials=trials,
         )
+    except ConfigError:
+        raise
     except ValueError as error:
         pages = config.block_size is not None and config.attention_backend == "auto"
         name = "block_size" if pages else "attention_backend"

@@ -18,11 +18,13 @@ from quire.engine.checkpoint.kv_plan import (
     CPU_KV_BYTES,
     GIB,
     available_host_bytes,
+    check_kv_memory,
     device_kv_budget,
     graph_calls,
     graph_tokens,
     graphs_bytes,
     host_kv_budget,
+    host_memory_bytes,
 )
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
@@ -46,6 +48,17 @@ _PIECE = 512 * 2**10
 """Bytes touched at a time, which takes about a millisecond."""
 _REFUSALS = ("can't allocate memory", MPS_IS_FULL)
 """Parts of the messages of the RuntimeErrors that PyTorch raises where the host's memory runs out, or Apple's GPU's."""
+
+
+def check_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for a KV cache of more memory than the devices have."""
+    asked = config.kv_cache_memory
+    if device.type == "cpu":
+        check_kv_memory(asked and asked * config.data_parallel_size, host_memory_bytes(), "this machine")
+    elif device.type == "cuda":
+        gpus = config.tensor_parallel_size
+        where = "the GPU" if gpus == 1 else f"the {gpus} GPUs"
+        check_kv_memory(asked, torch.cuda.get_device_properties(device).total_memory * gpus, where)
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
 from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
+from quire.engine.settings.classes import import_class
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import EngineInfo
 from quire.engine.worker.compiling.kept import keep_kernels
@@ -38,7 +39,14 @@ from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import Room, make_room
-from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
+from quire.engine.worker.memory import (
+    available_bytes,
+    check_memory,
+    explained_weights,
+    page_bytes,
+    slot_bytes,
+    whole_page_bytes,
+)
 from quire.engine.worker.ranks.messages import Allocate, Begin
 from quire.engine.worker.ranks.pipeline import Stages
 from quire.engine.worker.ranks.single_process import SingleProcess
@@ -47,6 +55,8 @@ from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
 from quire.kernels.streaming.offload import OffloadCounts
+
+_ExecutorClass = TypeVar("_ExecutorClass", bound=SingleProcess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,9 @@ def start_worker(
     """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache. `progress` is
     called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see Ranks.
     Raises ConfigError."""
-    kept = keep_kernels() if choose_device(config).type == "cuda" else None
+    device = choose_device(config)
+    check_memory(config, device)
+    kept = keep_kernels() if device.type == "cuda" else None
     set_up_cpu(config)
     chosen = choose(config, model_config)
     ranks = start_ranks(config, path, chosen, progress, on_rank_end, given=tensors is not None)
@@ -209,6 +221,8 @@ def notes_of(
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         ranks.note,
+        device.type == "cuda"
+        and idle_gpus(torch.cuda.device_count(), config.ranks, lambda count: not chosen.spec.indivisible(count)),
         model.offload is not None and model.offload.said,
         chosen.changed,
         room.eager_prompts and f"steps with prompts run without CUDA graphs: {room.eager_prompts}",
@@ -251,6 +265,20 @@ def lacking_gpus(ranks: int, device: torch.device) -> str | None:
     return None
 
 
+def idle_gpus(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
+    """A note about GPUs that compute nothing, and what to do; None where there are none. can_use: whether the model can
+    be divided among that many."""
+    if visible <= used:
+        return None
+    most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)
+    several = f"use --tensor-parallel-size {most}, or " if most is not None else ""
+    are = "is" if used == 1 else "are"
+    return (
+        f"{visible} GPUs are visible, {used} {are} used: {several}start one server for each with "
+        "CUDA_VISIBLE_DEVICES=N and a port of its own"
+    )
+
+
 def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
     not go with stages. given: its weights are in no file."""
@@ -289,7 +317,7 @@ def start_ranks(
         config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
     )
     if config.ranks == 1:
-        return SingleProcess()
+        return executor_class(config, SingleProcess)()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
@@ -300,8 +328,15 @@ def start_ranks(
         told["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
-        return Stages(local, chosen, progress, on_end)
-    return SpmdRanks(local, chosen, on_end)
+        return executor_class(config, Stages)(local, chosen, progress, on_end)
+    return executor_class(config, SpmdRanks)(local, chosen, on_end)
+
+
+def executor_class(config: EngineConfig, usual: type[_ExecutorClass]) -> type[_ExecutorClass]:
+    """The usual class, or the subclass of it that --executor-cls names. Raises ConfigError."""
+    if config.executor_cls is None:
+        return usual
+    return import_class("executor_cls", config.executor_cls, usual, "executor")
 
 
 def plan_pages(
@@ -322,7 +357,8 @@ def plan_pages(
     available = ranks.available(available_here)
     large, cached = model.spec.needs_snapshots, config.enable_prefix_caching
     most = config.max_num_seqs
-    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached)
+    gpu = model.device.type == "cuda"
+    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached, gpu=gpu)
     states = slot * shares.slots
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)

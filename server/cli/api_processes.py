@@ -94,6 +94,12 @@ class ApiProcesses:
         self._hub_address = ""
         self._ready = False
         self._signals = 0
+        self.ended_by = ""
+        """The name of the first signal."""
+
+    @property
+    def was_ready(self) -> bool:
+        return self._ready
 
     async def run(self) -> int:
         main_task = asyncio.current_task()
@@ -210,6 +216,7 @@ class ApiProcesses:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
+        self.ended_by = self.ended_by or signal.Signals(number).name
         if not self._ready:
             if self._signals > 1:
                 os._exit(INTERRUPTED)  # engines and API processes end with this process

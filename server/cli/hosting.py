@@ -32,6 +32,7 @@ from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
 from quire.server.access.hosts import Hosts
+from quire.server.adapters import check_local_adapters
 from quire.server.app import create_app
 from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
@@ -185,6 +186,7 @@ def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
     skip = config.skip_tokenizer_init
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
+    check_local_adapters(config, modules)
     images = image_reader(path, tokenizer)
     return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling, images=images), modules
 

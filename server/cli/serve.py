@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from quire.engine.checkpoint.files import must_come, read_raw_config
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.errors import ConfigError, EngineError, ModelError
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.access.addresses import is_loopback
@@ -100,14 +101,33 @@ def main(argv: Sequence[str], started: float) -> int:
         models = import_module("quire.server.cli.several").SeveralModels(config, args.models)
     logs.set_up(config)
     raise_file_limit()
-    with bind(config.host, config.port) as listener:
+    with _bound(config) as listener:
         warn_if_open(config, listener)
         if args.models is None:
             pull_missing(config)
-        if models is not None:
-            return uvloop.run(Service(config, models, listener, started).run())
-        status = uvloop.run(shared.ApiProcesses(config, listener, started).run())
+        service = (
+            shared.ApiProcesses(config, listener, started)
+            if models is None
+            else Service(config, models, listener, started)
+        )
+        status = uvloop.run(service.run())
+        if service.was_ready:
+            by = f", by {service.ended_by}" if service.ended_by else ""
+            log.info("the server has ended after %.1f s%s, with status %d", time.perf_counter() - started, by, status)
         return status
+
+
+def _bound(config: ServerConfig) -> socket.socket:
+    """`bind`; where the port is taken and the model is no model either, one error names both."""
+    try:
+        return bind(config.host, config.port)
+    except ConfigError as error:
+        try:
+            if not must_come(config.model, config.revision):
+                read_raw_config(config.model, config.revision)
+        except ModelError as wrong:
+            raise ConfigError(f"{error}; {wrong}") from None
+        raise
 
 
 def _import_the_rest() -> ModuleType:
@@ -205,7 +225,13 @@ class Service:
         self._models = models
         self._server: HttpServer | None = None
         self._signals = 0
+        self.ended_by = ""
+        """The name of the first signal."""
         self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def was_ready(self) -> bool:
+        return self._server is not None
 
     async def run(self) -> int:
         main_task = asyncio.current_task()
@@ -245,6 +271,7 @@ class Service:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
+        self.ended_by = self.ended_by or signal.Signals(number).name
         if self._server is None:
             if self._signals > 1:
                 os._exit(INTERRUPTED)  # the engine ends with this process

@@ -39,7 +39,7 @@ _OF_A_MODEL = {
 _OF_A_NAME = ("system", "parameters")
 """Keys that are a name's: a table whose model is another table has these alone, and `served_model_name`. It is a name
 of that table's model."""
-_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls"}
+_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
 """Settings that write to the disk or run somebody's code: not over HTTP."""
 _MAX_NAME = 256
 _Seconds = Annotated[float, Meta(ge=0)]

@@ -74,7 +74,7 @@ def pair_inputs(
     if not model.expendable and sum(map(len, firsts)) + sum(map(len, seconds)) > QUICK_CHARACTERS:
         raise NeedsWorker  # a short body may name many pairs of a long text
     pooling = model.pooling
-    check_asked(body, "classify" if "classify" in model.tasks else "embed", model)
+    _check_scores(body, model)
     if "classify" not in model.tasks or pooling is None:
         _check_instruction(body)
         return _by_cosine(body, firsts, seconds, names, model)
@@ -93,6 +93,16 @@ def pair_inputs(
         check_vector_length(ids, model, names[1])
     params = [PoolingParams(task="classify", activation=body.activation, second_segment=begin) for _, begin in pairs]
     return [ids for ids, _ in pairs], params, None
+
+
+def _check_scores(body: PairBody, model: ServedModel) -> None:
+    """Raises ModelNotFound, and InvalidRequest for a model that only writes text."""
+    if model.tasks == ("generate",):
+        name = model.answer_name(body.model)
+        what = f"The model `{name}` writes text and gives no scores of pairs of texts"
+        served = "serve a reranker or an embedding model (`quire models` lists some)"
+        raise InvalidRequest(f"{what}: {served}, or this one with --pooling-type last", param="model")
+    check_asked(body, "classify" if "classify" in model.tasks else "embed", model)
 
 
 def _check_instruction(body: PairBody) -> None:

@@ -51,9 +51,21 @@ def test_a_file_of_requests_is_answered(browser: Browser, keeping: Server, tmp_p
     browser.until(lambda: browser.text("#file-list").count("jsonl") == 1)
 
 
-def test_without_a_folder_it_says_what_to_set(browser: Browser, server: Server) -> None:
+def test_where_nothing_was_submitted_there_is_an_example_to_submit(browser: Browser, tmp_path: Path) -> None:
+    running = Server(tmp_path / "server.log", "--num-kv-blocks", "600", "--data-dir", str(tmp_path / "data"))
+    browser.open(f"{running.url}/#/batches")
+    browser.click("#batch-try")
+    browser.until(lambda: "completed, 2 of 2" in browser.text("#batch-list"))
+    assert not browser.one("#batch-list").get_property("hidden")
+    assert browser.run("return document.getElementById('batch-none').hidden")
+    browser.driver.get("about:blank")
+    assert running.stop() == 0
+
+
+def test_without_a_folder_it_says_what_to_set_and_nothing_else(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/batches")
     browser.until(lambda: "--data-dir" in browser.text("#batch-problem"))
+    assert not any(each.is_displayed() for each in browser.all(".batch-part"))
     browser.errors()  # the browser's own about the status 404
 
 

@@ -16,9 +16,17 @@ SHIPPED = Path(sys.prefix, "share", "quire-kernels")
 """What the Dockerfile lets engine/worker/compiling/fill.py compile."""
 
 
+_OTHER_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
+"""Those of flash-attn 4 and its libraries, which raise where they cannot write; without them they take the temporary
+folder."""
+
+
 def keep_kernels() -> str | None:
     """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
     temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
+    for name in _OTHER_CACHES:
+        if (folder := os.environ.get(name)) and _cannot_write(Path(folder)) is not None:
+            del os.environ[name]
     wanted = Path(os.environ.get(_CACHE) or os.path.expanduser("~/.triton/cache"))
     if (reason := _cannot_write(wanted)) is None:
         _bring_shipped(wanted)

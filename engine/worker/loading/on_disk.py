@@ -143,6 +143,8 @@ def completed(model: Decoder, config: EngineConfig) -> Iterator[None]:
 def _asked(config: EngineConfig) -> Iterator[None]:
     try:
         yield
+    except ConfigError:
+        raise
     except ValueError as error:
         raise _wrong(str(error), _OF_GPUS if config.cpu_offload_gb else _PARAM) from error
 

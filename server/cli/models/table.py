@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quire.engine.checkpoint.catalog import CatalogEntry, known_models
 from quire.engine.checkpoint.kv_plan import GIB
@@ -102,15 +103,20 @@ def row_of(model: CatalogEntry, machine: Machine) -> ModelRow:
     return ModelRow(model, sizes.parameters, memory, context, speed)
 
 
+def described(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights | None]:
+    """What config.json would say of a model, and the header of its GGUF file."""
+    if model.gigabytes is None:
+        return dict(model.config), None
+    bits = 8e9 * model.gigabytes / read_sizes(model.config).parameters
+    quantized = {"quant_method": "gguf", "fmt": model.hub.tag, "bits": bits, "group_size": -1}
+    config = {**model.config, "dtype": "bfloat16", "quantization_config": quantized}
+    return config, StoredWeights(0, round(model.gigabytes * 1e9), _TABLE_BITS)
+
+
 def _sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
     """A model's sizes, and what its GGUF file's header would say of them."""
-    plain = read_sizes(model.config)
-    if model.gigabytes is None:
-        return plain, None
-    bits = 8e9 * model.gigabytes / plain.parameters
-    quantized = {"quant_method": "gguf", "fmt": model.hub.tag, "bits": bits, "group_size": -1}
-    sizes = read_sizes({**model.config, "dtype": "bfloat16", "quantization_config": quantized})
-    return sizes, StoredWeights(0, round(model.gigabytes * 1e9), _TABLE_BITS)
+    config, stored = described(model)
+    return read_sizes(config), stored
 
 
 def _shown(row: ModelRow) -> tuple[str, ...]:

@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
+from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.families import WITH_EXPERTS
-from quire.engine.checkpoint.overrides import configured
+from quire.engine.checkpoint.files import must_come
+from quire.engine.checkpoint.overrides import configured, with_overrides
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import OneOf, add, command
+from quire.server.cli.models.table import described
 from quire.server.cli.plan.configured import cheapest, lighter, shared_out, sizes_of, wishes_of
 from quire.server.cli.plan.estimate import estimate
 from quire.server.cli.plan.images import images, planned_images, vision_of
@@ -43,9 +46,15 @@ def main(argv: Sequence[str], started: float) -> int:
         raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
     if "max_loras" in vars(args):
         config = config.model_copy(update={"enable_lora": True})
-    raw, folder = configured(config)
-    sizes = sizes_of(config, raw)
-    stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
+    entry = known_models().get(config.model.lower())
+    if entry is not None and must_come(config.model, config.revision):  # of it nothing need be on this machine
+        raw, stored = described(entry)
+        raw = with_overrides(raw, config.hf_overrides or {})
+        folder, sizes = None, sizes_of(config, raw)
+    else:
+        raw, folder = configured(config)
+        sizes = sizes_of(config, raw)
+        stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
     wishes = wishes_of(config, raw, folder, args.concurrency)
     vision = None if args.images is None else vision_of(config.model, config.revision, raw, folder)
     if args.gpu == "all" and vision is not None:

@@ -43,12 +43,12 @@ ONE_SLOT = StateShares(1, 0)
 
 
 def planned_shares(
-    served: ModelSizes, slot: int, budget: int, asked: float | None, sequences: int, *, cached: bool
+    served: ModelSizes, slot: int, budget: int, asked: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateShares:
     """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
     it does not fit."""
     try:
-        return share_states(slot, budget, asked, sequences, large=served.needs_snapshots, cached=cached)
+        return share_states(slot, budget, asked, sequences, large=served.needs_snapshots, cached=cached, gpu=gpu)
     except ConfigError:
         return ONE_SLOT
 

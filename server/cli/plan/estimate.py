@@ -219,7 +219,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     budget = _budget(config, machine, on_device, step)
     seqs = max(config.max_num_seqs, wishes.concurrency or 0)
     slot, cached = slot_bytes(sizes, drafting, most_drafts(config), width, split, sharing), config.enable_prefix_caching
-    shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached)
+    shares = planned_shares(sizes, slot, budget, config.state_memory, seqs, cached=cached, gpu=machine.gpu)
     states, least = slot * shares.slots, LEAST_PAGE_BYTES if sizes.needs_snapshots else 0
     spare = 0 if draft is None else draft.spare(block_size) * seqs * own * block_size // alone
     made = Estimate(
@@ -368,6 +368,10 @@ def _reasons(made: Estimate, wishes: Wishes, pages: int) -> list[str]:
         return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
     if context is not None and context > sizes.max_position:
         return [f"a context of {context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
+    left = machine.left_for_cache(made.device_weight_bytes, made.step_bytes)
+    if config.kv_cache_memory is not None and made.kv_budget + made.state_bytes > left:
+        asked = f"a KV cache of {config.kv_cache_memory:g} GiB (--kv-cache-memory)"
+        return [f"{asked} does not fit in the {left / GIB:.1f} GiB that are left on {machine.name}"]
     if pages < 1:
         room = machine.memory * config.gpu_memory_utilization - CUDA_CONTEXT_BYTES if machine.gpu else machine.memory
         each = " on each device" if machine.count > 1 else ""

@@ -87,6 +87,11 @@ class Machine:
             return asked
         return FLASH_PAGE if backend == "auto" and flash else FLASH_PAGES.get(backend, PAGE)
 
+    def left_for_cache(self, weight_bytes: int, step_bytes: int) -> int:
+        """Bytes of each device that a KV cache could take if nothing else wanted them."""
+        others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
+        return max(self.memory - weight_bytes - others, 0)
+
     def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
         """Bytes for the KV cache of each device, by the engine's own rule.
 

@@ -198,8 +198,10 @@ def as_dict(made: Estimate, better: Machine | None, images: ImagesPlan | None = 
 
 def as_table(estimates: Sequence[Estimate]) -> str:
     """A table with one line per card: what fits, and the limits of speed."""
-    head = f"{'card':<18} {'memory':>9} {'for KV':>9} {'tokens':>11} {'context x at once':>22} {'alone':>9} {'full':>9}"
-    lines = [head]
+    lines = [
+        f"{'':<18} {'':>9} {'memory':>9} {'KV cache,':>11} {'context, tokens':>22} {'tokens/s':>9} {'tokens/s':>9}",
+        f"{'card':<18} {'memory':>9} {'for KV':>9} {'tokens':>11} {'x requests at once':>22} {'alone':>9} {'full':>9}",
+    ]
     for made in estimates:
         machine = made.machine
         name = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
@@ -212,7 +214,7 @@ def as_table(estimates: Sequence[Estimate]) -> str:
         lines.append(
             row + f"{made.kv_budget / GIB:>5.1f} GiB {made.kv_tokens:>11,} {shape:>22} {alone:>9,.0f} {full:>9,.0f}"
         )
-    return "\n".join([*lines, "alone, full: at most so many tokens a second, of one stream and of all that fit"])
+    return "\n".join([*lines, "tokens/s are upper limits: of one request alone, and of all requests that fit together"])
 
 
 def notes(made: Estimate) -> list[str]:

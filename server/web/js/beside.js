@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 
-const WIDE = "(min-width: 62rem)";
+const WIDE = "(min-width: 62rem) and (min-height: 44rem)"; // as css/playground.css has it
 
 /** Keeps `part` in the element `beside` while a window is as wide as `query` says, and else in `dialog`, at its
     beginning or in `place` there. Returns the query; `placed()` is called after each change of it. */

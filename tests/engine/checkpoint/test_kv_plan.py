@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import GIB, StateShares, check_room, plan_kv
+from quire.engine.checkpoint.kv_plan import GIB, StateShares, check_kv_memory, check_room, host_memory_bytes, plan_kv
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -169,3 +169,13 @@ def test_the_kv_cache_leaves_room_for_the_largest_step() -> None:
     free, total = torch.cuda.mem_get_info()
     assert total - free < 0.35 * total
     assert engine.info.num_blocks > 0
+
+
+def test_a_kv_cache_larger_than_the_machine_is_refused_with_both_sizes() -> None:
+    total = host_memory_bytes()
+    assert total is not None
+    with pytest.raises(ConfigError, match=rf"100000 GiB are more than the {total / GIB:.1f} GiB of memory of this"):
+        check_kv_memory(100_000, total, "this machine")
+    check_kv_memory(total / GIB, total, "this machine")
+    check_kv_memory(None, total, "this machine")
+    check_kv_memory(100_000, None, "a machine that does not say")

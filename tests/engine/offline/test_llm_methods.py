@@ -175,6 +175,10 @@ def test_the_engine_can_be_looked_at(llm: LLM) -> None:
     assert engine.vllm_config.model_config.max_model_len == llm.info.max_model_len
     assert engine.model_config.get_vocab_size() == engine.get_tokenizer().vocab_size == 4096
     assert engine.cache_config.num_gpu_blocks == 600
+    assert engine.cache_config.num_cpu_blocks == 0
+    assert engine.scheduler_config.max_num_batched_tokens == llm.info.step_tokens == 2048
+    assert engine.vllm_config.scheduler_config.max_num_seqs == 256
+    assert (engine.parallel_config.world_size, engine.parallel_config.tensor_parallel_size) == (1, 1)
     assert not engine.has_unfinished_requests()
 
 

@@ -202,6 +202,37 @@ def test_choices_of_one_call_are_one_turn() -> None:
     assert played.ask([*prompt, 7, 7, 7], cached=96).turn == 2
 
 
+def test_a_first_prompt_that_is_asked_again_is_a_first_turn() -> None:
+    """Two people who send the same first message, and one who asks for another answer."""
+    played = Played()
+    first, answer, more = text(1, 100), text(2, 40), text(3, 30)
+    played.ask(first, answer=answer)
+    again = played.ask(first, cached=96, answer=answer)
+    assert (again.turn, again.conversation) == (1, "r2")
+    second = played.ask([*first, *answer, *more], cached=128)
+    assert (second.turn, second.conversation) == (2, "r2")
+    other_answer = played.ask([*first, *answer, *more], cached=160)
+    assert (other_answer.turn, other_answer.conversation) == (2, "r2")
+
+
+def test_a_first_prompt_behind_another_date_is_a_first_turn() -> None:
+    played = Played()
+    message = text(1, 200)
+    played.ask([*text(9, 20), 1, *message])
+    again = played.ask([*text(9, 20), 2, *message], cached=16)
+    assert (again.turn, again.conversation) == (1, "r2")
+    assert [reason for reason, _ in again.missed] == ["rewritten"]
+
+
+def test_an_answer_is_no_end_of_a_prompt() -> None:
+    """A prompt that ends where an earlier answer ended continues the conversation: it is its next turn."""
+    played = Played()
+    prompt, thoughts, answer = text(1, 150), text(2, 100), text(3, 120)
+    played.ask(prompt, answer=[*thoughts, *answer])
+    report = played.ask([*prompt, *answer], cached=144)
+    assert report.turn == 2
+
+
 def test_a_request_of_an_engine_that_died_is_looked_at_again() -> None:
     played = Played()
     prompt = text(1, 200)

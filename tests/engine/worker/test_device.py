@@ -152,6 +152,18 @@ def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
+def test_flash_attn_4_takes_its_own_folder_where_the_image_s_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/proc/self/models/flash-attn-4")
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "quack"))
+    assert keep_kernels() is None
+    assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ
+    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
 def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.catalog import known_models, nearest_models
 from quire.engine.checkpoint.families import WITH_EXPERTS, why_not_served
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import ModelError
+from quire.server.cli.main import main
 from quire.server.cli.models import table
-from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.machine import Machine, find_card
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 from tests.gguf_models import write_gguf
@@ -177,8 +179,17 @@ PARAMETERS |= {
     "mistral-nemo:12b": 12.25,
 }
 PARAMETERS |= {"mistral-small:24b": 23.57, "smollm2:1.7b": 1.71, "smollm3:3b": 3.08, "gpt-oss:20b": 20.9}
+PARAMETERS |= {"qwen3.5:9b": 8.95, "qwen3.5:35b": 34.66, "qwen3.6:35b": 34.66, "glm-4.7-flash:30b": 29.94}
+PARAMETERS |= {
+    "gemma4:e2b": 4.63,
+    "gemma4:e4b": 7.46,
+    "granite4:h-micro": 3.19,
+    "phi4:14b": 14.66,
+    "deepseek-r1:7b": 7.62,
+}
 PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118, "bge-reranker:m3": 0.568}
-"""Billions, as the models' cards say: shapes that are mistyped would not give them."""
+"""Billions, as the models' cards say, of models that read images without their towers (Gemma 4 E2B: 5.1 with some
+450 M of towers): shapes that are mistyped would not give them."""
 
 
 @pytest.mark.parametrize("name", known_models())
@@ -187,6 +198,10 @@ def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
     assert not why_not_served(model.config)
     row = table.row_of(model, machine)
     assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
+    if not row.context and model.gigabytes is None:  # 16-bit weights of a model for a GPU
+        card = table.row_of(model, find_card("H100"))
+        assert card.context >= 4096
+        return
     assert 0 < row.memory < machine.memory
     assert row.context >= min(4096, model.config["max_position_embeddings"])
     if model.gigabytes is not None:
@@ -218,6 +233,45 @@ def test_the_documents_have_the_table() -> None:
     for name, memory, speed in shown:
         (cells,) = (row.split(" | ") for row in rows.splitlines() if row.startswith(f"| {name} "))
         assert (cells[2], cells[4]) == (memory, speed), name
+
+
+def test_the_readme_counts_the_models() -> None:
+    assert f"`.venv/bin/quire models` lists {len(known_models())} for" in (ROOT / "README.md").read_text()
+
+
+def test_rows_of_2026_name_their_pages_and_when_they_were_read() -> None:
+    rows = tomllib.loads((ROOT / "engine/checkpoint/catalog.toml").read_text())
+    sourced = {name: row for name, row in rows.items() if "sources" in row}
+    assert {name.partition(":")[0] for name in sourced} >= {"qwen3.5", "qwen3.6", "gemma4", "glm-4.7-flash", "phi4"}
+    for name, row in sourced.items():
+        assert row["sources"], name
+        assert all(page.startswith("https://") for page in row["sources"]), name
+        assert row["seen"].year == 2026, name
+
+
+@pytest.mark.parametrize("name", ["qwen3:4b", "qwen3.5:9b", "gemma4:e2b", "GLM-4.7-Flash:30B"])
+def test_a_short_name_is_planned_without_a_network(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    assert main(["plan", name, "--gpu", "h100"]) == 0
+    parameters = table.row_of(known_models()[name.lower()], find_card("H100")).parameters
+    assert f"{parameters / 1e9:.2f} B parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("llama3", "did you mean llama3.2:1b or llama3.2:3b or llama3.1:8b?"),
+        ("gemma4", "write it with a size: gemma4:e2b or gemma4:e4b"),
+        ("qwen3.5", "write it with a size: qwen3.5:4b or qwen3.5:9b or qwen3.5:35b"),
+        ("phi", "did you mean phi4:14b?"),
+        ("deepseek-r1:70b", "did you mean deepseek-r1:7b?"),
+    ],
+)
+def test_a_near_miss_names_the_nearest(name: str, advice: str) -> None:
+    assert nearest_models(name, known_models()) == advice
 
 
 def test_a_short_name_is_a_file_of_the_hub(hub: Hub) -> None:

@@ -876,3 +876,20 @@ def test_a_configuration_that_does_not_fit_says_with_what_it_would(tmp_path: Pat
     told = way_out(longer, Machine("test", memory=20 * GIB, gpu=False))
     assert re.search(r"131,072 tokens need .* 1 x [\d,]+ tokens fit", told)
     assert way_out(asked, Machine("test", memory=64 * GIB, gpu=False)) == ""
+
+
+@pytest.mark.parametrize("where", [(), ("--gpu", "L4"), ("--gpu", "L4", "--tp", "2")])
+def test_a_kv_cache_larger_than_the_memory_does_not_fit(
+    where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--kv-cache-memory", "100000", *where]) == 1
+    assert "does not fit  a KV cache of 100000 GiB (--kv-cache-memory)" in capsys.readouterr().out
+
+
+def test_the_table_of_all_gpus_has_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--gpu", "all"]) == 0
+    first, _, *rows, last = capsys.readouterr().out.splitlines()
+    for word in ("KV cache,", "context, tokens", "tokens/s"):
+        assert word in first
+    assert len({len(row) for row in rows if "does not" not in row}) == 1
+    assert "tokens/s" in last

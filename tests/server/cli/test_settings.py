@@ -114,14 +114,14 @@ def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("QUIRE_SICE", "no such setting, did you mean size?"),
+        ("QUIRE_SICE", "no such setting, did you mean QUIRE_SIZE?"),
         ("QUIRE_ZZZ", "no such setting"),
         (
             "QUIRE_SWAP_SPACE",
             "no such setting, a sequence that makes room for others is computed again; "
             "kv_offload_memory keeps what it had",
         ),
-        ("QUIRE_CTX_SIZE", "no such setting, use max_model_len"),
+        ("QUIRE_CTX_SIZE", "no such setting, use QUIRE_MAX_MODEL_LEN"),
     ],
 )
 def test_a_variable_that_is_no_setting_ends_the_start(
@@ -148,7 +148,7 @@ def test_programs_may_have_the_servers_settings_in_their_environment(monkeypatch
         monkeypatch.setenv(f"QUIRE_{name.upper()}", "x")
     assert load(EngineConfig, {}, origin="argument {key}") == EngineConfig()
     monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "512")
-    with pytest.raises(ConfigError, match=r"QUIRE_MAX_MODEL_LENGTH: no such setting, did you mean max_model_len\?"):
+    with pytest.raises(ConfigError, match=r"LENGTH: no such setting, did you mean QUIRE_MAX_MODEL_LEN\?"):
         load(EngineConfig, {}, origin="argument {key}")
 
 

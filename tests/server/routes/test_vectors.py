@@ -478,3 +478,15 @@ async def test_two_tokens_judge_as_qwen3_reranker_does(tmp_path: Path) -> None:
     assert [found[0], found[1]] == pytest.approx(wanted, abs=1e-4)
     plain = judged("Given a web search query, retrieve relevant passages that answer the query", "a cat", "dog")
     assert scored["data"][0]["score"] == pytest.approx(plain, abs=1e-4)
+
+
+async def test_scores_of_a_model_that_writes_text_are_refused_with_what_to_serve(tmp_path: Path) -> None:
+    async with serving(save_tiny_model(tmp_path, "llama"), pair_tokenizer().tokenizer) as api:
+        asked = {"query": "a cat", "documents": ["a dog"]}
+        pair = {"text_1": "a cat", "text_2": "a dog"}
+        for route, body in ((RERANK, asked), ("/v2/rerank", {**asked, "model": "tiny"}), (SCORE, pair)):
+            refused = await api.http.post(route, json=body)
+            told = refused.json()
+            message = told.get("message") or told["error"]["message"]
+            assert refused.status_code == 400, route
+            assert "The model `tiny` writes text and gives no scores of pairs of texts: serve a reranker" in message

@@ -6,6 +6,7 @@ import { size } from "../figures.js";
 
 const ENDED = new Set(["completed", "failed", "expired", "cancelled"]);
 const EVERY = 2000; // milliseconds between two looks
+const NOT_KEPT = 404; // the status of a server that keeps no batches
 
 export class Batches {
   constructor(frame) {
@@ -14,6 +15,10 @@ export class Batches {
     $("batch-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#try(() => this.#begin($("batch-file").files[0], $("batch-window").value));
+    });
+    $("batch-try").addEventListener("click", () => {
+      const file = new File([$("batch-example").textContent], "example.jsonl", { type: "application/jsonl" });
+      this.#try(() => this.#begin(file, $("batch-window").value));
     });
   }
 
@@ -36,13 +41,28 @@ export class Batches {
     if (this.looking) return;
     this.looking = true;
     await this.#try(async () => {
-      const [batches, files] = await Promise.all([json("/v1/batches?limit=100"), json("/v1/files?limit=100")]);
+      const [batches, files] = await this.#lists();
+      if (!batches.data.length && !$("batch-example").textContent)
+        say($("batch-example"), example((await json("/v1/models")).data[0]?.id));
       fill($("batch-list"), batches.data, (batch) => this.#batch(batch, files.data));
       fill($("file-list"), files.data, (file) => this.#file(file));
       $("batch-none").hidden = batches.data.length > 0;
       $("file-none").hidden = files.data.length > 0;
     });
     this.looking = false;
+  }
+
+  /** The batches and the files. A server that keeps none has nothing to show but why. */
+  async #lists() {
+    let kept = true;
+    try {
+      return await Promise.all([json("/v1/batches?limit=100"), json("/v1/files?limit=100")]);
+    } catch (error) {
+      kept = error.status !== NOT_KEPT;
+      throw error;
+    } finally {
+      for (const part of document.querySelectorAll(".batch-part")) part.hidden = !kept;
+    }
   }
 
   /** Uploads a file and has its requests answered; all of them are for one endpoint, which the first names. */
@@ -126,6 +146,17 @@ function fill(list, objects, made) {
   if (list.dataset.shown === now) return;
   list.dataset.shown = now;
   list.replaceChildren(...objects.map(made));
+}
+
+/** A file of two requests, for people to see what one is. */
+function example(model) {
+  return ["Tell me a story about a fox.", "Tell me a story about a king."].map((content, index) =>
+    JSON.stringify({
+      custom_id: `request-${index + 1}`,
+      method: "POST",
+      url: "/v1/chat/completions",
+      body: { model, messages: [{ role: "user", content }], max_tokens: 100 },
+    })).join("\n");
 }
 
 async function endpointOf(file) {

@@ -9,7 +9,7 @@ import { Talk } from "./talk.js";
 import { addAll, counted, exported } from "./transfer.js";
 
 const MOST_SHOWN = 200;
-const WIDE = "(min-width: 80rem)";
+const WIDE = "(min-width: 80rem) and (min-height: 44rem)"; // as css/playground.css has it
 
 export class Talks {
   /** `actions`: shown() is the conversation on the page, open(id) shows another; gone(id) is called when one is

@@ -1,0 +1,48 @@
+"""An application factory for programs that bring their own ASGI server:
+
+    QUIRE_MODEL=Qwen/Qwen3-0.6B uvicorn --factory quire.server.asgi:create_app
+
+Settings come from QUIRE_* variables; address, port and TLS are those of the ASGI server. `quire serve` does more: it
+cuts off clients that read too slowly, drains before it ends, and shares a port among API processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from quire.engine.errors import refuse
+from quire.engine.replicas.replicas import processes
+from quire.engine.settings.reader import load
+from quire.server import app as application
+from quire.server.cli.hosting import read_files
+from quire.server.cli.models.pull import pull_missing
+from quire.server.config import ServerConfig
+from quire.server.observe import logs
+
+
+def create_app() -> FastAPI:
+    """The application of one model. Its engine starts with the application's lifespan and ends with it. Raises
+    ConfigError."""
+    config = load(ServerConfig, {}, others=ServerConfig.model_fields)
+    for name in ("api_server_count", "nnodes"):
+        refuse(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
+    logs.set_up(config)
+    pull_missing(config)
+    client = processes(config)
+    app = application.create_app(client, *read_files(config))
+    serving = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_engine(app: FastAPI) -> AsyncIterator[None]:
+        client.link.launch()
+        try:
+            async with serving(app):
+                yield
+        finally:
+            await client.link.stop()
+
+    app.router.lifespan_context = with_engine
+    return app

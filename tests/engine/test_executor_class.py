@@ -1,0 +1,53 @@
+"""An executor of a user's own, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Batch
+from quire.engine.core.executor import Pending
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.runner import Runner
+from tests.tiny_models import save_tiny_model
+
+launched: list[int] = []
+
+
+class NotedRunner(Runner):
+    def launch(self, batch: Batch) -> Pending:
+        launched.append(len(batch.rows))
+        return super().launch(batch)
+
+
+class Noting(SingleProcess):
+    def runner(self, *parts: Any) -> Runner:
+        return NotedRunner(*parts)
+
+
+def engine_of(path: Path, name: str) -> Engine:
+    return Engine(EngineConfig(model=str(path), num_kv_blocks=40, executor_cls=name))
+
+
+def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
+    engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:Noting")
+    launched.clear()
+    engine.add(Request(id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0))
+    while engine.busy:
+        engine.step()
+    assert launched == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("nowhere:Executor", "No module named"), ("json:JSONDecoder", "it is no subclass of .*SingleProcess")],
+)
+def test_what_is_no_executor_ends_the_start(name: str, wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"executor_cls: '{name}' is no executor: .*{wrong}"):
+        engine_of(save_tiny_model(tmp_path, "llama"), name)
