@@ -97,7 +97,7 @@ class SchemaNode:
         """The known names of an object's values: each with its schema, and whether it must be there."""
         objects = list(self._objects())
         names = dict.fromkeys(name for schema in objects for name in _mapping(schema.get("properties")))
-        required = [set(_sequence(schema.get("required"))) for schema in objects]
+        required = [_sequence(schema.get("required")) for schema in objects]
         found = [(name, self.property(name), all(name in one for one in required)) for name in names]
         return [one for one in found if one[1].schema is not False]
 
@@ -230,7 +230,7 @@ class _Extraction:
         while self._waiting:
             reference = self._waiting.pop()
             definitions[self._names[reference]] = self._copy(referred(reference, self._document))
-        return {**extract, "$defs": definitions} if definitions else extract
+        return {**extract, "$defs": definitions} if definitions and isinstance(extract, dict) else extract
 
     def _copy(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):

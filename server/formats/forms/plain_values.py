@@ -45,7 +45,7 @@ def as_json(written: str, variants: list[Variant], words: Words) -> str:
         if any(enum is not None and written in enum for enum in enums):
             return strict_json.write(written)
         found = _literal(written, {"null": "null", "true": "true", "false": "false", **_constants(words)}, words)
-        fits = found is not None and _is_allowed(strict_json.parse(found), variants)
+        fits = found is not None and written == written.strip() and _is_allowed(strict_json.parse(found), variants)
         return found if found is not None and fits else strict_json.write(written)
     text = written.strip()
     constants = {**PYTHON, **_constants(words)}
