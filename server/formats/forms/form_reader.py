@@ -12,6 +12,8 @@ from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
+SEPARATORS = (";", ",")
+"""What models write between calls whose template shows one alone."""
 WRITTEN_ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -42,7 +44,7 @@ class FormReader:
             if not sink.last_complete:
                 return True
             head = form.head
-            for atom in words(form.between):
+            for atom in words(form.between) if form.many else SEPARATORS:
                 yield from source.follows(atom)
         source.back(0)
         if not read:
