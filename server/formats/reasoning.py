@@ -231,19 +231,25 @@ class ReasoningParser:
         assert self._trial is not None
         trial = self._trial()
         first = next(len(mark) for mark in self._marks if source.text.startswith(mark))
+        searched = 0
         while True:
-            place = source.text.find(end)
-            calls = source.text[: place if place >= 0 else len(source.text) - held_back(source.text, (end,))]
-            ended = source.closed if place < 0 else (source.closed or bool(source.text[place + len(end) :].strip()))
-            trial.push(calls)
+            place = source.text.find(end, searched)
+            searched = max(0, len(source.text) - len(end))
+            count = place if place >= 0 else len(source.text) - held_back(source.text, (end,))
+            trial.push(source.text, count)
             if trial.failed:
                 return max(trial.read, first)
-            if ended:
-                last = place < 0 or not source.text[place + len(end) :].strip()
-                if last and trial.finish(calls if place >= 0 else source.text):
-                    source.text = calls if place >= 0 else source.text
+            follows = place >= 0 and source.text[place + len(end) :].strip()
+            if source.closed and not follows:
+                count = count if place >= 0 else len(source.text)
+                if trial.finish(source.text, count):
+                    source.text = source.text[:count]
                     return 0
-                return len(calls) if place >= 0 else max(trial.read, first)
+                return count if place >= 0 else max(trial.read, first)
+            if follows:
+                return count
+            if place >= 0:
+                searched = place
             yield
 
     def _think(self, text: str) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from quire.engine.text.detokenizer import TextDelta, TextStream
-from quire.engine.text.stop_strings import StopStrings
+from quire.engine.text.detokenizer import StopStrings, TextDelta, TextStream
 from quire.engine.types import RequestOutput, SamplingParams
 from quire.server.formats.message import MessageDelta, MessageParser
 from quire.server.formats.tools.sink import CallDelta

@@ -21,16 +21,16 @@ class CallTrial:
         self.read = 0
         """Characters up to the piece that failed, or is to come."""
 
-    def push(self, text: str) -> None:
-        """`text`: all of it that has come."""
-        while not self.failed and (piece := PIECE.match(text, self.read)) is not None:
+    def push(self, text: str, count: int) -> None:
+        """`text`: all that has come; `count`: how many of its first characters are to be read."""
+        while not self.failed and (piece := PIECE.match(text, self.read, count)) is not None:
             self._push(piece[0])
 
-    def finish(self, text: str) -> bool:
-        """Whether the whole text is complete calls."""
-        self.push(text)
+    def finish(self, text: str, count: int) -> bool:
+        """Whether these characters are complete calls."""
+        self.push(text, count)
         if not self.failed:
-            self._push(text[self.read :], final=True)
+            self._push(text[self.read : count], final=True)
         return not self.failed and self._parser.all_complete
 
     def _push(self, piece: str, *, final: bool = False) -> None:

@@ -27,11 +27,13 @@ CASES: dict[str, tuple[str, bool, str, str, str, Calls]] = {
     "nullable strings": (QWEN35, False, XML.format(EDIT), "", "", [("t", EDITED)]),
     # ai-sdk-tool-call-middleware#298
     "a raw newline": (
-        HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "a\nb"}}</tool_call>', "", "", [("t", {"p": "a\nb"})]
+        HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "a\nb"}}</tool_call>', "", "",
+        [("t", {"p": "a\nb"})],
     ),
     # omlx#1931, openclaw#141323
     "a bad escape": (
-        HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "\\d"}}</tool_call>', "", "", [("t", {"p": "\\d"})]
+        HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "\\d"}}</tool_call>', "", "",
+        [("t", {"p": "\\d"})],
     ),
     # ollama#16686, ollama#18530
     "no opener": (
