@@ -36,6 +36,10 @@ class CallForm(FormTexts, ToolFormat):
         ]
         return tuple(dict.fromkeys(found))
 
+    @cached_property
+    def inner_markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(first_words, self.inner_heads))
+
     @property
     def literals(self) -> tuple[str, ...]:
         around = (self.begin, self.head, self.tail, self.between, self.end)

@@ -74,6 +74,9 @@ class TaggedArguments(Arguments):
             begun = True
             if not (yield from _read_value(self, source, sink, key, whole.property(key), kind)):
                 return False
+            end = self.end.replace(KEY, key).strip()
+            while end and (yield from source.follows(end)):
+                pass  # some models write it twice
         sink.arguments("}")
         return True
 

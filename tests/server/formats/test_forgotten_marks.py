@@ -111,6 +111,34 @@ def test_a_known_tools_call_without_the_tag_around_it_is_a_call(name: str) -> No
     assert answered(name, spoken, False).calls == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A call is written so:\n\n```xml\n" + BARE + "\n```\nThat is all.",
+        "A call is written so: " + BARE,
+        "Write `" + BARE + "`.",
+        "The tag\n<function=clock>\nbegins one.",
+        "```\nx\n```\n\n```xml\n" + BARE + "\n```",
+    ],
+)
+def test_what_is_written_about_calls_is_none(text: str) -> None:
+    """ollama#16398."""
+    found = answered(QWEN, text, False)
+    assert (found.content, found.calls) == (text, [])
+    format = replace(subject(QWEN).message_format(), begun=False, in_blocks=True)
+    for pieces in ([text], list(text), [text + "\n" + BARE]):
+        found = read(format, pieces)
+        assert (found.content, found.calls) == (text, ONE if len(pieces[0]) > len(text) else [])
+
+
+def test_an_end_that_is_written_twice_or_missing_between_calls() -> None:
+    """llama.cpp#24807, llama.cpp#12153."""
+    twice = CALL.replace("</parameter>\n", "</parameter>\n</parameter>\n<parameter=on>\ntrue\n</parameter>\n")
+    assert answered(QWEN, twice, False).calls == [Call("clock", {"city": "x", "on": True})]
+    one = '<tool_call>\n{"name": "clock", "arguments": {"city": "x"}}\n'
+    assert answered("Qwen-Qwen3-0.6B", one + one + "</tool_call>", False).calls == ONE + ONE
+
+
 PAIR = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})]
 FIRST, SECOND = '{"name": "clock", "parameters": {"city": "x"}}', '{"name": "x", "parameters": {"city": "y"}}'
 
