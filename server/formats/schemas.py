@@ -15,6 +15,8 @@ ANY = "any"
 """The type of values about which a schema says nothing."""
 MAX_NODES = 500
 """Schemas that are looked at to find the types of one value; behind them it may be of any type."""
+MAX_DEPTH = 40
+"""Schemas inside one another, by keywords that combine them and by references."""
 MAX_VARIANTS = 32
 COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$id", "$schema"})
@@ -129,21 +131,22 @@ class _Resolution:
         self._document = document
         self._left = MAX_NODES
 
-    def variants(self, schema: Any, followed: frozenset[str]) -> list[Variant]:
+    def variants(self, schema: Any, followed: frozenset[str], depth: int = 0) -> list[Variant]:
         """`followed`: the references that led here, which are not followed again."""
         self._left -= 1
-        if not isinstance(schema, Mapping) or self._left < 0:
+        if not isinstance(schema, Mapping) or self._left < 0 or depth > MAX_DEPTH:
             return [Variant(ANY, {})]
         found = _own_variants({name: value for name, value in schema.items() if name not in COMBINING | DEFINITIONS})
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in followed:
-            found = _both(found, self.variants(referred(reference, self._document), followed | {reference}))
+            target = referred(reference, self._document)
+            found = _both(found, self.variants(target, followed | {reference}, depth + 1))
         for member in _sequence(schema.get("allOf")):
-            found = _both(found, self.variants(member, followed))
+            found = _both(found, self.variants(member, followed, depth + 1))
         for name in ("anyOf", "oneOf"):
             members = [one for one in _sequence(schema.get(name)) if one is not False]
             if members:
-                either = [variant for member in members for variant in self.variants(member, followed)]
+                either = [one for member in members for one in self.variants(member, followed, depth + 1)]
                 found = _both(found, either)
         return found
 

@@ -93,6 +93,10 @@ def test_an_argument_has_a_schema_however_the_parameters_name_it(parameters: dic
 def test_a_schema_that_branches_without_end_is_read_in_time_and_says_nothing() -> None:
     levels = {f"L{n}": {"anyOf": [{"$ref": f"#/$defs/L{n + 1}"}] * 4} for n in range(60)}
     assert "any" in SchemaNode({"$ref": "#/$defs/L0"}, {"$defs": levels}).kinds()
+    chain = {f"L{n}": {"anyOf": [{"$ref": f"#/$defs/L{n + 1}"}]} for n in range(5000)}
+    document = {"$defs": chain, "properties": {"x": {"$ref": "#/$defs/L0"}}}
+    assert SchemaNode.whole(document).property("x").kinds() == {"any"}
+    assert len(SchemaNode.whole(document).property("x").standalone()["$defs"]) == 5000
 
 
 def test_a_schema_alone_brings_what_it_refers_to_and_no_more() -> None:
