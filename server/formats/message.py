@@ -81,15 +81,15 @@ class MessageParser:
     def reasoning_tokens(self) -> int:
         return 0 if self._reasoning is None else self._reasoning.tokens
 
-    def push(self, text: str, offsets: Sequence[int], final: bool = False) -> MessageDelta:
+    def push(self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False) -> MessageDelta:
         """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
-        no text follows, so nothing is held back any more."""
+        no text follows, so nothing is held back any more; `complete`: because the model ended it by itself."""
         reasoning = ""
         calls: tuple[CallDelta, ...] = ()
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text, offsets, final)
         if self._tools is not None:
-            text, calls = self._tools.push(text, final)
+            text, calls = self._tools.push(text, final, complete=complete)
         if self._frame is not None:
             text = self._frame.push(text, final)
         if self._calls_only:

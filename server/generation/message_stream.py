@@ -50,30 +50,30 @@ class MessageStream:
         """The delta of an output: its tokens (with no text), and what they add to the message."""
         if self._stops is None:
             delta = self._text.push_output(output)
-            return delta, self._parser.push(delta.text, delta.offsets, final=output.finish_reason is not None)
+            final = output.finish_reason is not None
+            return delta, self._parser.push(delta.text, delta.offsets, final, complete=_is_complete(output))
         used, stop = 0, None
         offsets: list[int] = []
         message = MessageDelta("")
         for part in _single_tokens(output):
             delta = self._text.push_output(part)
             used += delta.used
-            more, stop = self._push(delta, self._stops, len(part.new_ids), final=part.finish_reason is not None)
+            more, stop = self._push(delta, self._stops, part)
             message = _joined(message, more)
             offsets += self._given_out(stop, self._stops, final=part.finish_reason is not None)
             if stop is not None:
                 break
         return TextDelta("", tuple(offsets), used, stop), message
 
-    def _push(
-        self, delta: TextDelta, stops: StopStrings, tokens: int, *, final: bool
-    ) -> tuple[MessageDelta, str | None]:
+    def _push(self, delta: TextDelta, stops: StopStrings, output: RequestOutput) -> tuple[MessageDelta, str | None]:
         """What one token adds to the message, and the stop string that it completes."""
+        tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens
         self._length += len(delta.text)
         self._raw = (self._raw + delta.text)[-RAW_TAIL - len(delta.text) :]
         self._offsets += delta.offsets
-        message = self._parser.push(delta.text, delta.offsets, final=final)
+        message = self._parser.push(delta.text, delta.offsets, final, complete=_is_complete(output))
         content, stop = stops.search(message.content) if searched else (message.content, None)
         if stop is not None:
             calls = tuple(takewhile(_continues, message.calls))
@@ -105,7 +105,13 @@ def _single_tokens(output: RequestOutput) -> list[RequestOutput]:
         return [output]
     *first, last = output.new_ids
     singles = [RequestOutput(output.id, [token]) for token in first]
-    return [*singles, RequestOutput(output.id, [last], finish_reason=output.finish_reason)]
+    end = RequestOutput(output.id, [last], finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+    return [*singles, end]
+
+
+def _is_complete(output: RequestOutput) -> bool:
+    """Whether the model ended the answer by itself."""
+    return output.finish_reason == "stop" and output.stop_reason is None
 
 
 def _joined(one: MessageDelta, other: MessageDelta) -> MessageDelta:

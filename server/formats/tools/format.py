@@ -134,8 +134,10 @@ class ToolParser:
         """Whether there are calls, and all of them are complete."""
         return self._sink.all_complete
 
-    def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
-        """Content and calls that this text completes."""
+    def push(self, text: str, final: bool = False, *, complete: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
+        """Content and calls that this text completes. `complete`: the model ended the `final` text by itself, so that
+        brackets which it left open are closed."""
+        self._source.complete = complete
         if self._source.feed(self._steps, text, final=final):
             self._sink.content(self._source.take(len(self._source.text)))
         if final:

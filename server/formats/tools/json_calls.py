@@ -131,7 +131,8 @@ def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
     while True:
         written, count = reader.read(source.text, closed=source.closed)
         source.take(count)
-        sink.arguments(written + (reader.close() if reader.broken else ""))
+        ended = reader.broken or (source.closed and source.complete and not reader.done)
+        sink.arguments(written + (reader.close() if ended else ""))
         if reader.done:
             sink.close()
         if reader.done or reader.broken or source.closed:

@@ -35,6 +35,9 @@ CASES: dict[str, tuple[str, bool, str, str, str, Calls]] = {
         HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "\\d"}}</tool_call>', "", "",
         [("t", {"p": "\\d"})],
     ),
+    "brackets left open at the end": (
+        HERMES, False, '<tool_call>{"name": "t", "arguments": {"p": "x"', "", "", [("t", X)],
+    ),
     # ollama#16686, ollama#18530
     "no opener": (
         QWEN35, False, "I will look.\n\n" + XML.format(PARAMETER.format("p", "x"))[12:], "", "I will look.", [("t", X)]
@@ -167,3 +170,14 @@ async def test_what_is_no_object_is_not_lost_where_arguments_are_one() -> None:
     async with open_api(saying_engine(), chat_template=template(HERMES)) as api:
         found = [message_of((await api.post("/v1/messages", body))["content"]), *await ollama(api, text, False)]
     assert [calls for _, _, calls in found] == [[("t", {"arguments": "Rome, please"})]] * 3
+
+
+@pytest.mark.parametrize("text", ['{"p": "x', '{"p": "x"', '{"p": "x\\'])
+async def test_arguments_that_max_tokens_cuts_off_are_a_beginning(text: str) -> None:
+    said_text = '<tool_call>{"name": "t", "arguments": ' + text
+    functions = [{"type": "function", "function": {"name": "t", "parameters": PARAMETERS}}]
+    body = {"messages": said(said_text + "yyy"), "tools": functions, "max_tokens": len(said_text)}
+    async with open_api(saying_engine(), chat_template=template(HERMES)) as api:
+        choice = (await api.post("/v1/chat/completions", body))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == text.rstrip("\\")
