@@ -1,8 +1,7 @@
 """Turns token ids into text while they arrive, and ends the text at stop strings.
 
-A character whose bytes are spread over several tokens is given out when its last token has arrived. Text that may turn
-out to be the beginning of a stop string is held back until that is decided. A step costs time in proportion to its new
-tokens. The server and the offline `LLM` both use this module.
+A character whose bytes are spread over several tokens is given out when its last token has arrived. A step costs time
+in proportion to its new tokens. The server and the offline `LLM` both use this module.
 """
 
 from __future__ import annotations
@@ -35,6 +34,49 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The stop string that ended the text. No more ids may be pushed then."""
 
 
+class StopStrings:
+    """The first stop string that is completed, reading character by character, ends the text before it, or after it
+    with `include`. If one character completes two of them, the longer one counts. Text that may turn out to be the
+    beginning of one is held back until that is decided."""
+
+    def __init__(self, stop: Sequence[str], *, include: bool) -> None:
+        self._stop = sorted(stop)
+        self._longest = max(map(len, stop), default=0)
+        self._include = include
+        self.held_back = ""
+        """Text that may be the beginning of a stop string."""
+
+    def search(self, new_text: str) -> tuple[str, str | None]:
+        """The text that can be given out, and the stop string that ended it, if any."""
+        text = self.held_back + new_text
+        found: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is not None:
+            end, start, stop = found
+            self.held_back = ""
+            return text[: end if self._include else start], stop
+        ready = self._begins_stop(text)
+        self.held_back = text[ready:]
+        return text[:ready], None
+
+    def finish(self) -> str:
+        """The text that was held back: no more will come."""
+        rest, self.held_back = self.held_back, ""
+        return rest
+
+    def _begins_stop(self, text: str) -> int:
+        """Where the longest suffix of `text` begins that is the beginning of a stop string; its length if none is."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            suffix = text[start:]
+            at = bisect_left(self._stop, suffix)  # What begins with the suffix sorts right after it.
+            if at < len(self._stop) and self._stop[at].startswith(suffix):
+                return start
+        return len(text)
+
+
 class TextStream:
     """Turns the ids of one answer into text deltas.
 
@@ -42,9 +84,7 @@ class TextStream:
     prompt's part; without prompt ids they equal `tokenizer.decode(ids)`. A character that is unfinished when the answer
     ends is shown as U+FFFD.
 
-    Stop strings: the first one that is completed, reading character by character, ends the text before it, or after it
-    with `include_stop`. If one character completes two of them, the longer one counts. The text of the first
-    `min_tokens` tokens is not searched.
+    Stop strings end the text as StopStrings says. The text of the first `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -62,13 +102,10 @@ class TextStream:
         """`shown_ids` are special tokens that are shown even with `skip_special_tokens`. offsets=False: they are not
         needed, and deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
-        self._stop = sorted(stop)
-        self._longest = max(map(len, stop), default=0)
+        self._stops = StopStrings(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
         """Tokens still to come whose text is not searched for stop strings."""
-        self._held_back = ""
-        """Decoded text that may be the beginning of a stop string."""
         self._emitted = 0
         """Characters given out."""
         self._decoded = 0
@@ -84,24 +121,23 @@ class TextStream:
             if self._starts is not None:
                 self._starts.append(self._decoded)
                 self._decoded += len(new_text)
-            if not self._stop:
+            if self._stops is None:
                 text += new_text
             elif self._unsearched_tokens > 0:
                 self._unsearched_tokens -= 1
                 text += new_text
             elif new_text:
-                ready, stop_string = self._search(new_text)
+                ready, stop_string = self._stops.search(new_text)
                 text += ready
                 if stop_string is not None:
                     return self._delta(text, used, stop_string=stop_string)
         if final:
             rest = self._decoder.flush()
             self._decoded += len(rest)
-            ready, stop_string = self._search(rest) if self._stop else (rest, None)
+            ready, stop_string = (rest, None) if self._stops is None else self._stops.search(rest)
             if stop_string is not None:
                 return self._delta(text + ready, len(ids), stop_string=stop_string)
-            text += ready + self._held_back
-            self._held_back = ""
+            text += ready if self._stops is None else ready + self._stops.finish()
         return self._delta(text, len(ids), final=final)
 
     def push_output(self, output: RequestOutput) -> TextDelta:
@@ -125,30 +161,6 @@ class TextStream:
         while starts and (final or starts[0] < self._emitted):
             offsets.append(starts.popleft())
         return TextDelta(text, tuple(offsets), used, stop_string)
-
-    def _search(self, new_text: str) -> tuple[str, str | None]:
-        """Search for stop strings. Returns the text that can be given out and the stop string that ended it, if any."""
-        text = self._held_back + new_text
-        found: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            start = text.find(stop)
-            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
-                found = (start + len(stop), start, stop)
-        if found is not None:
-            end, start, stop = found
-            return text[: end if self._include_stop else start], stop
-        ready = self._begins_stop(text)
-        self._held_back = text[ready:]
-        return text[:ready], None
-
-    def _begins_stop(self, text: str) -> int:
-        """Where the longest suffix of `text` begins that is the beginning of a stop string; its length if none is."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            suffix = text[start:]
-            at = bisect_left(self._stop, suffix)  # What begins with the suffix sorts right after it.
-            if at < len(self._stop) and self._stop[at].startswith(suffix):
-                return start
-        return len(text)
 
 
 def make_decoder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -12,6 +13,7 @@ from quire.server.formats.frame import ContentFrame, FrameParser
 from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser
 from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
 from quire.server.formats.tools.sink import CallDelta
+from quire.server.formats.tools.trial import CallTrial
 
 
 class MessageDelta(msgspec.Struct, frozen=True):
@@ -62,7 +64,12 @@ class MessageParser:
         """`name`: the answer's; no other has it."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tools is None else format.tools.markers
-        self._reasoning = None if format.reasoning is None else ReasoningParser(format.reasoning, format.begun, stops)
+        trial = None
+        if format.tools is not None and format.known:
+            trial = partial(CallTrial, format.tools, format.known)
+        self._reasoning = None
+        if format.reasoning is not None:
+            self._reasoning = ReasoningParser(format.reasoning, format.begun, stops, trial)
         self._frame = None if format.frame is None else FrameParser(format.frame)
         self._calls_only = format.calls_only
         self._tools = None
@@ -74,15 +81,15 @@ class MessageParser:
     def reasoning_tokens(self) -> int:
         return 0 if self._reasoning is None else self._reasoning.tokens
 
-    def push(self, text: str, offsets: Sequence[int], final: bool = False) -> MessageDelta:
+    def push(self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False) -> MessageDelta:
         """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
-        no text follows, so nothing is held back any more."""
+        no text follows, so nothing is held back any more; `complete`: because the model ended it by itself."""
         reasoning = ""
         calls: tuple[CallDelta, ...] = ()
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text, offsets, final)
         if self._tools is not None:
-            text, calls = self._tools.push(text, final)
+            text, calls = self._tools.push(text, final, complete=complete)
         if self._frame is not None:
             text = self._frame.push(text, final)
         if self._calls_only:

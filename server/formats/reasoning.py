@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import ThinkingBudget
 from quire.server.formats.tools.source import Source, Steps, first_of, held_back
+from quire.server.formats.tools.trial import CallTrial
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,26 @@ class ReasoningParser:
 
     Behind a first span others may come. They are looked for up to the first of `stops`, which are the beginnings of
     tool calls: what stands in arguments is none.
+
+    Calls in the thinking are thoughts, unless the answer ends with them: models forget to end their thinking first. So
+    what may be calls is held back until something follows. `trial` begins to read calls; None: none are looked for.
     """
 
-    def __init__(self, format: ReasoningFormat, begun: bool | None, stops: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        format: ReasoningFormat,
+        begun: bool | None,
+        stops: tuple[str, ...] = (),
+        trial: Callable[[], CallTrial] | None = None,
+    ) -> None:
         self._source = Source()
         self._format = format
+        self._trial = trial
+        self._marks = stops if trial is not None else ()
+        self._space = ""
+        """White space that is part of the thinking if more follows."""
+        self._thought = False
+        """Whether the open span has text."""
         self._stops = tuple(stop for stop in stops if not format.again.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -188,24 +204,68 @@ class ReasoningParser:
 
     def _read_thinking(self) -> Steps[None]:
         source, end = self._source, self._format.end
-        space, shown = "", ""
+        marks = (end, *self._marks)
+        self._space, self._thought = "", False
         while True:
-            place = source.text.find(end)
-            keep = held_back(source.text, (end,)) if place < 0 and not source.closed else 0
-            text = space + source.take(place if place >= 0 else len(source.text) - keep)
-            self._forget()
-            text = text if shown else text.lstrip()
-            space = text[len(text.rstrip()) :]
-            shown += text.rstrip()
-            self._reasoning.append(text.rstrip())
-            if place >= 0:
+            found = first_of(source.text, marks)
+            keep = held_back(source.text, marks) if found is None and not source.closed else 0
+            self._think(source.take(len(source.text) - keep if found is None else found[0]))
+            if found is not None and found[1] == end:
                 source.take(len(end))
-                begin, _ = self._spans[-1]
-                self._spans[-1] = begin, self._place()
-                self._strip = True
-            if place >= 0 or source.closed:
+                self._end_span()
                 return
+            if found is not None:
+                thoughts = yield from self._read_calls_in_thinking()
+                if not thoughts:
+                    self._end_span()
+                    return
+                self._think(source.take(thoughts))
+            elif source.closed:
+                return
+            else:
+                yield
+
+    def _read_calls_in_thinking(self) -> Steps[int]:
+        """How much of the text, which begins with a call's marker, is thinking: 0, if the answer ends with calls."""
+        source, end = self._source, self._format.end
+        assert self._trial is not None
+        trial = self._trial()
+        first = next(len(mark) for mark in self._marks if source.text.startswith(mark))
+        searched = 0
+        while True:
+            place = source.text.find(end, searched)
+            searched = max(0, len(source.text) - len(end))
+            count = place if place >= 0 else len(source.text) - held_back(source.text, (end,))
+            trial.push(source.text, count)
+            if trial.failed:
+                return max(trial.read, first)
+            follows = place >= 0 and source.text[place + len(end) :].strip()
+            if source.closed and not follows:
+                count = count if place >= 0 else len(source.text)
+                if trial.finish(source.text, count):
+                    source.text = source.text[:count]
+                    return 0
+                return count if place >= 0 else max(trial.read, first)
+            if follows:
+                return count
+            if place >= 0:
+                searched = place
             yield
+
+    def _think(self, text: str) -> None:
+        """Pass on thinking, without the white space around all of it."""
+        self._forget()
+        text = self._space + text
+        text = text if self._thought else text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._thought = self._thought or bool(shown)
+        self._reasoning.append(shown)
+
+    def _end_span(self) -> None:
+        begin, _ = self._spans[-1]
+        self._spans[-1] = begin, self._place()
+        self._strip = True
 
     def _place(self) -> int:
         """The place in the answer up to which text was read."""

@@ -12,6 +12,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, PrefixReport, RequestOutput, TokenLogprob
 from quire.server.formats.message import MessageDelta, MessageParser
 from quire.server.formats.tools.sink import CallDelta
+from quire.server.generation.message_stream import MessageStream
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 
 
@@ -68,7 +69,7 @@ class Choice:
         self._text = TextStream(
             tokenizer,
             prompt_ids=prompt.ids,
-            stop=params.stop,
+            stop=params.stop if spec.message is None else (),  # of a message, MessageStream looks for them
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             shown_ids=frozenset() if spec.message is None else spec.message.shown_ids(tokenizer),
@@ -78,7 +79,9 @@ class Choice:
         asked = (params.logprobs is not None, spec.prompt_logprobs is not None, spec.message is not None)
         self._plain = not (any(asked) or spec.echo or spec.token_ids)
         """Whether a delta has a text and nothing else, but for the last."""
-        self._message = None if spec.message is None else MessageParser(spec.message, f"{spec.id}/{index}")
+        self._message: MessageStream | None = None
+        if spec.message is not None:
+            self._message = MessageStream(self._text, MessageParser(spec.message, f"{spec.id}/{index}"), params)
         rule = spec.repetition
         self._repetition = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._logprobs: deque[TokenLogprob] = deque()
@@ -97,7 +100,11 @@ class Choice:
         output, repeats = (output, False) if self._repetition is None else self._repetition.cut(output)
         reason: str | None = output.finish_reason
         stop_reason: int | str | None = output.stop_reason
-        delta = self._text.push_output(output)
+        message: MessageDelta | None = None
+        if self._message is None:
+            delta = self._text.push_output(output)
+        else:
+            delta, message = self._message.push_output(output)
         self.completion_tokens += delta.used
         if repeats:
             reason, stop_reason = "repetition", STOP_REASON
@@ -123,9 +130,7 @@ class Choice:
             self._ids += output.new_ids[: delta.used]
         if self._prompt_top is not None and output.prompt_logprobs is not None:
             self._prompt_logprobs = [at_most(logprob, self._prompt_top) for logprob in output.prompt_logprobs]
-        message: MessageDelta | None = None
-        if self._message is not None:
-            message = self._message.push(text, delta.offsets, final=reason is not None)
+        if self._message is not None and message is not None:
             text, reason = message.content, self._message.finish_reason(reason)
         # A token without text, such as a part of a character, makes a delta too: clients time tokens by chunks.
         silent = not output.new_ids or message is not None

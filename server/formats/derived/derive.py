@@ -22,7 +22,7 @@ from quire.server.formats.derived.values import infer_arguments, region_of
 from quire.server.formats.derived.wrapping import infer_wrapping
 from quire.server.formats.forms.arguments import Arguments, JsonArguments
 from quire.server.formats.forms.form import CallForm
-from quire.server.formats.forms.form_texts import MARK
+from quire.server.formats.forms.form_texts import OPENING
 from quire.server.formats.forms.slots import ARGUMENTS, ID, NAME, TAG
 from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
 from quire.server.formats.tools.json_calls import JsonKeys
@@ -72,10 +72,8 @@ def _inferred(prober: Prober, turn: Turn) -> CallForm:
     head, given = found.head, found.given
     if not found.many and turn.repeats:
         head, given = turn.lead.lstrip() + head, turn.lead.lstrip()
-    outer = TAG.match(head)
-    inner = head[outer.end() :].lstrip() if outer is not None else ""
     return CallForm(
-        other_heads=(inner,) if MARK.match(inner) else (),  # models forget the outer tag
+        inner_heads=_inner_heads(found.begin, head),
         begin=found.begin,
         head=head,
         arguments=arguments,
@@ -94,6 +92,13 @@ def _inferred(prober: Prober, turn: Turn) -> CallForm:
         short_ids=_short_ids(prober),
         first_index=found.first_index,
     )
+
+
+def _inner_heads(begin: str, head: str) -> tuple[str, ...]:
+    """The head of a call without the tag around it, or around all calls, if it still has one."""
+    outer = TAG.match(head.lstrip())
+    inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
+    return (inner,) if OPENING.match(inner) else ()
 
 
 def _arguments(prober: Prober, turn: str) -> tuple[str, Arguments]:

@@ -10,10 +10,12 @@ from typing import Any
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms.literal_rules import IN_STRING, LiteralRules, Rules, Words
 from quire.server.formats.forms.literals import Literals, Unreadable
+from quire.server.formats.schemas import SchemaNode
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.format import Schema, Tool
 from quire.server.formats.tools.json_calls import read_arguments
 from quire.server.formats.tools.lark import properties, separated
+from quire.server.formats.tools.mended_json import mended
 from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps, held_back
 
@@ -37,6 +39,10 @@ class Arguments(ABC):
         """Whether arguments may begin here. Takes white space that is none of theirs."""
         return True
         yield
+
+    def come(self, source: Source, tail: str) -> Steps[bool]:
+        """Whether arguments come next, or the `tail` that follows them. Takes nothing."""
+        return (yield from comes(source, self.before_key)) or (yield from comes(source, tail))
 
     @abstractmethod
     def read(self, source: Source, sink: Sink, schema: Schema, tail: str) -> Steps[bool]:
@@ -69,14 +75,14 @@ class JsonArguments(Arguments):
                 written = yield from Literals('"').read(source)
             except Unreadable:
                 return False
-            sink.arguments(written)
+            sink.arguments(mended(written) or written if isinstance(written, str) else strict_json.write(written))
             return True
         return (yield from read_arguments(source, sink))
 
     def rule(self, tool: Tool, rules: Rules) -> list[str]:
         if self.in_string:
             written = LiteralRules(rules, Words(json_lists=False, json_objects=False), IN_STRING, sort=self.sort)
-            return ['"\\""', written.value({"properties": {}, **tool.parameters}, 1), '"\\""']
+            return ['"\\""', written.value(SchemaNode.whole({"properties": {}, **tool.parameters}), 1), '"\\""']
         schema = in_order(tool.parameters) if self.sort else tool.parameters
         return [json_rule(schema, indented=self.indented)]
 
@@ -138,9 +144,9 @@ class LiteralArguments(Arguments):
         writer = self.writer(rules)
         entries = []
         found = properties(tool)
-        for name, schema, required in sorted(found, key=_name) if self.sort else found:
+        for name, node, required in sorted(found, key=_name) if self.sort else found:
             begin, end = rules.pieces(self.before_key + name + self.colon), rules.pieces(self.after_value)
-            entries.append((" ".join([*begin, writer.value(schema), *end]), required))
+            entries.append((" ".join([*begin, writer.value(node), *end]), required))
         return separated(entries, " ".join(rules.pieces(self.separator)))
 
     def writer(self, rules: Rules) -> LiteralRules:
@@ -160,7 +166,7 @@ def in_order(schema: Any) -> Any:
     return [in_order(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def _name(found: tuple[str, Any, bool]) -> str:
+def _name(found: tuple[str, SchemaNode, bool]) -> str:
     return found[0]
 
 

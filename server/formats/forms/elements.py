@@ -6,31 +6,33 @@ The text between does not tell types apart, so the schema does where it can.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from quire.server.formats.forms.literal_rules import Words
+from quire.server.formats.forms.plain_values import as_json
+from quire.server.formats.schemas import SchemaNode
 from quire.server.formats.tools import strict_json
 
 
-def value(written: str, before: str, item: str, schema: Any) -> Any:
+def value(written: str, before: str, item: str, node: SchemaNode) -> Any:
     """The value of a text. `before`: what stands before a key, such as "<"; `item`: the name of a list's elements."""
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = node.kinds()
+    if kinds == {"string"}:
+        return written
     children = _children(written, before)
-    if kinds == "string":
-        return written
-    if children is not None and (kinds == "array" or (kinds != "object" and all(key == item for key, _ in children))):
-        inner = schema.get("items", {}) if isinstance(schema, Mapping) else {}
-        return [value(text, before, item, inner) for _, text in children]
+    is_list, is_object = "array" in kinds, "object" in kinds
+    if children is not None and all(key == item for key, _ in children):
+        is_object = is_object and not is_list
+    elif children is not None:
+        is_list = is_list and not is_object
+    if children is not None and not is_object and (is_list or all(key == item for key, _ in children)):
+        return [value(text, before, item, node.item(index)) for index, (_, text) in enumerate(children)]
     if children is not None:
-        known = (schema.get("properties") or {}) if isinstance(schema, Mapping) else {}
-        rest = schema.get("additionalProperties", {}) if isinstance(schema, Mapping) else {}
-        return {key: value(text, before, item, known.get(key, rest)) for key, text in children}
-    if not written.strip() and kinds in ("array", "object"):
-        return [] if kinds == "array" else {}
-    try:
-        return strict_json.parse(written)
-    except ValueError:
-        return written
+        return {key: value(text, before, item, node.property(key)) for key, text in children}
+    if not written.strip() and kinds <= {"array", "object", "null"}:
+        return [] if is_list else {} if is_object else None
+    variants = node.variants()
+    return strict_json.parse(as_json(written, variants, Words()))
 
 
 def _children(written: str, before: str) -> list[tuple[str, str]] | None:

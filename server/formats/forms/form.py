@@ -26,7 +26,7 @@ class CallForm(FormTexts, ToolFormat):
     @cached_property
     def markers(self) -> tuple[str, ...]:  # type: ignore[override]
         """The texts that calls begin with, wherever they stand."""
-        found = [first_words(self.opening), *map(first_words, self.other_heads)]
+        found = [first_words(self.opening), *map(first_words, self.other_heads), *map(first_words, self.inner_heads)]
         if self.begin.strip() and TAG.search(self.fixed):
             found.append(first_words(self.fixed))
         found = [
@@ -35,6 +35,10 @@ class CallForm(FormTexts, ToolFormat):
             if one and (MARK.search(one) or (letters(one) > 2 and one[0] not in '{"') or self.given)
         ]
         return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def inner_markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(first_words, self.inner_heads))
 
     @property
     def literals(self) -> tuple[str, ...]:

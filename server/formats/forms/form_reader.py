@@ -12,6 +12,8 @@ from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
+SEPARATORS = (";", ",")
+"""What models write between calls whose template shows one alone."""
 WRITTEN_ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -30,17 +32,19 @@ class FormReader:
         source.back(0)
         if not form.strong and not marker and not (yield from source.loosely(form.begin)):
             return False
+        outside = bool(marker)
         for atom in words(form.begin) if marker else ():
-            yield from source.follows(atom)
+            if (yield from source.follows(atom)):
+                outside = False
         head = form.head if marker else form.head.removeprefix(form.given)
         read = 0
-        while (yield from self._read_call(head)):
+        while (yield from self._read_call(head, outside=outside)):
             read += 1
             source.mark("")
             if not sink.last_complete:
                 return True
             head = form.head
-            for atom in words(form.between):
+            for atom in words(form.between) if form.many else SEPARATORS:
                 yield from source.follows(atom)
         source.back(0)
         if not read:
@@ -50,14 +54,16 @@ class FormReader:
             yield from source.follows(atom)
         return True
 
-    def _read_call(self, head: str) -> Steps[bool]:
+    def _read_call(self, head: str, *, outside: bool) -> Steps[bool]:
+        """`outside`: the tag around calls is missing."""
         form = self._form
         if form.keys is not None and (yield from self._read_object(form.keys, head)):
             return True
         given = form.given if head != form.head else ""
-        heads = [other.removeprefix(given) for other in form.other_heads] + ([] if form.keys is not None else [head])
-        for one in sorted(heads, key=len, reverse=True):  # a short one may fit where a long one is meant
-            if (yield from self._read_parts(one)):
+        heads = [other.removeprefix(given) for other in form.other_heads]
+        heads += [] if form.keys is not None or (outside and head in form.inner_heads) else [head]
+        for one in sorted({*heads, *form.inner_heads}, key=len, reverse=True):  # a short one fits where a long one does
+            if (yield from self._read_parts(one, inner=one in form.inner_heads and one not in heads)):
                 return True
         return False
 
@@ -75,13 +81,16 @@ class FormReader:
         yield from self._skip(form.tail[form.tail.rindex("}") + 1 :])
         return True
 
-    def _read_parts(self, head: str) -> Steps[bool]:
+    def _read_parts(self, head: str, *, inner: bool) -> Steps[bool]:
+        """Read a call that begins with a head: an `inner` one may be spoken of, so the name must be a tool's, and
+        arguments must follow."""
+        known = inner or not self._form.strong
         form, source, sink, tools = self._form, self._source, self._sink, self._tools
         place = source.here()
         found: dict[str, str] = {}
         pieces = SLOTS.split(head)
         for index, piece in enumerate(pieces):
-            if piece == NAME and not form.strong and not (yield from _may_name(source, tools)):
+            if piece == NAME and known and not (yield from _may_name(source, tools)):
                 source.back(place)
                 return False
             if SLOTS.fullmatch(piece):
@@ -103,14 +112,17 @@ class FormReader:
         name, id = found.get(NAME, ""), found.get(ID, "")
         if form.named_ids:
             name = (id.rpartition(":")[0] or id).removeprefix("functions.")
-        if CALL_NAME.fullmatch(name) is None or (not form.strong and name not in tools):
+        if CALL_NAME.fullmatch(name) is None or (known and name not in tools):
             source.back(place)
             return False
         if not (yield from form.arguments.begin(source)):
             source.back(place)
             return False
-        sink.open(name, id if WRITTEN_ID.fullmatch(id) else "")
         tool, tail = tools.get(name), form.tail.replace(NAME, name)
+        if inner and not (yield from form.arguments.come(source, tail)):
+            source.back(place)
+            return False
+        sink.open(name, id if WRITTEN_ID.fullmatch(id) else "")
         if (yield from form.arguments.read(source, sink, tool.parameters if tool is not None else {}, tail)):
             sink.close()
             yield from self._skip(tail)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quire.server.formats.forms.arguments import Arguments
-from quire.server.formats.forms.slots import SLOTS, START, TAG, atoms
+from quire.server.formats.forms.slots import NAME, SLOTS, START, TAG, atoms
 from quire.server.formats.tools.json_calls import JsonKeys
 
 MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
 """What tells that a marker is none by chance: a tag, or how one begins."""
+
+OPENING = re.compile(rf"<[^<>\s{NAME}]*(?:[=>]|\s[^<>{NAME}]*[\"'=]){NAME}")
+"""How a tag that holds a call's name begins: <function=…, <invoke name="…"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class FormTexts:
     short_ids: bool = False
     """The template refuses ids that are not nine letters and digits."""
     first_index: int = 0
+    inner_heads: tuple[str, ...] = ()
+    """Heads without the tag around them, which models forget. They are read if the name is a tool's."""
     other_heads: tuple[str, ...] = ()
     """Heads that are read too, and that a grammar does not allow."""
 

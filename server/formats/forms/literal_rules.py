@@ -11,6 +11,7 @@ from typing import Any
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms.patterns import pattern_of, terminal
 from quire.server.formats.forms.slots import TAG
+from quire.server.formats.schemas import SchemaNode, Variant
 from quire.server.formats.tools.lark import separated, text
 
 Token = Callable[[str], str]
@@ -18,7 +19,6 @@ PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 IN_STRING = '\\"'
 """The quote of JSON that is written into a JSON string."""
 MAX_DEPTH = 12
-DEFINITIONS = ("$defs", "definitions")
 NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
 
@@ -120,52 +120,43 @@ class LiteralRules:
     comma: str = ", "
     sort: bool = False
 
-    def value(self, schema: Any, depth: int = 0, defs: Mapping[str, Any] | None = None) -> str:
-        """The expression of a value; `defs` are the definitions that the schema may refer to, by their reference."""
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    def value(self, node: SchemaNode, depth: int = 0) -> str:
+        """The expression of a value."""
+        if depth > MAX_DEPTH:
             return self._any(depth)
-        defs = defs or definitions(schema)
-        if isinstance(schema.get("$ref"), str):
-            return self.value(defs.get(schema["$ref"], True), depth + 1, defs)
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return f"( {' | '.join(self.constant(value) for value in values)} )"
-        for name in ("anyOf", "oneOf"):
-            if isinstance(schema.get(name), list) and schema[name]:
-                return f"( {' | '.join(self.value(one, depth + 1, defs) for one in schema[name])} )"
-        kinds = schema.get("type")
-        if isinstance(kinds, list):
-            return f"( {' | '.join(self.value({**schema, 'type': kind}, depth + 1, defs) for kind in kinds)} )"
-        return self._kind(str(kinds), schema, depth, defs)
+        found = dict.fromkeys(self._variant(variant, node, depth) for variant in node.variants())
+        return f"( {' | '.join(found)} )" if len(found) > 1 else next(iter(found))
 
-    def _kind(self, kind: str, schema: Mapping[str, Any], depth: int, defs: Mapping[str, Any]) -> str:
-        words = self.words
-        match kind:
+    def _variant(self, variant: Variant, node: SchemaNode, depth: int) -> str:
+        words, schema = self.words, variant.schema
+        if variant.enum is not None:
+            return f"( {' | '.join(map(self.constant, variant.enum))} )"
+        match variant.type:
             case "string":
                 return self.string(schema)
             case "integer" | "number":
-                return json_rule({name: value for name, value in schema.items() if name not in DEFINITIONS})
+                return json_rule(node.at(schema).standalone())
             case "boolean":
                 return f"( {text(words.true)} | {text(words.false)} )"
             case "null":
                 return text(words.null)
             case "array" if self.words.json_lists and not depth:
-                return json_rule(schema)
+                return json_rule(node.at(schema).standalone())
             case "object" if self.words.json_objects and not depth:
-                return json_rule(schema)
+                return json_rule(node.at(schema).standalone())
             case "array":
-                return self._array(schema, depth, defs)
+                return self._array(schema, node.at(schema), depth)
             case "object" if schema.get("properties"):
-                return self._object(schema, depth, defs)
+                return self._object(node.at(schema), depth)
             case "object" if schema.get("additionalProperties") is False:
                 return '"{" "}"'
             case "object":
-                values = schema.get("additionalProperties", True)
-                return self._free_object(self.value(values, depth + 1, defs))
+                values = node.at(schema.get("additionalProperties", True))
+                return self._free_object(self.value(values, depth + 1))
         return self._any(depth)
 
-    def _array(self, schema: Mapping[str, Any], depth: int, defs: Mapping[str, Any]) -> str:
-        item = self.value(schema.get("items", True), depth + 1, defs)
+    def _array(self, schema: Mapping[str, Any], node: SchemaNode, depth: int) -> str:
+        item = self.value(node.at(schema.get("items", True)), depth + 1)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
@@ -173,12 +164,11 @@ class LiteralRules:
         items = f"{item} ( {text(self.comma)} {item} ){more}"
         return f'"[" {items} "]"' if least else f'"[" ( {items} )? "]"'
 
-    def _object(self, schema: Mapping[str, Any], depth: int, defs: Mapping[str, Any]) -> str:
-        required = schema.get("required") or []
-        keys = sorted(schema["properties"]) if self.sort else schema["properties"]
+    def _object(self, node: SchemaNode, depth: int) -> str:
+        known = node.properties()
         entries = [
-            (f"{self._key(key)} {self.value(schema['properties'][key], depth + 1, defs)}", key in required)
-            for key in keys
+            (f"{self._key(key)} {self.value(value, depth + 1)}", required)
+            for key, value, required in (sorted(known, key=lambda one: one[0]) if self.sort else known)
         ]
         return " ".join(['"{"', *separated(entries, text(self.comma)), '"}"'])
 
@@ -243,7 +233,3 @@ class LiteralRules:
         if self.quote == IN_STRING:
             return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)[1:-1]
         return repr(value) if self.quote == "'" else json.dumps(value, ensure_ascii=False)
-
-
-def definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {f"#/{name}/{key}": value for name in DEFINITIONS for key, value in (schema.get(name) or {}).items()}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms import elements
 from quire.server.formats.forms.arguments import Arguments, comes
-from quire.server.formats.forms.literal_rules import MAX_DEPTH, LiteralRules, Rules, Words, definitions
+from quire.server.formats.forms.literal_rules import MAX_DEPTH, LiteralRules, Rules, Words
 from quire.server.formats.forms.patterns import pattern_of
+from quire.server.formats.forms.plain_values import as_json, is_text, may_be_literal
 from quire.server.formats.forms.slots import KEY, TAG, atoms
+from quire.server.formats.schemas import ANY, SchemaNode, Variant
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.format import Schema, Tool
 from quire.server.formats.tools.lark import properties, separated, text
@@ -23,7 +23,6 @@ from quire.server.formats.tools.source import Source, Steps, held_back
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 KEY_TEXT = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
-SIMPLE = {"integer": "number", "number": "number", "string": "string", "boolean": "boolean", "null": "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,11 @@ class TaggedArguments(Arguments):
     def literals(self) -> tuple[str, ...]:
         return (self.before_key, *self.infixes.values(), self.end, self.separator, self.element)
 
+    def come(self, source: Source, tail: str) -> Steps[bool]:
+        return (yield from comes(source, self.before_key)) or (yield from _ends(source, tail))
+
     def read(self, source: Source, sink: Sink, schema: Schema, tail: str) -> Steps[bool]:
-        known = schema.get("properties")
+        whole = SchemaNode.whole(schema)
         begun = False
         sink.arguments("{")
         while not (yield from _ends(source, tail)):
@@ -68,20 +70,21 @@ class TaggedArguments(Arguments):
                 source.back(place)
                 return False
             key, kind = found
-            declared = known.get(key, {}) if isinstance(known, dict) else {}
             sink.arguments(f"{', ' if begun else ''}{strict_json.write(key)}: ")
             begun = True
-            string = kind == "string" if kind else is_string(declared)
-            if not (yield from _read_value(self, source, sink, key, declared, string=string)):
+            if not (yield from _read_value(self, source, sink, key, whole.property(key), kind)):
                 return False
+            end = self.end.replace(KEY, key).strip()
+            while end and (yield from source.follows(end)):
+                pass  # some models write it twice
         sink.arguments("}")
         return True
 
     def rule(self, tool: Tool, rules: Rules) -> list[str]:
         entries = []
         found = properties(tool)
-        for name, schema, required in sorted(found, key=lambda one: one[0]) if self.sort else found:
-            entries.append((_entry(self, name, schema, rules), required))
+        for name, node, required in sorted(found, key=lambda one: one[0]) if self.sort else found:
+            entries.append((_entry(self, name, node, rules), required))
         separator = " ".join(rules.pieces(self.separator))
         if separator:
             return separated(entries, separator)
@@ -120,28 +123,39 @@ def _read_key(form: TaggedArguments, source: Source) -> Steps[tuple[str, str] | 
 
 
 def _read_value(
-    form: TaggedArguments, source: Source, sink: Sink, key: str, declared: Any, *, string: bool
+    form: TaggedArguments, source: Source, sink: Sink, key: str, node: SchemaNode, kind: str
 ) -> Steps[bool]:
-    """Pass on a value, and take what follows it. False when it does not end."""
+    """Pass on a value, and take what follows it. `kind`: "string" or "other" where the text tells it. False when it
+    does not end."""
     end = form.end.replace(KEY, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
+    variants = node.variants()
     if form.cdata and (yield from source.exactly(CDATA)):
         sink.arguments('"')
         if not (yield from _pass_text(source, sink, (CDATA_END,), html_entities=False)):
             return False
         yield from source.loosely(core)
         sink.arguments('"')
-    elif string:
-        sink.arguments('"')
-        if not (yield from _pass_text(source, sink, (space + core, core), html_entities=form.html)):
-            return False
-        sink.arguments('"')
-    else:
-        written = yield from _whole(source, core, f"{form.element}{key}>" if form.item else "")
-        if written is None:
-            return False
-        sink.arguments(as_json(written.strip(), declared, form))
+        return True
+    if kind == "other":
+        variants = [variant for variant in variants if variant.type != "string"] or [Variant(ANY, {})]
+    ends = (space + core, core)
+    if kind != "string" and not is_text(variants):
+        while (undecided := _may_be_literal(form, source.text, ends, variants)) and core not in source.text:
+            if source.closed:
+                return False
+            yield
+        if undecided or core in source.text:
+            written = yield from _whole(source, core, f"{form.element}{key}>" if form.item else "")
+            if written is None:
+                return False
+            sink.arguments(_as_json(form, written.removesuffix(space), node, variants))
+            return True
+    sink.arguments('"')
+    if not (yield from _pass_text(source, sink, ends, html_entities=form.html)):
+        return False
+    sink.arguments('"')
     return True
 
 
@@ -187,115 +201,78 @@ def _whole(source: Source, end: str, begin: str) -> Steps[str | None]:
         yield
 
 
-def is_string(schema: Any) -> bool:
-    """Whether values of this schema are written as plain text."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    enum = schema.get("enum") if isinstance(schema, Mapping) else None
-    return kind == "string" or (kind is None and isinstance(enum, list) and all(isinstance(one, str) for one in enum))
+def _may_be_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[Variant]) -> bool:
+    """Whether a value that begins so, of which the last characters may begin its end, may be no string."""
+    return bool(form.item) or may_be_literal(begun[: len(begun) - held_back(begun, ends)], variants, form.words)
 
 
-def as_json(written: str, declared: Any, form: TaggedArguments) -> str:
-    """A value as JSON: the text itself if it is JSON, Python's literals as those of JSON, other text as a string."""
+def _as_json(form: TaggedArguments, written: str, node: SchemaNode, variants: list[Variant]) -> str:
     if form.html:
         written = html.unescape(written)
     if form.item:
-        return strict_json.write(elements.value(written, form.element, form.item, declared))
-    constants = {form.words.true: "true", form.words.false: "false", form.words.null: "null"}
-    constants = {"True": "true", "False": "false", "None": "null", **constants}
-    found = constants.get(written) or _literal(written)
-    if found is None or not _allowed(found, declared):
-        return strict_json.write(written)
-    return found
+        return strict_json.write(elements.value(written, form.element, form.item, node))
+    return as_json(written, variants, form.words)
 
 
-def _literal(written: str) -> str | None:
-    try:
-        strict_json.parse(written)
-        return written
-    except ValueError:
-        pass
-    if written[:1] in "[{(":
-        try:
-            return strict_json.write(ast.literal_eval(written))
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            pass
-    return None
-
-
-def _allowed(found: str, declared: Any) -> bool:
-    """Whether a value may be of its type by its schema, where that also allows strings."""
-    kinds = declared.get("type") if isinstance(declared, Mapping) else None
-    if not isinstance(kinds, list) or "string" not in kinds:
-        return True
-    value = strict_json.parse(found)
-    names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", str: "string"}
-    name = "null" if value is None else names[type(value)]
-    return name in kinds or (name == "integer" and "number" in kinds)
-
-
-def _entry(form: TaggedArguments, name: str, schema: Any, rules: Rules) -> str:
+def _entry(form: TaggedArguments, name: str, node: SchemaNode, rules: Rules) -> str:
     """One argument: its key, and its value of any type that the schema allows."""
     end = form.end.replace(KEY, name)
     alternatives = []
-    for kind, one in by_kind(schema):
-        begin = rules.pieces(form.before_key + name + form.infixes.get(kind, form.infixes["string"]))
-        alternatives.append(" ".join([*begin, *_value(form, kind, one, end, rules)]))
+    for variant in node.variants():
+        begin = rules.pieces(form.before_key + name + form.infixes.get(variant.kind, form.infixes["string"]))
+        alternatives.append(" ".join([*begin, *_value(form, variant, node, end, rules)]))
+    alternatives = list(dict.fromkeys(alternatives))
     return alternatives[0] if len(alternatives) == 1 else f"( {' | '.join(alternatives)} )"
 
 
-def _value(form: TaggedArguments, kind: str, schema: Any, end: str, rules: Rules) -> list[str]:
+def _value(form: TaggedArguments, variant: Variant, node: SchemaNode, end: str, rules: Rules) -> list[str]:
+    """The expressions of a value of one of the types that `node` allows."""
     closing = rules.pieces(end)
-    if kind == "string":
-        enum = schema.get("enum") if isinstance(schema, Mapping) else None
-        if enum is None and isinstance(schema, Mapping) and "const" in schema:
-            enum = [schema["const"]]
-        pattern = None if form.html else pattern_of(schema)
-        if not isinstance(enum, list) and form.cdata and pattern is not None:
-            return [text(CDATA), rules.free(CDATA_END, pattern), *closing]
-        if not isinstance(enum, list) and form.cdata:
-            plain = " ".join([rules.terminal("/[^<]*/"), *closing])
-            return [f"( {text(CDATA)} {rules.free(CDATA_END)} {' '.join(closing)} | {plain} )"]
-        if not isinstance(enum, list):
-            return [rules.free(end, pattern)]
-        texts = [form_text(form, str(one)) for one in enum]
+    if variant.type == "string":
+        return _text(form, variant, end, rules)
+    if form.html and variant.type in ("array", "object", ANY):
+        return [rules.free(end)]
+    if form.item and (variant.type in ("array", "object", ANY)):
+        return _elements(form, variant, node, end, rules, 0)
+    if variant.type in ("boolean", "null", "array", "object", ANY):
+        return [LiteralRules(rules, form.words).value(node.at(variant.schema)), *closing]
+    return [json_rule(node.at(variant.schema).standalone()), *closing]
+
+
+def _text(form: TaggedArguments, variant: Variant, end: str, rules: Rules) -> list[str]:
+    closing = rules.pieces(end)
+    if variant.enum is not None:
+        texts = [form_text(form, str(one)) for one in variant.enum]
         return [f"( {' | '.join(' '.join(rules.pieces(one)) or text('') for one in texts)} )", *closing]
-    if form.html and kind in ("array", "object", "any"):
-        return [rules.free(end)]
-    if form.item and (kind in ("array", "object") or (kind == "any" and not _constants(schema))):
-        return _elements(form, schema, end, rules, 0)
-    if kind in ("boolean", "null", "any", "array", "object"):
-        return [LiteralRules(rules, form.words).value(schema), *closing]
-    return [json_rule(schema), *closing]
+    pattern = None if form.html else pattern_of(variant.schema)
+    if form.cdata and pattern is not None:
+        return [text(CDATA), rules.free(CDATA_END, pattern), *closing]
+    if form.cdata:
+        plain = " ".join([rules.terminal("/[^<]*/"), *closing])
+        return [f"( {text(CDATA)} {rules.free(CDATA_END)} {' '.join(closing)} | {plain} )"]
+    return [rules.free(end, pattern)]
 
 
-def _elements(form: TaggedArguments, schema: Any, end: str, rules: Rules, depth: int) -> list[str]:
+def _elements(
+    form: TaggedArguments, variant: Variant, node: SchemaNode, end: str, rules: Rules, depth: int
+) -> list[str]:
     """A value that may be made of elements, and its end."""
-    kind, one = by_kind(schema)[0]
-    if kind == "any" or len(by_kind(schema)) > 1 or depth > MAX_DEPTH:
+    if variant.type == ANY or depth > MAX_DEPTH:
         return [rules.free(end)]
-    if kind not in ("array", "object"):
-        return _value(form, kind, one, end, rules)
-    if not one.get("properties" if kind == "object" else "items"):
+    if variant.type not in ("array", "object"):
+        return _value(form, variant, node, end, rules)
+    inside = node.at(variant.schema)
+    known = inside.properties() if variant.type == "object" else [(form.item, inside.item(0), False)]
+    if variant.enum is not None or not known or (variant.type == "array" and inside.item(0).schema is True):
         return [rules.free(end)]
-    known = one["properties"] if kind == "object" else {form.item: one["items"]}
     found = []
-    for name, inner in known.items():
+    for name, inner, required in known:
         begin, close = rules.pieces(f"{form.element}{name}>"), f"{form.element[:-1]}</{name}>"
-        count = "*" if kind == "array" else "" if name in (one.get("required") or []) else "?"
-        found.append(f"( {' '.join([*begin, *_elements(form, inner, close, rules, depth + 1)])} ){count}")
+        count = "*" if variant.type == "array" else "" if required else "?"
+        variants = inner.variants()
+        one = variants[0] if len(variants) == 1 else Variant(ANY, {})
+        found.append(f"( {' '.join([*begin, *_elements(form, one, inner, close, rules, depth + 1)])} ){count}")
     return [*found, *rules.pieces(end)]
-
-
-def _kind_of(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, str | int | float):
-        return "string" if isinstance(value, str) else "number"
-    return "array" if isinstance(value, list) else "object"
-
-
-def _constants(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and ("enum" in schema or "const" in schema)
 
 
 def form_text(form: TaggedArguments, value: str) -> str:
@@ -303,33 +280,3 @@ def form_text(form: TaggedArguments, value: str) -> str:
     if form.cdata and any(one in value for one in "<&\n"):
         return f"{CDATA}{value}{CDATA_END}"
     return html.escape(value) if form.html else value
-
-
-def by_kind(schema: Any) -> list[tuple[str, Any]]:
-    """The types that values of a schema may have, each with the schema of values of that type."""
-    if is_string(schema):
-        return [("string", schema)]
-    if not isinstance(schema, Mapping):
-        return [("any", True)]
-    if isinstance(schema.get("$ref"), str):
-        known = definitions(schema)
-        return by_kind(known[schema["$ref"]]) if schema["$ref"] in known else [("any", schema)]
-    for name in ("anyOf", "oneOf"):
-        if (
-            isinstance(schema.get(name), list)
-            and schema[name]
-            and all(isinstance(one, Mapping) for one in schema[name])
-        ):
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            return [found for one in schema[name] for found in by_kind({**one, **shared})]
-    kinds = schema.get("type")
-    if isinstance(kinds, list):
-        return [found for kind in kinds for found in by_kind({**schema, "type": kind})]
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
-        grouped: dict[str, list[Any]] = {}
-        for value in values:
-            grouped.setdefault(_kind_of(value), []).append(value)
-        return [(kind, {"enum": group}) for kind, group in grouped.items()]
-    kind = SIMPLE.get(str(kinds), str(kinds) if kinds in ("array", "object") else "any")
-    return [(kind, schema)]

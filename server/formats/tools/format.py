@@ -37,6 +37,9 @@ class ToolFormat(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
+    inner_markers: ClassVar[tuple[str, ...]] = ()
+    """Those of the markers that models also write to speak of calls: they begin one at the beginning of a line alone,
+    and in no code block."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and behind calls."""
     bare: ClassVar[str] = ""
@@ -58,15 +61,23 @@ class ToolFormat(ABC):
                 sink.content(source.taken)
         blocks, names = CodeBlocks(), frozenset(tools)
         markers = (*self.markers, FENCE) if in_blocks else self.markers
+        fences, line, passed = 0, "", ""
         while (marker := (yield from pass_content(source, sink, markers))) is not None:
             before = source.taken.removesuffix(marker)
+            more = before.removeprefix(passed)
+            fences += more.count(FENCE) + (marker == FENCE)
+            line = (line + more).rpartition("\n")[2]
             source.mark(marker)
             if marker == FENCE:
                 read = yield from blocks.read(source, sink, names, before)
+            elif marker in self.inner_markers and (line.strip() or fences % 2):
+                read = False
             else:
                 read = yield from self.read_calls(source, sink, tools, marker)
+            line = passed = ""
             if not read:
-                sink.content(source.taken)
+                line = passed = source.taken
+                sink.content(passed)
 
     @abstractmethod
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
@@ -123,8 +134,10 @@ class ToolParser:
         """Whether there are calls, and all of them are complete."""
         return self._sink.all_complete
 
-    def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
-        """Content and calls that this text completes."""
+    def push(self, text: str, final: bool = False, *, complete: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
+        """Content and calls that this text completes. `complete`: the model ended the `final` text by itself, so that
+        brackets which it left open are closed."""
+        self._source.complete = complete
         if self._source.feed(self._steps, text, final=final):
             self._sink.content(self._source.take(len(self._source.text)))
         if final:

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from quire.server.formats.tools import strict_json
+from quire.server.formats.tools.mended_json import MendedJson, mended
 from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps
 
-FIRST_KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"')
+FIRST_KEY = re.compile(r"""\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|'([^'\\]*)')""")
 PLAIN = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
 """All characters that JSON has outside strings."""
 CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -124,15 +125,18 @@ class Scanner:
 def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
     """Pass on the JSON object that comes next as the open call's arguments, and close the call at its end.
 
-    False: the call is left open, because the text ends early or has a character that breaks the JSON.
+    False: the call is left open, because the text ends early or goes on with what cannot be mended.
     """
-    scanner = Scanner()
+    reader = MendedJson()
     while True:
-        sink.arguments(source.take(scanner.scan(source.text)))
-        if scanner.done:
+        written, count = reader.read(source.text, closed=source.closed)
+        source.take(count)
+        ended = reader.broken or (source.closed and source.complete and not reader.done)
+        sink.arguments(written + (reader.close() if ended else ""))
+        if reader.done:
             sink.close()
-        if scanner.done or scanner.broken or source.closed:
-            return scanner.done
+        if reader.done or reader.broken or source.closed:
+            return reader.done
         yield
 
 
@@ -147,7 +151,7 @@ def read_call(source: Source, sink: Sink, names: Container[str] | None = None, k
     while not (scanner.done or scanner.broken or scanner.depth == depth):
         position = scanner.scan(source.text, position, stop_depth=depth)
         first = FIRST_KEY.match(source.text)
-        if first is not None and first[1] not in keys.first:
+        if first is not None and (first[1] or first[2]) not in keys.first:
             return False
         if source.closed and position == len(source.text):
             break
@@ -178,16 +182,20 @@ def _take_rest(source: Source, depth: int) -> Steps[None]:
 
 def _read_whole(source: Source, sink: Sink, names: Container[str] | None, keys: JsonKeys) -> Steps[bool]:
     """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
-    scanner = Scanner()
-    position = scanner.scan(source.text)
-    while not (scanner.done or scanner.broken or source.closed):
+    reader, position, written = MendedJson(), 0, ""
+    while True:
+        more, count = reader.read(source.text[position:], closed=source.closed)
+        written, position = written + more, position + count
+        if reader.done or reader.broken or source.closed:
+            break
         yield
-        position = scanner.scan(source.text, position)
-    call = _object(source.text[:position]) if scanner.done else None
+    call = _object(written) if reader.done else None
     name, arguments = (None, None) if call is None else keys.parts(call)
     if not isinstance(name, str) or (names is not None and name not in names):
         return False
-    if not isinstance(arguments, str):
+    if isinstance(arguments, str):
+        arguments = mended(arguments) or arguments.strip() or "{}"
+    else:
         arguments = strict_json.write({} if arguments is None else arguments)
     if not strict_json.writable(name + arguments):
         return False

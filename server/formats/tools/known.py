@@ -116,7 +116,7 @@ def xml(outer: str) -> CallForm:
         tail=f"</function>\n</{outer}>",
         between="\n",
         end="",
-        other_heads=(f"<function={NAME}>",),
+        inner_heads=(f"<function={NAME}>",),
     )
 
 

@@ -6,11 +6,11 @@ An expression is a string of Lark; a call is a list of expressions in their orde
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from quire.engine.text.grammar import json_rule
-from quire.server.formats.tools.format import Schema, Tool
+from quire.server.formats.schemas import SchemaNode
+from quire.server.formats.tools.format import Tool
 
 
 def grammar_of(
@@ -52,7 +52,9 @@ def json_call(tool: Tool, *, in_words: bool) -> list[str]:
 
 def keyword_call(tool: Tool) -> list[str]:
     """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
-    arguments = [(f"{text(name + '=')} {json_rule(schema)}", required) for name, schema, required in properties(tool)]
+    arguments = [
+        (f"{text(name + '=')} {json_rule(node.standalone())}", required) for name, node, required in properties(tool)
+    ]
     return [text(f"{tool.name}("), *separated(arguments, text(", ")), text(")")]
 
 
@@ -73,12 +75,6 @@ def separated(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
     return [f"( {' | '.join(alternatives)} ){skippable}"]
 
 
-def properties(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Of each property: its name, its schema with the definitions it may refer to, and whether it is required."""
-    schema: Schema = tool.parameters
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    found = []
-    for name, value in (schema.get("properties") or {}).items():
-        whole = {**value, **shared} if isinstance(value, Mapping) else value
-        found.append((name, whole, name in (schema.get("required") or [])))
-    return found
+def properties(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
+    """Of each property: its name, its schema, and whether it is required."""
+    return SchemaNode.whole(tool.parameters).properties()

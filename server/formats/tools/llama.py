@@ -1,4 +1,4 @@
-"""Llama 3's {"name": …, "parameters": {…}}, with semicolons between several calls; and its pythonic calls."""
+"""Llama 3's {"name": …, "parameters": {…}}, with semicolons or lines between several calls; and its pythonic calls."""
 
 from __future__ import annotations
 
@@ -29,11 +29,20 @@ class LlamaJson(ToolFormat):
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
         if not (yield from read_call(source, sink, tools)):
             return False
-        while (yield from source.follows(";")):
-            if not (yield from read_call(source, sink, tools)):
-                sink.content(";")
+        while (yield from self._read_another(source, sink, tools)):
+            pass
         yield from source.follows("<|python_end|>")
         return True
+
+    def _read_another(self, source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
+        """Read one more call, behind a semicolon, a comma, white space or its own marker. Else nothing is taken."""
+        place = source.here()
+        for between in (";", ",", *self.other_markers, *self.markers):
+            yield from source.follows(between)
+        if (yield from source.word()) == "{" and (yield from read_call(source, sink, tools)):
+            return True
+        source.back(place)
+        return False
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls = [json_call(tool, in_words=must) for tool in tools]

@@ -23,6 +23,8 @@ class Source:
         self.text = ""
         self.closed = False
         """No more will come."""
+        self.complete = False
+        """The model ended the text by itself."""
         self._taken: list[str] = []
 
     def feed(self, parser: Steps[None], text: str, *, final: bool) -> bool:

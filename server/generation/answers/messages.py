@@ -103,12 +103,13 @@ def block_of(part: Part) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call, which may be cut off: as much as clients make of the pieces of a stream."""
+    """The arguments of a call, which may be cut off: as much as clients make of the pieces of a stream. What is no
+    object stands in one, so that nothing that the model wrote is lost."""
     try:
         found = from_json(text or "{}", allow_partial=True)
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def stop_fields(

@@ -1,0 +1,41 @@
+"""Tells whether a text is nothing but calls: for calls that stand where others are not looked for."""
+
+from __future__ import annotations
+
+import re
+
+from quire.server.formats.tools.format import ToolFormat, ToolParser, Tools
+
+PIECE = re.compile(r"[^>\n}]*[>\n}]")
+"""The text is read in these pieces, so that the place where it fails does not depend on how it came."""
+
+
+class CallTrial:
+    """Reads a text that begins with a call's marker."""
+
+    def __init__(self, format: ToolFormat, tools: Tools) -> None:
+        self._parser = ToolParser(format, tools)
+        self._tools = tools
+        self.failed = False
+        """Something else stands there than calls of these tools."""
+        self.read = 0
+        """Characters up to the piece that failed, or is to come."""
+
+    def push(self, text: str, count: int) -> None:
+        """`text`: all that has come; `count`: how many of its first characters are to be read."""
+        while not self.failed and (piece := PIECE.match(text, self.read, count)) is not None:
+            self._push(piece[0])
+
+    def finish(self, text: str, count: int) -> bool:
+        """Whether these characters are complete calls."""
+        self.push(text, count)
+        if not self.failed:
+            self._push(text[self.read : count], final=True)
+        return not self.failed and self._parser.all_complete
+
+    def _push(self, piece: str, *, final: bool = False) -> None:
+        content, calls = self._parser.push(piece, final)
+        names = [call.name for call in calls if call.name is not None]
+        self.failed = bool(content.strip()) or not self._tools.keys() >= set(names)
+        if not self.failed:
+            self.read += len(piece)

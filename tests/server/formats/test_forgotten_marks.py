@@ -1,0 +1,201 @@
+"""Calls whose marks the model forgot: the tag around them, the end of the thinking before them, what divides them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quire.server.formats.forms.form import CallForm
+from quire.server.formats.message import MessageParser
+from quire.server.formats.tools.table import tool_format
+from tests.server.formats.proof import Call, Read, Subject, read
+from tests.server.formats.templates import each, template
+from tests.server.formats.test_derived import PATHS, SHOWING, form_of, subject
+from tests.server.formats.test_tools import all_cuts
+
+CALL = "<tool_call>\n<function=clock>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>"
+BARE = CALL.removeprefix("<tool_call>\n")
+STRANGER = CALL.replace("clock", "stranger")
+ONE = [Call("clock", {"city": "x"})]
+QWEN = "Qwen3.5-4B"
+
+
+def answered(name: str, text: str, begun: bool | None) -> Read:
+    """The same however the text is cut."""
+    format = replace(subject(name).message_format(), begun=begun)
+    whole = read(format, [text])
+    for pieces in all_cuts(text):
+        assert read(format, pieces) == whole, pieces
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "made"),
+    [
+        ("I will call.\n\n" + CALL, "I will call.", "", ONE),
+        (CALL + "\n", "", "", ONE),
+        ("a\n" + CALL + "\n" + CALL + "\n", "a", "", ONE + ONE),
+        ("a " + CALL + " hm " + CALL, "a " + CALL + " hm", "", ONE),
+        ("Use <tool_call> tags. " + CALL, "Use <tool_call> tags.", "", ONE),
+        ("a " + BARE, "a", "", ONE),
+        ("a " + CALL + "\n</think>\n\n", "a", "", ONE),
+        ("a " + CALL.removesuffix("\n</tool_call>"), "a", "", ONE),
+        ("a " + CALL + " hm", "a " + CALL + " hm", "", []),
+        ("a " + CALL + "</think>\n\nDone.", "a " + CALL, "Done.", []),
+        ("a " + CALL + "</think>\n\n" + CALL, "a " + CALL, "", ONE),
+        ("a " + STRANGER, "a " + STRANGER, "", []),
+        ("a " + CALL + "\n" + STRANGER, "a " + CALL + "\n" + STRANGER, "", []),
+        ("a " + CALL[:-40], "a " + CALL[:-40], "", []),
+        ("Write `<tool_call>`", "Write `<tool_call>`", "", []),
+    ],
+)
+def test_an_answer_that_ends_with_calls_in_its_thinking_calls(
+    text: str, reasoning: str, content: str, made: list[Call]
+) -> None:
+    """vllm#35687, vllm#39056, vllm#55759; not as at renderers#78 and lmstudio-bug-tracker#1592, where what models
+    write about calls while they think was taken for calls."""
+    assert answered(QWEN, text, True) == Read(content, reasoning, made)
+
+
+def thinking() -> list[str]:
+    shown = [name for name in SHOWING if name in PATHS and name != "Kimi-K3"]  # it frames content even without any
+    return [name for name in shown if "think" in PATHS[name].read_text(encoding="utf-8").lower()]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", thinking())
+def test_every_template_that_shows_thinking_calls_in_the_end_of_it(name: str) -> None:
+    one = subject(name)
+    reasoning, form = one.formats.reasoning, one.formats.tools
+    if reasoning is None or not isinstance(form, CallForm) or form.given or not form.strong:
+        pytest.skip("it has no thinking, or its calls have no mark of their own")
+    made = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})][: 2 if form.many else 1]
+    text = one.turn(made)
+    text = (text.partition(reasoning.end)[2] if reasoning.end in text else text).strip()
+    format = replace(one.message_format(), begun=True)
+    for pieces in ([f"So.\n{text}"], list(f"So.\n{text}")):
+        found = read(format, pieces)
+        assert (found.reasoning, found.content.strip(), found.calls) == ("So.", "", made), text
+    refused = read(replace(format, known={}), [f"So.\n{text}"])
+    assert (refused.content, refused.calls) == ("", [])
+
+
+def test_thinking_is_streamed_up_to_what_may_be_a_call_and_on_when_it_is_none() -> None:
+    parser = MessageParser(replace(subject(QWEN).message_format(), begun=True))
+    assert parser.push("I think <tool", []).reasoning == "I think"
+    assert parser.push("_call>\n", []).reasoning == ""
+    assert parser.push("<function=clock>\n<parameter=city>\n", []).reasoning == ""
+    assert parser.push("x\n</parameter>\n</function>\n</tool_call>\nNo.\n", []).reasoning.endswith("</tool_call>\nNo.")
+
+
+INNER = ("ByteDance-Seed-OSS", "MiniMax-M3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", QWEN, "StepFun3.5-Flash")
+INNER = (*INNER, "deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731")
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_known_tools_call_without_the_tag_around_it_is_a_call(name: str) -> None:
+    """ollama#16686, ollama#18530."""
+    one = subject(name)
+    whole = one.turn(ONE)
+    head = form_of(name).inner_heads[0]
+    bare = whole[whole.index(head[: head.index("\ue000")]) :]
+    found = answered(name, "I will look.\n\n" + bare, False)
+    assert (found.content.strip(), found.calls) == ("I will look.", ONE), bare
+    unknown = "I will look.\n\n" + bare.replace("clock", "stranger")
+    found = answered(name, unknown, False)
+    assert found.calls == []
+    assert "stranger" in found.content
+    spoken = "Write " + head.replace("\ue000", "clock").rstrip() + " first."
+    assert answered(name, spoken, False).calls == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A call is written so:\n\n```xml\n" + BARE + "\n```\nThat is all.",
+        "A call is written so: " + BARE,
+        "Write `" + BARE + "`.",
+        "The tag\n<function=clock>\nbegins one.",
+        "```\nx\n```\n\n```xml\n" + BARE + "\n```",
+    ],
+)
+def test_what_is_written_about_calls_is_none(text: str) -> None:
+    """ollama#16398."""
+    found = answered(QWEN, text, False)
+    assert (found.content, found.calls) == (text, [])
+    format = replace(subject(QWEN).message_format(), begun=False, in_blocks=True)
+    for pieces in ([text], list(text), [text + "\n" + BARE]):
+        found = read(format, pieces)
+        assert (found.content, found.calls) == (text, ONE if len(pieces[0]) > len(text) else [])
+
+
+def test_an_end_that_is_written_twice_or_missing_between_calls() -> None:
+    """llama.cpp#24807, llama.cpp#12153."""
+    twice = CALL.replace("</parameter>\n", "</parameter>\n</parameter>\n<parameter=on>\ntrue\n</parameter>\n")
+    assert answered(QWEN, twice, False).calls == [Call("clock", {"city": "x", "on": True})]
+    one = '<tool_call>\n{"name": "clock", "arguments": {"city": "x"}}\n'
+    assert answered("Qwen-Qwen3-0.6B", one + one + "</tool_call>", False).calls == ONE + ONE
+
+
+PAIR = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})]
+FIRST, SECOND = '{"name": "clock", "parameters": {"city": "x"}}', '{"name": "x", "parameters": {"city": "y"}}'
+
+
+@pytest.mark.parametrize("between", ["; ", ";", "\n", " ", "", ", ", ";\n", "\n<|python_tag|>", "; <|python_tag|>"])
+@pytest.mark.parametrize("name", ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"])
+def test_two_calls_of_llama_3_are_two_calls(name: str, between: str) -> None:
+    """unsloth#7426, vllm#25108."""
+    if "<" not in between:  # that token is dropped, unless a flag names the format
+        assert answered(name, FIRST + between + SECOND, None) == Read("", "", PAIR)
+    format = replace(subject(name).message_format(), tools=tool_format("llama3_json", ""))
+    for text in (FIRST + between + SECOND, "<|python_tag|>" + FIRST + between + SECOND):
+        for pieces in all_cuts(text):
+            assert read(format, pieces) == Read("", "", PAIR), pieces
+    rest = answered(name, FIRST + '; {"a": 1} and so on', None)
+    assert (rest.content.strip(), rest.calls) == ('; {"a": 1} and so on', PAIR[:1])
+
+
+def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> None:
+    rng = random.Random(57)
+    parts = [
+        CALL,
+        BARE,
+        STRANGER,
+        "<tool_call>",
+        "</think>",
+        "<think>",
+        "\n",
+        " hm ",
+        "<function=clock>",
+        "</tool_call>",
+    ]
+    format = subject(QWEN).message_format()
+    for _ in range(150):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 7)))
+        for begun in (True, False, None):
+            whole = parsed(replace(format, begun=begun), [text])
+            cuts = sorted(rng.choices(range(len(text) + 1), k=5))
+            pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert parsed(replace(format, begun=begun), pieces) == whole, (pieces, begun)
+            assert parsed(replace(format, begun=begun), list(text)) == whole, (text, begun)
+
+
+def parsed(format: object, pieces: list[str]) -> tuple[str, str, str]:
+    """Reasoning, content, and the calls with their arguments as text, for these may be cut off."""
+    parser, found = MessageParser(format), ["", "", ""]  # type: ignore[arg-type]
+    for position, piece in enumerate(pieces):
+        delta = parser.push(piece, [], final=position == len(pieces) - 1)
+        found[0] += delta.reasoning
+        found[1] += delta.content
+        found[2] += "".join((f"{call.name}: " if call.name else "") + call.arguments for call in delta.calls)
+    return found[0], found[1], found[2]
+
+
+def test_templates_of_ones_own_forget_too() -> None:
+    call = '<all><run tool="{{ f.name }}">{{ f.arguments | tojson }}</run></all>'
+    one = Subject(template("{{ m.content }}" + each(call)))
+    text = '<run tool="clock">{"city": "x"}</run></all>'
+    for pieces in ([text], list(text)):
+        assert read(one.message_format(), pieces) == Read("", "", ONE)

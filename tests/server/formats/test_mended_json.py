@@ -1,0 +1,141 @@
+"""JSON arguments as models write them become JSON while they come, or are as they were.
+
+Reported at ai-sdk-tool-call-middleware#298, pi#2981, pi#3637, omlx#1931, openclaw#141323,
+OpenHands/software-agent-sdk#2488, prism#937, lotti#4310, rhesis#2488.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.server.formats.tools.format import Tool, ToolParser
+from quire.server.formats.tools.mended_json import MendedJson, mended
+from quire.server.formats.tools.table import tool_format
+from tests.server.formats.test_tools import ROME, TWO_CALLS, all_cuts, in_pieces, values
+
+BS = "\\"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"p": "a\nb\tc\r\x00\x1f"}', {"p": "a\nb\tc\r\x00\x1f"}),
+        ('{"a\nb": 1}', {"a\nb": 1}),
+        (rf'{{"p": "C:{BS}Users{BS}d+{BS}.py {BS}$x"}}', {"p": r"C:\Users\d+\.py \$x"}),
+        (rf'{{"p": "{BS}u12 {BS}uXYZW {BS}u00e9"}}', {"p": r"\u12 \uXYZW é"}),
+        ('{"p": "it\\\'s"}', {"p": "it's"}),
+        (f'{{"p": "ls {BS}\n -l"}}', {"p": "ls \\\n -l"}),
+        (f'{{"view": {BS}n[1, 2]{BS}n{BS}n}}', {"view": [1, 2]}),
+        ("{'a': 'it\\'s \"q\"', 'b': True, 'c': None}", {"a": 'it\'s "q"', "b": True, "c": None}),
+        ('{"a": 1, "b": [1, 2, ], }', {"a": 1, "b": [1, 2]}),
+        ('{"a": 1,, "b": 2}', {"a": 1, "b": 2}),
+        ('{"a": [1, {"b": 2}', {"a": [1, {"b": 2}]}),
+        ('{"a": {"b": [1, 2}}', {"a": {"b": [1, 2]}}),
+        ('{"a": 1]}', {"a": 1}),
+        ('{"a": 1 "b" 2 "c": [1 2]}', {"a": 1, "b": 2, "c": [1, 2]}),
+        ('{"a": , "b"}', {"a": None, "b": None}),
+        ("{city: Rome, days: 007}", {"city": "Rome", "days": "007"}),
+        ('{"a": NaN, "b": -Infinity, "c": undefined}', {"a": None, "b": None, "c": None}),
+        ('{"a": .5, "b": 5., "c": +5, "d": -.5e3}', {"a": 0.5, "b": 5, "c": 5, "d": -500}),
+        ('{\xa0"a":\u3000 1\f}', {"a": 1}),
+    ],
+)
+def test_what_has_one_meaning_is_mended_however_it_is_cut(text: str, value: Any) -> None:
+    expected, _ = MendedJson().read(text, closed=True)
+    for pieces in all_cuts(text):
+        reader, rest, written = MendedJson(), "", ""
+        for position, piece in enumerate(pieces):
+            rest += piece
+            more, count = reader.read(rest, closed=position == len(pieces) - 1)
+            written, rest = written + more, rest[count:]
+        assert written == expected, pieces
+    reader = MendedJson()
+    written, _ = reader.read(text, closed=True)
+    assert json.loads(written + ("" if reader.done else reader.close())) == value
+
+
+@pytest.mark.parametrize("text", ["", "5", "[1]", '"x"', '{"a": <b>}', '{"a": "x', '{"a": 1', "{[1]: 2}", '{"a": 1} x'])
+def test_what_has_no_one_meaning_is_left(text: str) -> None:
+    assert mended(text) is None
+
+
+@settings(deadline=None)
+@given(
+    value=st.dictionaries(st.text(), values, max_size=4),
+    indent=st.sampled_from([None, 2]),
+    lengths=st.lists(st.integers(1, 9), min_size=1),
+)
+def test_json_is_passed_on_character_by_character(value: Any, indent: int | None, lengths: list[int]) -> None:
+    for ascii_only in (True, False):
+        text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+        reader, rest, written = MendedJson(), "", ""
+        for piece in in_pieces(text, lengths):
+            more, count = reader.read(rest + piece, closed=False)
+            written, rest = written + more, (rest + piece)[count:]
+        assert (written, rest, reader.done) == (text, "", True)
+
+
+TOKENS = [*"{}[]\"',:1-. \n<é", BS, "u12", "true", "Tr"]
+
+
+@settings(deadline=None)
+@given(parts=st.lists(st.sampled_from(TOKENS), max_size=16), lengths=st.lists(st.integers(1, 4), min_size=1))
+def test_whatever_is_read_to_its_end_is_json_and_the_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
+    text = "{" + "".join(parts)
+    whole = MendedJson()
+    expected, count = whole.read(text, closed=True)
+    if whole.done or (whole.broken and (end := whole.close()) and (expected := expected + end)):
+        json.loads(expected)
+    reader, rest, written = MendedJson(), "", ""
+    pieces = in_pieces(text, lengths)
+    for position, piece in enumerate(pieces):
+        rest += piece
+        if not (reader.done or reader.broken):
+            more, taken = reader.read(rest, closed=position == len(pieces) - 1)
+            written, rest = written + more, rest[taken:]
+    written += reader.close() if reader.broken else ""
+    assert (written, rest) == (expected, text[count:])
+
+
+@pytest.mark.parametrize("name", sorted(TWO_CALLS.keys() - {"pythonic", "qwen3_coder", "seed_oss"}))
+def test_arguments_of_every_format_are_mended(name: str) -> None:
+    format = tool_format(name, "")
+    assert format is not None
+    raw = '{"city": "a\nb' + BS + "d" + BS + '\'", "days": 2,}'
+    text = TWO_CALLS[name].replace(ROME, raw)
+    tools = {one: Tool(one, {"type": "object"}) for one in ("weather", "clock")}
+    for pieces in ([text], list(text)):
+        parser, found = ToolParser(format, tools), ["", ""]
+        for position, piece in enumerate(pieces):
+            _, deltas = parser.push(piece, final=position == len(pieces) - 1)
+            for delta in deltas:
+                found[delta.index] += delta.arguments
+        assert [json.loads(one) for one in found] == [{"city": "a\nb\\d'", "days": 2}, {}]
+        assert parser.all_complete
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"arguments": {"p": "a\nb"}, "name": "clock"}</tool_call>', {"p": "a\nb"}),
+        ("<tool_call>{'name': 'clock', 'arguments': {'p': True}}</tool_call>", {"p": True}),
+        ('<tool_call>{"name": "clock", "arguments": "{\\"p\\": \\"a\\nb\\"}"}</tool_call>', {"p": "a\nb"}),
+        ('<tool_call>{"name": "clock", "arguments": ""}</tool_call>', {}),
+        ('<tool_call>{"name": "clock", "arguments": {"p": {"q": 1}</tool_call>', {"p": {"q": 1}}),
+    ],
+)
+def test_whole_calls_are_mended(text: str, arguments: Any) -> None:
+    format = tool_format("hermes", "")
+    assert format is not None
+    for pieces in all_cuts(text):
+        parser, found, content = ToolParser(format, {"clock": Tool("clock", {})}), "", ""
+        for position, piece in enumerate(pieces):
+            more, deltas = parser.push(piece, final=position == len(pieces) - 1)
+            content += more
+            found += "".join(delta.arguments for delta in deltas)
+        assert (content, json.loads(found), parser.all_complete) == ("", arguments, True)

@@ -1,0 +1,194 @@
+"""Values between tags are strings, numbers or objects by the resolved schema, in every template that writes them so.
+
+Reported at vllm#36032, vllm#37831, vllm#38973, vllm#48846, sglang#30832, ollama#12621, TensorRT-LLM#12173,
+mlx-lm#1910, smg#1841, mlxcel#1336.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.types import Grammar
+from quire.server.formats.forms.form import CallForm
+from quire.server.formats.forms.tagged import TaggedArguments
+from quire.server.formats.grammars import literal
+from quire.server.formats.message import MessageParser
+from quire.server.formats.tools.format import Tool
+from tests.server.formats.proof import Call, read, words
+from tests.server.formats.test_derived import PATHS, subject
+
+STRING, NULL = {"type": "string"}, {"type": "null"}
+MAYBE = {"anyOf": [STRING, NULL]}
+PARAMETERS: dict[str, Any] = {
+    "$defs": {
+        "Text": STRING,
+        "a/b": {"anyOf": [{"$ref": "#/$defs/Text"}, NULL]},
+        "Tree": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}},
+    },
+    "type": "object",
+    "properties": {
+        "plain": STRING,
+        "maybe": MAYBE,
+        "listed": {"type": ["string", "null"]},
+        "referred": {"$ref": "#/$defs/Text"},
+        "escaped": {"$ref": "#/$defs/a~1b"},
+        "merged": {"allOf": [{"$ref": "#/$defs/Text"}], "default": "x"},
+        "one": {"oneOf": [NULL, {"$ref": "#/$defs/Text"}]},
+        "number": {"type": ["integer", "string"]},
+        "object": {"anyOf": [{"type": "object"}, STRING]},
+        "const": {"const": "5"},
+        "mixed": {"enum": ["1", 2, None, "b"]},
+        "int": {"anyOf": [{"type": "integer"}, NULL]},
+        "tree": {"$ref": "#/$defs/Tree"},
+    },
+    "additionalProperties": STRING,
+}
+TEXT = ("plain", "maybe", "listed", "referred", "escaped", "merged", "one")
+HARD = (
+    "    return x",
+    "90210",
+    "01234",
+    '{"a": 1}',
+    "[1, 2]",
+    "true",
+    "-0.5e3",
+    "x\n",
+    "\n\tx",
+    "nullable",
+    "1.",
+    " null",
+)
+CASES: list[tuple[str, str, Any]] = [
+    *((name, text, text) for name in TEXT for text in HARD),
+    *((name, "null", None) for name in ("maybe", "listed", "escaped", "one")),
+    ("plain", "null", "null"),
+    ("number", "5", 5),
+    ("number", "05", "05"),
+    ("number", " 5", " 5"),
+    ("number", "5 apples", "5 apples"),
+    ("object", '{"a": 1}', {"a": 1}),
+    ("object", '{"a": 1', '{"a": 1'),
+    ("object", "{x}", "{x}"),
+    ("object", "5", "5"),
+    ("const", "5", "5"),
+    ("mixed", "1", "1"),
+    ("mixed", "2", 2),
+    ("mixed", "null", None),
+    ("mixed", "b", "b"),
+    ("int", "7", 7),
+    ("int", "null", None),
+    ("int", "seven", "seven"),
+    ("tree", '{"next": {}}', {"next": {}}),
+    ("unknown", "90210", "90210"),
+]
+UNTYPED = [
+    name
+    for name in sorted(PATHS)
+    if name not in ("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "Kimi-K3")
+]
+"""Templates that do not say beside a value whether it is a string."""
+
+
+@cache
+def is_tagged(name: str) -> bool:
+    form = subject(name).formats.tools
+    return isinstance(form, CallForm) and isinstance(form.arguments, TaggedArguments)
+
+
+def tagged() -> list[str]:
+    marks = ("<parameter=", "arg_key", "parameter name", "invoke name", "<param name")
+    return [name for name in UNTYPED if any(mark in PATHS[name].read_text(encoding="utf-8") for mark in marks)]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", tagged())
+def test_a_text_is_what_its_schema_says(name: str) -> None:
+    assert is_tagged(name)
+    one = subject(name)
+    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    for key, written, value in CASES:
+        text = answer(name, [Call("clock", {key: written})])
+        expected = [Call("clock", {key: value})]
+        for pieces in ([text], list(text), [text[: len(text) // 2], text[len(text) // 2 :]]):
+            assert read(format, pieces).calls == expected, (key, written, text)
+
+
+def answer(name: str, made: list[Call]) -> str:
+    one = subject(name)
+    text = one.turn(made)
+    reasoning = one.formats.reasoning
+    return text.partition(reasoning.end)[2] if reasoning is not None and reasoning.end in text else text
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", tagged())
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10)
+@given(text=words(" ", "null", "01", "{", "["), key=st.sampled_from(TEXT), data=st.data())
+def test_any_text_of_a_nullable_string_comes_through_and_fits_the_grammar(
+    name: str, text: str, key: str, data: st.DataObject
+) -> None:
+    if text in ("null", subject(name).formats.tools.arguments.words.null):  # type: ignore[union-attr]
+        return
+    one = subject(name)
+    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    written = answer(name, [Call("clock", {key: text})])
+    cut = data.draw(st.integers(0, len(written)))
+    for pieces in ([written], [written[:cut], written[cut:]]):
+        assert read(format, pieces).calls == [Call("clock", {key: text})], written
+    fitting = written.rstrip().removesuffix("</s>").rstrip()
+    assert fits(name, fitting), written
+
+
+@cache
+def compiled(name: str) -> tuple[GrammarCompiler, Grammar]:
+    one = subject(name)
+    tokenizer = one.tokenizer
+    compiler = GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+    optional = {**PARAMETERS, "required": []}
+    assert one.formats.tools is not None
+    token = partial(literal, tokenizer=tokenizer)
+    grammar = Grammar("lark", one.formats.tools.grammar([Tool("clock", optional)], True, token, must=True))
+    compiler.check(grammar)
+    return compiler, grammar
+
+
+def fits(name: str, text: str) -> bool:
+    compiler, grammar = compiled(name)
+    matcher = compiler.matcher(grammar)
+    ids = subject(name).tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_a_nullable_string_is_streamed_while_it_comes() -> None:
+    """Held back only as long as it may be null."""
+    one = subject("Qwen3.5-4B")
+    parser = MessageParser(replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)}))
+    head = "<tool_call>\n<function=clock>\n<parameter=maybe>\n"
+    assert "".join(call.arguments for call in parser.push(head + "nu", []).calls) == '{"maybe": '
+    assert "".join(call.arguments for call in parser.push("mber", []).calls) == '"number'
+
+
+def test_typed_tags_are_believed() -> None:
+    """DeepSeek V4 and Kimi K3 write the type beside each value."""
+    for name in ("deepseek-ai-DeepSeek-V4", "Kimi-K3"):
+        one = subject(name)
+        format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+        expected = [Call("clock", {"maybe": "null", "number": 5, "object": {"a": 1}})]
+        text = answer(name, expected)
+        for pieces in ([text], list(text)):
+            assert read(format, pieces).calls == expected, text
+
+
+def test_json_of_numbers_beyond_a_double_is_not_changed() -> None:
+    one = subject("Qwen3.5-4B")
+    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    text = answer("Qwen3.5-4B", [Call("clock", {"number": 12345678901234567890123})])
+    assert json.dumps(read(format, [text]).calls[0].arguments) == '{"number": 12345678901234567890123}'
