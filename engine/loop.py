@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from quire.engine.checkpoint.families import ENCODERS
-from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.files import read_configured, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.checkpoint.parts.states import PIECE
@@ -81,7 +81,7 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
-        model = as_configured(read_model_config(path, config.model_impl), config)
+        model = as_configured(read_configured(config, path), config)
         config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         config = for_card(config)
         if config.weights is not None:

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_configured, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
@@ -83,7 +83,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = as_configured(read_model_config(self._path, config.model_impl), config)
+        self._model_config = as_configured(read_configured(config, self._path), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)
