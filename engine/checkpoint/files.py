@@ -39,6 +39,7 @@ from quire.engine.checkpoint.fields import (
     ServedFields,
 )
 from quire.engine.checkpoint.names import HubName, hub_name
+from quire.engine.checkpoint.parts.heads import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
@@ -192,6 +193,8 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     raw = files.json(file)
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
+    text = _text_config(raw, files.label(file))
+    raw = raw if folder is None else tied_as_stored(raw, text, folder)
     with told_as_in_file(names_in_file(raw)):
         checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
     return raw, folder
@@ -207,19 +210,24 @@ def _scratch() -> Path:
 def read_configured(config: EngineConfig, path: Path) -> ModelConfig:
     """What the model's files say, read as the settings ask for. Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
-    return read_model_config(path, config.model_impl, tokenizer, config.chat_template)
+    return read_model_config(path, config.model_impl, tokenizer, config.chat_template, stored_at(config))
 
 
 def read_model_config(
-    path: Path, impl: str = "auto", tokenizer: Path | None = None, chat_template: str | None = None
+    path: Path,
+    impl: str = "auto",
+    tokenizer: Path | None = None,
+    chat_template: str | None = None,
+    weights: Path | None = None,
 ) -> ModelConfig:
     """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead; `impl`:
-    who is to compute it, as the setting `model_impl` says it; `tokenizer` and `chat_template` where they are not the
-    model's own. Raises ModelError, naming a wrong field."""
+    who is to compute it, as the setting `model_impl` says it; `tokenizer`, `chat_template` and `weights` where they are
+    not the model's own. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
     content, label = files.json("config.json"), files.label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
+    content = tied_as_stored(content, _text_config(content, label), weights or path)
     others = None if tokenizer is None else ModelFiles(tokenizer)
     ends = read_end_tokens(files, tokenizer=others, chat_template=chat_template)
     if by_class(content, impl):

@@ -223,7 +223,7 @@ def _between(text: str, begin: str, end: str) -> str:
 
 
 def _rendered(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str:
-    """"" where the template refuses the messages."""
+    """ "" where the template refuses the messages."""
     try:
         return renderer.render(messages, add_generation_prompt=False)
     except InvalidRequest:

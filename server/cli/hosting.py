@@ -179,9 +179,7 @@ def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
         read_stored_weights(stored_at(config))
     tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     skip = config.skip_tokenizer_init
-    tokenizer = load_tokenizer(
-        tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip
-    )
+    tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
     images = image_reader(path, tokenizer)
     return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling, images=images), modules

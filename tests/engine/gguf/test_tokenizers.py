@@ -202,8 +202,17 @@ def test_end_of_turn_of_a_gguf_template(tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<s>", "<turn|>", *alphabet], [CONTROL, CONTROL] + [NORMAL] * 256
     template = "{% for m in messages %}<s>{{ m.content }}<turn|>\n{% endfor %}"
-    path = write(tmp_path / "t.gguf", "gpt2", tokens, types, pre="qwen2", chat_template=template)
-    assert Tokenizer.load(path).eos_token_ids == (1,)
+    writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert Tokenizer.load(tmp_path / "t.gguf").eos_token_ids == (1,)
 
 
 def test_templates_keep_their_names(tmp_path: Path) -> None:
