@@ -35,6 +35,8 @@ Message = dict[str, Any]
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set."""
+_ROLES = ("bos_token", "eos_token")
+"""Variables that templates add to texts, though some tokenizers have no such token."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -76,7 +78,7 @@ class ChatRenderer:
         compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
         self._templates = {name: template for name, (template, _) in compiled.items()}
         self._roles = frozenset(role for _, roles in compiled.values() for role in roles)
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = {**dict.fromkeys(_ROLES, ""), **special_tokens}
         self._call = EXAMPLE
         self._describes = False
         for name, template in self._templates.items():

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.families import PHI
-from quire.engine.checkpoint.fields import LONGROPE, MAX_POSITIONS, ServedFields
+from quire.engine.checkpoint.fields import LONGROPE, MAX_POSITIONS, OneRope, ServedFields
 
 _OF_TRAINED_POSITIONS = ("llama3", "yarn", *LONGROPE)
 """Rope types that depend on the context of training."""
+_PART = "partial_rotary_factor"
+_ROTATED_IN_PART = {
+    *("bamba", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_neox", "lfm3", "mellum", "minimax_m2", "nemotron"),
+    *("phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "solar_open", "stablelm"),
+}
+"""Families that rotate a part of each head; other classes of transformers do not read partial_rotary_factor."""
 _PHI_POSITIONS = 4096
 """That context where a Phi-3's config.json does not say it."""
 _BY_CONTEXT = ("longrope", "su", "dynamic")
@@ -30,11 +36,23 @@ def rope_of(raw: ServedFields) -> dict[str, Any]:
     rope.setdefault("rope_theta", theta)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
-    for name in ("partial_rotary_factor", "rotary_dim"):
+    for name in (_PART, "rotary_dim"):
         if (value := raw.get(name)) is not None:
             rope.setdefault(name, value)
+    if raw.get("model_type") not in _ROTATED_IN_PART:
+        rope.pop(_PART, None)
     if rope["rope_type"] in _OF_TRAINED_POSITIONS:
         _complete_trained_positions(rope, raw)
+    return rope
+
+
+def rope_of_layers(said: OneRope | None, theta: float, positions: int | None) -> dict[str, Any]:
+    """The same of one kind of layers, as its own object says it. theta: where that has none; positions: the model's."""
+    rope: dict[str, Any] = {"rope_theta": theta}
+    rope |= {key: value for key, value in (said or {}).items() if value is not None}
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if rope["rope_type"] in _OF_TRAINED_POSITIONS and positions is not None:
+        rope.setdefault("original_max_position_embeddings", positions)
     return rope
 
 

@@ -13,7 +13,6 @@ from tests.tiny_models import save_tiny_model
 PROMPT = random_prompt(100)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
-WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nothing": ("llama", {}),
     "theta alone": ("llama", {"rope_theta": 500.0}),
@@ -96,11 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "phi3 partial": ("phi3", {"partial_rotary_factor": 0.5}),
     "qwen2 yarn": ("qwen2", {"rope_theta": 500.0, "rope_scaling": {**YARN, "original_max_position_embeddings": 64}}),
-    "gemma3": ("gemma3", {"layer_types": WINDOWS}),
+    "gemma3": ("gemma3", {}),
     "gemma3 scaled": (
         "gemma3",
         {
-            "layer_types": WINDOWS,
             "rope_theta": 5000.0,
             "rope_local_base_freq": 100.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -109,7 +107,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 nested": (
         "gemma3",
         {
-            "layer_types": WINDOWS,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
@@ -119,13 +116,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 nested yarn": (
         "gemma3",
         {
-            "layer_types": WINDOWS,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"type": "yarn", "factor": 4.0, "rope_theta": 5000.0},
             },
         },
     ),
+}
+CASES |= {
+    f"{family}, {case}": (family, CASES[case][1])
+    for family in ("qwen3", "falcon-newer", "granite", "cohere", "smollm3", "gpt_oss", "deepseek_v3")
+    for case in ("yarn without original", "llama3 with original outside", "scaling beside parameters")
 }
 OLD = ("rope_parameters", "partial_rotary_factor", "rope_theta", "rope_scaling")
 
