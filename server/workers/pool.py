@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.cpus import usable_cpus
 from quire.engine.processes.procfs import Standstill
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -53,7 +54,7 @@ class WorkerPool:
         """`adapters`: the model's, as they come and go."""
         self._source = source
         self._adapters = adapters
-        self.slots = min(8, max(2, (os.cpu_count() or 1) // 2))
+        self.slots = min(8, max(2, usable_cpus() // 2))
         """Workers at the same time."""
         self._queue = JobQueue(self.slots)
         self._idle: list[_Worker] = []
