@@ -184,8 +184,8 @@ def choose_types(config: EngineConfig, model: ModelConfig, device: torch.device)
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str | None]:
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
 
-    CPUs compute no float16 that can be avoided; GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast
-    attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
+    CPUs compute no float16 that can be avoided; GPUs from Ampere on compute bfloat16 many times as fast as float32, and
+    their fast attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
     kernels/gpu/others.py says it.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
@@ -218,7 +218,10 @@ def _instead_of_float16(config: EngineConfig) -> tuple[str, str]:
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes up to 50 times as long as bfloat16: --dtype bfloat16"
     source = "the checkpoint's float16" if config.dtype == "auto" else "float16"
-    return "bfloat16", f"bfloat16 instead of {source}, slow on CPUs; --dtype float32 keeps all bits, in twice the memory"
+    return (
+        "bfloat16",
+        f"bfloat16 instead of {source}, slow on CPUs; --dtype float32 keeps all bits, in twice the memory",
+    )
 
 
 def _better_type(name: str, device: torch.device) -> str | None:
