@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from quire.engine.checkpoint.alike.rope import rope_of_layers
 from quire.engine.checkpoint.fields import LONGROPE, OneRope
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows

@@ -7,8 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from quire.engine.config import EngineConfig
-from quire.engine.processes.cpus import usable_cpus
-from quire.engine.replicas.cores import allowed_cores, node_cores, threads_on
+from quire.engine.replicas.cores import allowed_cores, node_cores, threads_on, usable_cpus
 
 _THREADS = "OMP_NUM_THREADS"
 """Where it is set, it is said of each process."""

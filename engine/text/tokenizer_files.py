@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import msgspec
 
@@ -12,7 +12,9 @@ from quire.engine.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.folder import MIB, checked, decoded, read_text
 from quire.engine.gguf.files import ModelFiles
 from quire.engine.gguf.tokenizer import HARMONY_ENDS
-from quire.engine.text.chat_template import ChatRenderer
+
+if TYPE_CHECKING:
+    from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 """Of a chat template. Models' have some 10 KB; to compile this many takes seconds."""
@@ -179,11 +181,13 @@ class _Vocabulary:
         token = self._roles.get("eos_token")
         if token is None or token in self._ids:
             return self._ids.get(token or "")
-        # A list has pairs of a token and its score, in the order of the ids.
-        vocab = decoded(self._rest, dict[str, int] | list[tuple[str, float]], "tokenizer.json: model.vocab")
+        vocab: Any = msgspec.json.decode(self._rest)
         if isinstance(vocab, dict):
-            return vocab.get(token)
-        return next((index for index, (each, _) in enumerate(vocab) if each == token), None)
+            found = vocab.get(token)
+            return found if type(found) is int else None
+        # Pairs of a token and its score, in the order of the ids.
+        pairs = enumerate(vocab if isinstance(vocab, list) else ())
+        return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn(self, template: str, ends: Sequence[int]) -> list[int]:
         """The special token that a chat template writes at once after an assistant's text, if that can only mean that
@@ -194,6 +198,10 @@ class _Vocabulary:
         also stands between parts of one answer, as harmony's `<|end|>` does between thinking, text and calls; nor, as
         `<|end|>`, where harmony's other ends are in the vocabulary; nor where one of `ends` stands directly after it.
         """
+        from quire.engine.text.chat_template import (
+            ChatRenderer,  # it imports Jinja, which most who read files do not need
+        )
+
         tokens = sorted(self._ids, key=len, reverse=True)
         renderer = ChatRenderer({"default": template}, self._roles, any_role=True)
         question = {"role": "user", "content": "quireq"}

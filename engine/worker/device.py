@@ -22,7 +22,7 @@ from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.processes.cpus import usable_cpus
+from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.engine.worker.trials import choose_trials, why_eager_prompts
@@ -212,11 +212,11 @@ def _in_float32(config: EngineConfig, model: ModelConfig, device: torch.device) 
 def _instead_of_float16(config: EngineConfig) -> tuple[str, str]:
     """The type that a CPU computes in where float16 is meant, and a note on it.
 
-    A float16 product takes fifty times as long there as one of bfloat16, which holds every number of float16's range
+    A float16 product takes many times as long there as one of bfloat16, which holds every number of float16's range
     with 8 bits instead of 11. float32 holds all of them, in twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
-        return "float16", "float16 on a CPU takes up to 50 times as long as bfloat16: --dtype bfloat16"
+        return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
     source = "the checkpoint's float16" if config.dtype == "auto" else "float16"
     return (
         "bfloat16",

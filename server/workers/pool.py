@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
-from quire.engine.processes.cpus import usable_cpus
 from quire.engine.processes.procfs import Standstill
+from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.families import PHI
-from quire.engine.checkpoint.fields import LONGROPE, MAX_POSITIONS, OneRope, ServedFields
+from quire.engine.checkpoint.fields import LONGROPE, MAX_POSITIONS, ServedFields
 
 _OF_TRAINED_POSITIONS = ("llama3", "yarn", *LONGROPE)
 """Rope types that depend on the context of training."""
@@ -43,16 +43,6 @@ def rope_of(raw: ServedFields) -> dict[str, Any]:
         rope.pop(_PART, None)
     if rope["rope_type"] in _OF_TRAINED_POSITIONS:
         _complete_trained_positions(rope, raw)
-    return rope
-
-
-def rope_of_layers(said: OneRope | None, theta: float, positions: int | None) -> dict[str, Any]:
-    """The same of one kind of layers, as its own object says it. theta: where that has none; positions: the model's."""
-    rope: dict[str, Any] = {"rope_theta": theta}
-    rope |= {key: value for key, value in (said or {}).items() if value is not None}
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if rope["rope_type"] in _OF_TRAINED_POSITIONS and positions is not None:
-        rope.setdefault("original_max_position_embeddings", positions)
     return rope
 
 

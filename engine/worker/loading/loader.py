@@ -60,20 +60,28 @@ def load_weights(table: ParameterTable, stream: Tensors, *, device: torch.device
 
 def _tied(stream: Tensors, table: ParameterTable) -> TensorStream:
     """The tensors of a model whose table has one for embedding and head: a head is the embedding where the stream has
-    no other, and else a copy of it, which is left out (tied_as_stored says where it is not)."""
+    no other, and else a copy of it, which is left out (tied_as_stored says where it is not). Raises ModelError for a
+    head that differs, as the weights may that take the place of others."""
     if _HEAD in table or _EMBEDDING not in table:
         yield from stream
         return
-    head, comes = None, False
+    ends: dict[str, Tensor] = {}
     for name, tensor in stream:
-        if name == _HEAD:
-            head = None if comes else tensor
-            continue
-        if name == _EMBEDDING:
-            head, comes = None, True
-        yield name, tensor
-    if head is not None:
-        yield _EMBEDDING, head
+        if name in (_HEAD, _EMBEDDING):
+            ends[name] = tensor
+        if len(ends) == 2:
+            _check_equal(*ends.values())
+            ends = {}
+        if name != _HEAD:
+            yield name, tensor
+    if _HEAD in ends:
+        yield _EMBEDDING, ends[_HEAD]
+
+
+def _check_equal(one: Tensor, other: Tensor) -> None:
+    if "meta" in (one.device.type, other.device.type) or torch.equal(one.to(other.device, other.dtype), other):
+        return
+    raise ModelError("model: lm_head.weight differs from the embedding, which the served model's head is tied to")
 
 
 def _is_finite(tensor: Tensor) -> bool:

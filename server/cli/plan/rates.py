@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine import VERSION
-from quire.engine.processes.cpus import usable_cpus
+from quire.engine.replicas.cores import usable_cpus
 from quire.server.cli.plan.machine import Machine
 
 _SECONDS = 120.0

@@ -150,12 +150,12 @@ def test_the_type(
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
-    """As `--dtype half` of recipes for GPUs: a product takes up to 50 times as long there (issue 58)."""
+    """As `--dtype half` of recipes for GPUs: a product takes many times as long there (issue 58)."""
     config = EngineConfig(dtype="half", attention_backend=backend)  # type: ignore[arg-type]
     dtype, note = choose_dtype(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
     assert dtype == (torch.float16 if backend == "reference" else torch.bfloat16)
     assert note is not None
-    assert ("50 times as long" if backend == "reference" else SLOW.format("float16")) in note
+    assert ("many times as long" if backend == "reference" else SLOW.format("float16")) in note
 
 
 def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

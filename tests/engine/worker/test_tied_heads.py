@@ -87,10 +87,20 @@ def test_weights_with_another_head_do_not_take_the_place_of_tied_ones(tmp_path: 
         check_meaning(read_model_config(one), untied(tmp_path / "both", "llama"), one)
 
 
-@pytest.mark.parametrize("order", [("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight",)])
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD), (HEAD,), (EMBEDDING,)])
 def test_tied_table_takes_either_name(order: tuple[str, ...]) -> None:
     taken: list[torch.Tensor] = []
-    table = {"model.embed_tokens.weight": Parameter((2, 2), torch.float32, taken.append)}
+    table = {EMBEDDING: Parameter((2, 2), torch.float32, taken.append)}
+    load_weights(table, [(name, torch.ones(2, 2)) for name in order], device=torch.device("cpu"))
+    assert [tensor.tolist() for tensor in taken] == [[[1.0, 1.0], [1.0, 1.0]]]
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
+def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
+    table = {EMBEDDING: Parameter((2, 2), torch.float32, lambda _: None)}
     stream = [(name, torch.full((2, 2), float(index))) for index, name in enumerate(order)]
-    load_weights(table, stream, device=torch.device("cpu"))
-    assert [tensor[0, 0].item() for tensor in taken] == [len(order) - 1]
+    with pytest.raises(ModelError, match="differs from the embedding"):
+        load_weights(table, stream, device=torch.device("cpu"))

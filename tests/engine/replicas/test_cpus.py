@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.processes.cpus import cpu_quota, usable_cpus
+from quire.engine.replicas.cores import cpu_quota, usable_cpus
 from quire.engine.replicas.shares import replica_config
 
 ALLOWED = len(os.sched_getaffinity(0))
