@@ -77,8 +77,8 @@ def _are_close(one: _Place, other: _Place) -> bool:
     if numbers is None or others is None or len(numbers) != len(others):
         return False
     for at in range(0, len(numbers), _PIECE):
-        pieces = (_as_floats(each[at : at + _PIECE]) for each in (numbers, others))
-        if not np.allclose(*pieces, rtol=2**-7, atol=1e-30):
+        piece, other_piece = _as_floats(numbers[at : at + _PIECE]), _as_floats(others[at : at + _PIECE])
+        if not np.allclose(piece, other_piece, rtol=2**-7, atol=1e-30):
             return False
     return True
 
