@@ -8,7 +8,6 @@ from typing import Any
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.images.reader import Asked
 from quire.engine.text.chat_template import ChatRenderer, normalize
-from quire.engine.text.detokenizer import without_begun
 from quire.engine.text.offsets import offsets_in, shown
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
@@ -95,7 +94,6 @@ def echoed(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokeni
         text, offsets = each.text, list[int]()
         if text is None:
             text, offsets = shown(tokenizer, each.ids)
-            text = text if body.max_tokens == 0 else without_begun(tokenizer, each.ids, text)
         elif body.logprobs is not None:
             offsets = offsets_in(tokenizer, text, add_special_tokens=body.add_special_tokens)
         found.append(Prompt(each.ids, text, offsets))
