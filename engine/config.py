@@ -230,7 +230,7 @@ class EngineConfig(BaseModel):
     )
     master_port: int = Field(29501, ge=1, le=65535, description="Port of --master-addr")
     nodes_timeout: float = Field(600.0, gt=0, description="Seconds that machines wait for each other at the start")
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all cores")
+    threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all that it may use")
     niceness: int = Field(
         0, ge=0, le=19, description="How far the engine's process gives way to others on the CPU, where it has its own"
     )

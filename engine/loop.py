@@ -14,9 +14,9 @@ import msgspec
 import zmq
 
 from quire.engine.checkpoint.families import ENCODERS
-from quire.engine.checkpoint.files import read_model_config, stored_at
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig, fitted
@@ -82,7 +82,7 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = model_path(config)
-        model = as_configured(read_model_config(path, config.model_impl), config)
+        model = as_configured(read_configured(config, path), config)
         config = config.of_checkpoint((model.raw.get("quantization_config") or {}).get("quant_method"))
         config = for_card(config)
         if config.weights is not None:

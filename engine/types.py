@@ -15,9 +15,8 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Cause = Literal["engine", "grammar", "busy"]
-"""Of an error: the engine; the request's grammar, which cannot be followed; too much at a time, of which a later try
-may find less."""
+Cause = Literal["engine", "grammar", "constraints", "busy"]
+"""Of an error: the engine; a grammar that cannot be followed; constraints that leave no token; too much at a time."""
 KEEP_SECONDS = 600.0
 """How long pages are kept for a conversation's next turn where nothing else is said."""
 MAX_STOP_STRINGS = 64
@@ -107,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.stop, tuple):  # one string, or a list
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
             msgspec.structs.force_setattr(self, "stop", stop)
+        if self.seed == -1:  # as vLLM and Ollama write "none"
+            msgspec.structs.force_setattr(self, "seed", None)
         for name, (low, high) in _BOUNDS.items():
             _within(name, getattr(self, name), low, high, above=name in _ABOVE)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

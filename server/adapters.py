@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.engine.checkpoint.files import adapter_folder
+from quire.engine.checkpoint.files import adapter_folder, stored_at
 from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
 from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import Modules
@@ -219,7 +219,8 @@ def adapters_of(
                     os.makedirs(each, mode=0o700, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None
-        spool = Spool(folder, modules, config.max_lora_rank, embedding=device == "cpu")
+        weights = stored_at(config)
+        spool = Spool(folder, modules, config.max_lora_rank, embedding=device == "cpu", weights=weights)
         adapters = Adapters(config, spool, in_use, file)
         adapters.start(config.lora_modules)
         yield adapters

@@ -365,7 +365,7 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
         found.append(reason)
     if not has_file(raw):
         return found
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters")
     parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
     kinds = {_unserved_rope(raw, part) for part in parts if isinstance(part, Mapping)}
     return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds - {""})]

@@ -31,6 +31,7 @@ _LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 _Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]
 _Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 _Theta = Annotated[float, Meta(ge=1, le=1e15)]
+_Mscale = Annotated[float, Meta(ge=0, le=1e12)]
 _Part = Annotated[float, Meta(gt=0, le=1)]
 _Epsilon = Annotated[float, Meta(ge=0, le=1)]
 _Experts = Annotated[int, Meta(ge=1, le=4096)]
@@ -66,8 +67,8 @@ class OneRope(TypedDict, total=False):
     beta_fast: Above0 | None
     beta_slow: Above0 | None
     attention_factor: Above0 | None
-    mscale: Above0 | None
-    mscale_all_dim: Above0 | None
+    mscale: _Mscale | None
+    mscale_all_dim: _Mscale | None
     truncate: bool | None
     factors: Annotated[list[Above0], Meta(max_length=2**16)] | None
     mixed_b: Annotated[float, Meta(ge=0, le=64)] | None

@@ -30,19 +30,15 @@ from quire.engine.checkpoint.families import (
     stored_dtype,
     why_not_served,
 )
-from quire.engine.checkpoint.fields import (
-    ALIASES,
-    AdaptedFields,
-    GenerationFields,
-    PlannedFields,
-    ServedFields,
-)
+from quire.engine.checkpoint.fields import ALIASES, AdaptedFields, GenerationFields, PlannedFields, ServedFields
 from quire.engine.checkpoint.names import HubName, hub_name
+from quire.engine.checkpoint.parts.heads import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.folder import checked
 from quire.engine.gguf.files import PACKAGED, SUFFIX, ModelFiles, gguf_of, packaged_model
+from quire.engine.text.tokenizer_files import read_end_tokens
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """The files of a hub repository that are downloaded."""
@@ -78,6 +74,7 @@ class ModelConfig:
     rope: dict[str, Any]
     """rope_type, rope_theta, and the keys that the rope_type adds to them."""
     eos_token_ids: tuple[int, ...]
+    """All tokens that end an answer, as read_end_tokens finds them."""
     raw: ServedFields
     """Each field of its declared type, or None."""
     context: int | None = None
@@ -199,6 +196,8 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     raw = files.json(file)
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
+    if folder is not None:
+        raw = tied_as_stored(raw, _text_config(raw, files.label(file)), folder)
     check_planned(raw, files.label(file))
     return raw, folder
 
@@ -216,26 +215,35 @@ def _scratch() -> Path:
     return Path(folder)
 
 
-def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
+def read_model_config(
+    path: Path,
+    impl: str = "auto",
+    tokenizer: Path | None = None,
+    chat_template: str | None = None,
+    weights: Path | None = None,
+) -> ModelConfig:
     """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead; `impl`:
-    who is to compute it, as the setting `model_impl` says it. Raises ModelError, naming a wrong field."""
+    who is to compute it, as the setting `model_impl` says it; `tokenizer`, `chat_template` and `weights` where they are
+    not the model's own. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
     content, label = files.json("config.json"), files.label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
+    content = tied_as_stored(content, _text_config(content, label), weights or path)
+    others = None if tokenizer is None else ModelFiles(tokenizer)
+    ends = read_end_tokens(files, tokenizer=others, chat_template=chat_template)
     if by_class(content, impl):
-        return _class_config(files, content, label, forced=impl == "transformers")
+        return _class_config(files, content, label, ends, forced=impl == "transformers")
     if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
     with told_as_in_file(names := names_in_file(content)):
         raw = checked(named_alike(content), ServedFields, label)
         if (quantized := raw.get("quantization_config")) and files.folder is not None:
             weight_formats(quantized)
-        generation = _read_generation_config(files)
+        _read_generation_config(files)
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
         vocab_size, rope = _integer(raw, "vocab_size"), rope_of(raw)
-        eos = _ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
         config = ModelConfig(
             model_type=raw.get("model_type") or "",
             vocab_size=vocab_size,
@@ -250,7 +258,7 @@ def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=stored_dtype(raw),
             rope=rope,
-            eos_token_ids=tuple(token for token in eos if 0 <= token < vocab_size),
+            eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),
             raw=raw,
             names=names,
         )
@@ -268,7 +276,9 @@ def by_class(content: Mapping[str, Any], impl: str) -> bool:
     return bool(content.get("model_type"))
 
 
-def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
+def _class_config(
+    files: ModelFiles, content: dict[str, Any], label: str, ends: Sequence[int], *, forced: bool
+) -> ModelConfig:
     """What Quire itself knows of a model that transformers' class computes. Raises ModelError where it is known not to;
     forced: it is tried all the same."""
     if files.folder is None:
@@ -288,7 +298,7 @@ def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, for
         if not sizes[name]:
             raise ModelError(f"model: {label}: lacks {name}, needed to serve a {given['model_type']}")
     vocab, heads = sizes["vocab_size"], sizes["num_attention_heads"] or 1
-    eos = _ids(_read_generation_config(files).get("eos_token_id"), raw.get("eos_token_id"))
+    _read_generation_config(files)
     return ModelConfig(
         model_type=str(given["model_type"]),
         vocab_size=vocab,
@@ -303,7 +313,7 @@ def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, for
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         dtype=stored_dtype(raw),
         rope={},
-        eos_token_ids=tuple(token for token in eos if 0 <= token < vocab),
+        eos_token_ids=tuple(token for token in ends if 0 <= token < vocab),
         raw={"architectures": raw.get("architectures"), "quantization_config": raw.get("quantization_config")},
         given=given,
     )
@@ -385,11 +395,3 @@ def _integer(raw: ServedFields, key: str) -> int:
         family = f"config.json of a {raw.get('model_type')!r}"
         raise ModelError(f"model: {family} lacks {key}, needed to build a decoder")
     return value
-
-
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """All ids among `values`, each of which is one id, several or none; in order and without repetition."""
-    found: list[int] = []
-    for value in values:
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))

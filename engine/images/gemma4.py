@@ -77,7 +77,7 @@ class Gemma4(Vision):
 
 def gemma4(given: Given) -> Gemma4:
     """Raises ModelError."""
-    tower, outer, preparing = given.tower, given.outer, given.preparing
+    tower, preparing = given.tower, given.preparing
     shape = given.shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     head_dim, kv_heads = tower.get("head_dim") or 64, tower.get("num_key_value_heads") or 12
     if head_dim % 4 or shape.num_heads % kv_heads:
@@ -106,8 +106,8 @@ def gemma4(given: Given) -> Gemma4:
         theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 100.0,
         clipped=bool(tower.get("use_clipped_linears")),
         standardized=bool(tower.get("standardize")),
-        begin_id=outer.get("boi_token_id") or 255999,
-        end_id=outer.get("eoi_token_id") or 258882,
+        begin_id=given.token_id("boi_token_id", 255999),
+        end_id=given.token_id("eoi_token_id", 258882),
         together=given.text.get("use_bidirectional_attention") == "vision",
     )
 

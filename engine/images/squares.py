@@ -67,8 +67,8 @@ def gemma3(given: Given) -> Gemma3:
         image_token_id=given.image_token(262144),
         side=side,
         tokens=tokens,
-        begin_id=outer.get("boi_token_index") or 255999,
-        end_id=outer.get("eoi_token_index") or 256000,
+        begin_id=given.token_id("boi_token_index", 255999),
+        end_id=given.token_id("eoi_token_index", 256000),
     )
 
 

@@ -260,6 +260,11 @@ class Given:
         found = (self.outer.get("image_token_id"), self.outer.get("image_token_index"))
         return next((each for each in found if each is not None), default)
 
+    def token_id(self, name: str, default: int) -> int:
+        """A field beside the tower's: 0 is a token too."""
+        found: Any = self.outer.get(name)
+        return default if found is None else int(found)
+
     def image_size(self, default: int) -> int:
         """The side that the tower's positions are of, in pixels."""
         size = self.tower.get("image_size") or default

@@ -155,6 +155,13 @@ def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, 
     return found
 
 
+def base_weights(folder: Path, modules: Modules) -> dict[str, str]:
+    """The model's own weights in an adapter's file: their names there, and the modules that they are of."""
+    headers = read_file_headers(folder / WEIGHTS) or {}
+    found = {stored: _module(stored.removesuffix(_WHOLE[0]), modules) for stored in headers if stored.endswith(_WHOLE)}
+    return {stored: module for stored, module in found.items() if module is not None}
+
+
 def _module(name: str, modules: Modules) -> str | None:
     """The model's module that PEFT calls `name`; None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
@@ -187,7 +194,8 @@ def _part(
             raise AdapterError(f"{where}: is stored as {header.dtype[:20]}, not as floating-point numbers")
         if header.shape != expected:
             raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r need {list(expected)}")
-    alpha = float(_matching(alphas, name, fields.get("lora_alpha") or 8))
+    alpha = fields.get("lora_alpha")
+    alpha = float(_matching(alphas, name, 8.0 if alpha is None else alpha))
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
     if abs(scale) > MOST_SCALE:
         where = "alpha_pattern" if alphas else "lora_alpha"

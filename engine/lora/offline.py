@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.config import EngineConfig
 from quire.engine.errors import AdapterError, InvalidRequest
 from quire.engine.lora.modules import adaptable_modules
@@ -43,6 +43,7 @@ class LocalAdapters:
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-adapters-")
+        self._config = config
         self._modules, self._max_rank = adaptable_modules(model), config.max_lora_rank
         self._most = config.max_cpu_loras or 4 * config.max_loras
         self._known: dict[tuple[str, int, str], Adapter] = {}
@@ -78,7 +79,7 @@ class LocalAdapters:
     def _read(self, asked: LoRARequest) -> Adapter:
         """Raises AdapterError."""
         root = Path(self._folder.name)
-        spool = Spool(root, self._modules, self._max_rank)
+        spool = Spool(root, self._modules, self._max_rank, weights=stored_at(self._config))
         try:
             found = spool.add(asked.lora_name, os.fspath(asked.lora_path))
         except AdapterError as error:

@@ -16,9 +16,9 @@ from pathlib import Path
 from quire.engine.checkpoint.files import resolve_adapter
 from quire.engine.errors import AdapterError, ModelError
 from quire.engine.folder import open_file
-from quire.engine.lora.files import CONFIG, WEIGHTS, read_adapter
+from quire.engine.lora.files import CONFIG, WEIGHTS, base_weights, read_adapter
 from quire.engine.lora.modules import Modules
-from quire.engine.lora.values import check_finite
+from quire.engine.lora.values import check_base_weights, check_finite
 from quire.engine.types import Adapter
 
 _PIECE = 2**20
@@ -31,9 +31,12 @@ class Spool:
     """A folder with a subfolder for each adapter. Its methods raise AdapterError for an adapter that cannot be
     served."""
 
-    def __init__(self, root: Path, modules: Modules, max_rank: int, *, embedding: bool = True) -> None:
+    def __init__(
+        self, root: Path, modules: Modules, max_rank: int, *, embedding: bool = True, weights: Path | None = None
+    ) -> None:
         """`root`: an existing folder that nobody else uses. `modules`: the model's modules. `embedding`: whether
-        adapters of embeddings are served."""
+        adapters of embeddings are served. `weights`: the folder of the model's files."""
+        self._weights = weights
         for unfinished in root.glob(f"{_UNFINISHED}*"):  # of a process that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
         self._root = root
@@ -56,6 +59,7 @@ class Spool:
                 self._copy(folder / file, made / file, digest, inside)
             read_adapter(made, self._modules, self._max_rank, embedding=self._embedding)
             check_finite(made / WEIGHTS)
+            check_base_weights(made / WEIGHTS, base_weights(made, self._modules), self._weights)
             kept = self._root / digest.hexdigest()
             if not kept.is_dir():
                 os.rename(made, kept)

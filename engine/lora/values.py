@@ -1,14 +1,17 @@
-"""Checks that an adapter's numbers are finite. It compares bits, because NumPy has no bfloat16, and does not import
-torch."""
+"""Checks an adapter's numbers: they are finite, and those of the model itself are the model's. It reads bits, because
+NumPy has no bfloat16, and does not import torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from quire.engine.checkpoint.safetensors import tensor_places
+from quire.engine.checkpoint.layouts import LAYER
+from quire.engine.checkpoint.safetensors import is_pickled, tensor_places, text_tensor, weight_files
 from quire.engine.errors import AdapterError
+from quire.engine.lora.modules import HEAD
 
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF0 << 48),
@@ -18,8 +21,11 @@ _EXPONENTS = {
 }
 """By type: an integer type of the same size, and the bits of the exponent. All of them are set in an infinite number
 and in NaN."""
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _PIECE = 2**20
 """How many numbers are checked at once."""
+_Place = tuple[Path, str, int, int]
+"""A tensor: its file, its type, and where in the file its bytes begin and end."""
 
 
 def check_finite(file: Path) -> None:
@@ -34,3 +40,58 @@ def check_finite(file: Path) -> None:
         mask = bits.dtype.type(exponent)
         if any((bits[at : at + _PIECE] & mask == mask).any() for at in range(0, len(bits), _PIECE)):
             raise AdapterError(f"{file.name}: {name[:120]}: holds numbers that are infinite or NaN")
+
+
+def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
+    """Raise AdapterError unless the model's own weights in an adapter's file are those that are served: PEFT saves an
+    embedding with them, which may have been trained or made larger.
+
+    names: by their names in the file, the model's modules. weights: the folder of the model's files; None: it has none
+    to compare with.
+    """
+    for stored, module in names.items():
+        where = f"{file.name}: {stored[:120]}"
+        place = None if weights is None or not weights.is_dir() else _model_place(weights, module)
+        if place is None:
+            raise AdapterError(f"{where}: cannot be compared with the model's weights, and others are not served")
+        if not _are_close((file, *tensor_places(file)[stored]), place):
+            raise AdapterError(f"{where}: differs from the model's weights: merge it into them, it is not served")
+
+
+def _model_place(weights: Path, module: str) -> _Place | None:
+    """A module's weight in the model's files; for a head that has none the embedding's."""
+    found: dict[str, _Place] = {}
+    for shard in weight_files(weights):
+        if is_pickled(shard) or not shard.is_file():
+            continue
+        for stored, place in tensor_places(shard).items():
+            if stored.endswith(".weight") and (text := text_tensor(stored)) is not None:
+                name = LAYER.sub(r"model.layers.\1.\2", text.removesuffix(".weight"))
+                found[name.removeprefix("model.")] = (shard, *place)
+    return found.get(module.removeprefix("model.")) or (found.get("embed_tokens") if module == HEAD else None)
+
+
+def _are_close(one: _Place, other: _Place) -> bool:
+    """True up to a rounding to bfloat16's 8 bits of mantissa."""
+    numbers, others = _numbers(one), _numbers(other)
+    if numbers is None or others is None or len(numbers) != len(others):
+        return False
+    for at in range(0, len(numbers), _PIECE):
+        piece, other_piece = _as_floats(numbers[at : at + _PIECE]), _as_floats(others[at : at + _PIECE])
+        if not np.allclose(piece, other_piece, rtol=2**-7, atol=1e-30):
+            return False
+    return True
+
+
+def _numbers(place: _Place) -> np.ndarray | None:
+    """The numbers of a tensor, bfloat16 as uint16; None for other types than floats."""
+    file, dtype, begin, end = place
+    if dtype not in _FLOATS:
+        return None
+    return np.memmap(file, dtype=np.uint8, mode="r")[begin:end].view(_FLOATS[dtype])
+
+
+def _as_floats(numbers: np.ndarray) -> np.ndarray:
+    if numbers.dtype == np.uint16:
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from quire.engine.checkpoint.fields import LONGROPE, OneRope
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows
@@ -22,18 +23,13 @@ def two_ropes(full: Read, sliding: Read) -> Read:
     scaled. full, sliding: read rope_theta where a rotation does not say it."""
 
     def read(config: ModelConfig) -> list[dict[str, Any]]:
-        ropes = config.raw.get("rope_parameters") or {}
-        long = ropes.get("full_attention") if ropes else config.raw.get("rope_scaling")
-        long, short = _rope(long, full(config)), _rope(ropes.get("sliding_attention"), sliding(config))
+        ropes, scaling = config.raw.get("rope_parameters") or {}, config.raw.get("rope_scaling") or {}
+        said, positions = {**(ropes.get("full_attention") or {}), **scaling}, config.raw.get("max_position_embeddings")
+        long = rope_of_layers(cast(OneRope, said), full(config), positions)
+        short = rope_of_layers(ropes.get("sliding_attention"), sliding(config), positions)
         return [long if window is None else short for window in windows(config)]
 
     return read
-
-
-def _rope(said: OneRope | None, theta: float) -> Any:
-    """As ModelConfig.rope; `theta`: where it does not say rope_theta."""
-    rope = {key: value for key, value in (said or {}).items() if value is not None}
-    return {"rope_type": "default", "rope_theta": theta} | rope
 
 
 def some_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
@@ -91,7 +87,7 @@ def phi3_rope(config: ModelConfig) -> dict[str, Any]:
     raw, rope = config.raw, dict(config.rope)
     if rope["rope_type"] not in LONGROPE:
         return rope
-    old = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
+    old = rope["original_max_position_embeddings"]
     trained = raw.get("max_position_embeddings") or config.max_position
     return rope | {
         "rope_type": "longrope",

@@ -10,6 +10,7 @@ from quire.engine.offline.model import Encoded
 from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
 from quire.engine.offline.params import BeamSearchParams
 from quire.engine.text.beams import Beam, Search
+from quire.engine.text.detokenizer import without_begun
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, FinishReason, Request, RequestOutput, SamplingParams
 
@@ -64,7 +65,8 @@ async def _step(
 
 
 def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSequence:
-    text, prompt_ids = prompt.text, prompt.ids
+    prompt_ids = prompt.ids
+    text = without_begun(tokenizer, prompt_ids, tokenizer.decode(prompt_ids)) if prompt.text is None else prompt.text
     answer = Answer(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
     reason: FinishReason = "stop" if beam.ended else "length"
     answer.add(RequestOutput("", list(beam.ids), finish_reason=reason))
@@ -72,7 +74,7 @@ def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSe
         tokens=[*prompt_ids, *beam.ids],
         logprobs=[as_dict(each, tokenizer) for each in beam.logprobs],
         cum_logprob=beam.total,
-        text=(tokenizer.decode(prompt_ids) if text is None else text) + answer.whole.text,
+        text=text + answer.whole.text,
         finish_reason=reason,
         stop_reason=beam.ids[-1] if beam.ended else None,
     )

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from quire.engine import types
-from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.overrides import model_path, sampling_defaults
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.overrides import model_path, read_configured, sampling_defaults
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, InvalidRequest, check_serves
@@ -76,13 +76,14 @@ class Model:
 
     def __init__(self, config: EngineConfig) -> None:
         path = model_path(config)
-        model_config = read_model_config(path, config.model_impl)
+        model_config = read_configured(config, path)
         folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
         self.name = config.model
         self.vocab_size = model_config.vocab_size
         self.pooling, _ = read_tasks(path, model_config, config)
         skip = config.skip_tokenizer_init
-        self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, skip=skip)
+        ends = model_config.eos_token_ids
+        self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, ends, skip=skip)
         self.renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
         self.images = image_reader(path, self.tokenizer)

@@ -18,7 +18,7 @@ import msgspec
 from quire.engine import types
 from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.bad_words import bad_words_ids
+from quire.engine.text.bad_words import bad_words_ids, check_leaves_tokens
 from quire.engine.text.structured import asked_ways, structured_grammar
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, ThinkingBudget
@@ -188,6 +188,7 @@ class SamplingParams:
                 if not 0 <= token < vocab_size:
                     message = f"sampling_params: {name} has token id {token}, which is out of vocabulary"
                     raise InvalidRequest(message, param=name)
+        check_leaves_tokens(params, tokenizer.eos_token_ids)
         return params
 
     def _check(self) -> None:

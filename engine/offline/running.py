@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
@@ -23,6 +24,7 @@ from quire.engine.receipts.hashes import ModelHashes
 from quire.engine.replicas.replicas import processes
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class RunningEngine:
@@ -44,6 +46,8 @@ class RunningEngine:
         self.close = weakref.finalize(self, _end, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
         self.info = self.run(self.client.link.start())
+        for note in self.info.notes:
+            _log.warning("%s: %s", self.info.model, note)
         self.model.learn(self.info)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from quire.engine.config import EngineConfig
-from quire.engine.replicas.cores import allowed_cores, node_cores, threads_on
+from quire.engine.replicas.cores import allowed_cores, cpu_quota, node_cores, threads_on
 
 _THREADS = "OMP_NUM_THREADS"
 """Where it is set, it is said of each process."""
@@ -18,9 +18,10 @@ def replica_cores(count: int) -> Sequence[Set[int]]:
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
-def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]]) -> EngineConfig:
+def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]], root: Path = Path("/")) -> EngineConfig:
     """The settings of one replica of those that `config` is for: bytes and threads are those of all together, each has
-    its part. Each has a folder of its own in --kv-offload-dir. `cores`: those of each."""
+    its part. Each has a folder of its own in --kv-offload-dir. `cores`: those of each. `root`: as cpu_quota has it.
+    """
     count, update = config.data_parallel_size, dict[str, object]()
     for name in ("kv_cache_memory", "kv_offload_memory"):
         if (given := getattr(config, name)) is not None:
@@ -32,5 +33,6 @@ def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]]) 
         update["threads"] = max(config.threads // count, 1)
     elif _THREADS not in os.environ:
         own = cores[index] or allowed_cores() or {*range(os.cpu_count() or 1)}
-        update["threads"] = max(threads_on(own) // cores.count(cores[index]), 1)
+        threads, quota = threads_on(own) // cores.count(cores[index]), cpu_quota(root)
+        update["threads"] = max(threads if quota is None else min(threads, int(quota) // count), 1)
     return config.model_copy(update=update)

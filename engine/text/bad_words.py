@@ -1,11 +1,12 @@
-"""The token sequences of words that an answer must not contain."""
+"""The token sequences of words that an answer must not contain, and whether constraints leave any token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import SamplingParams
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -18,3 +19,15 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
         raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
     forms = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
+
+
+def check_leaves_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+    """Raise InvalidRequest if allowed_token_ids, together with what forbids tokens, leaves none to begin with."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words_ids if len(word) == 1}
+    if params.min_tokens > 0:
+        left -= {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if not left:
+        message = "allowed_token_ids: bad_words, or min_tokens with what ends an answer, forbid all of them"
+        raise InvalidRequest(message, param="allowed_token_ids")

@@ -33,6 +33,8 @@ from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
 Message = dict[str, Any]
 
+_ROLES = ("bos_token", "eos_token")
+"""Variables that templates add to texts, though some tokenizers have no such token."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
 
@@ -80,7 +82,7 @@ class ChatRenderer:
         compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
         self._templates = {name: template for name, (template, _) in compiled.items()}
         self._roles = frozenset(role for _, roles in compiled.values() for role in roles)
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = {**dict.fromkeys(_ROLES, ""), **special_tokens}
         self._call = EXAMPLE
         self._describes = False
         for name, template in self._templates.items():

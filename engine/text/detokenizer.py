@@ -169,30 +169,74 @@ def make_decoder(
     """The decoder for the tokenizer's scheme, for ids that follow `prompt_ids`."""
     skip = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
     if tokenizer.scheme is Scheme.BYTE_LEVEL:
-        return ByteLevelDecoder(tokenizer, skip)
+        return ByteLevelDecoder(tokenizer, skip, begun_character(tokenizer, prompt_ids))
     if tokenizer.scheme is Scheme.SENTENCE_PIECE:
         at_start = all(token_id in skip for token_id in prompt_ids)
-        return SentencePieceDecoder(tokenizer, skip, strip_space=at_start and tokenizer.strips_first_space)
+        strip = at_start and tokenizer.strips_first_space
+        return SentencePieceDecoder(tokenizer, skip, strip, begun_character(tokenizer, prompt_ids))
     return WindowDecoder(tokenizer, prompt_ids, skip)
+
+
+def begun_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+    """The bytes at the end of a prompt that begin a character whose other bytes the answer may bring."""
+    sentence_piece, tail = tokenizer.scheme is Scheme.SENTENCE_PIECE, b""
+    for token_id in reversed(ids[-_MOST_BEGUN:]):
+        if sentence_piece and fallback_byte(tokenizer.token(token_id) or "") is None:
+            break
+        tail = tokenizer.token_bytes(token_id) + tail
+    for size in range(min(_MOST_BEGUN, len(tail)), 0, -1):
+        try:
+            tail[-size:].decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return tail[-size:]
+    return b""
+
+
+def without_begun(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
+    """A prompt's text that an answer goes on with, which brings the whole of a character that the prompt begins."""
+    begun = begun_character(tokenizer, ids)
+    for count in range(len(begun), 0, -1):
+        if text.endswith(REPLACEMENT * count):
+            return text[:-count]
+    return text
+
+
+_MOST_BEGUN = 3
+"""Bytes of a character that lacks some."""
 
 
 class ByteLevelDecoder:
     """For tokens that are byte strings: joined, they are UTF-8 text."""
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], begun: bytes = b"") -> None:
+        """begun: as begun_character has it. Where the answer does not complete it, it has no part in the answer."""
         self._token_bytes = tokenizer.token_bytes
         self._skip = skip
         self._utf8 = utf_8.IncrementalDecoder("replace")
+        self._begun = begun
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
         read = self._token_bytes(token_id)
+        if self._begun and read:
+            read = self._begun + read if _continues(self._begun, read) else read
+            self._begun = b""
         # The codec takes several times as long, and has nothing to remember here.
         return read.decode() if read.isascii() and not self._utf8.buffer else self._utf8.decode(read)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+
+def _continues(begun: bytes, read: bytes) -> bool:
+    """True if the next byte may belong to the character."""
+    try:
+        (begun + read[:1]).decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
 
 
 class SentencePieceDecoder:
@@ -202,10 +246,12 @@ class SentencePieceDecoder:
     are given out as soon as they are complete, so only the part of a run from its first wrong byte on becomes U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, begun: bytes = b"") -> None:
+        """begun: as in ByteLevelDecoder."""
         self._tokenizer = tokenizer
         self._skip = skip
         self._strip_space = strip_space
+        self._begun = begun
         self._run = b""
         """Bytes of a character whose other bytes have not arrived."""
         self._run_is_invalid = False
@@ -217,6 +263,10 @@ class SentencePieceDecoder:
         token = self._tokenizer.token(token_id)
         if token is None:
             return ""
+        if self._begun:
+            byte = self._tokenizer.token_bytes(token_id)
+            self._run = self._begun if fallback_byte(token) is not None and _continues(self._begun, byte) else b""
+            self._begun = b""
         if fallback_byte(token) is None:
             text = self.flush() + self._tokenizer.token_bytes(token_id).decode()
         else:
@@ -265,6 +315,8 @@ class WindowDecoder:
         """The window."""
         self._shown = len(self._ids)
         """How many of them have been given out as text."""
+        self._begun = self._take_back_begun()
+        """What the prompt shows of a character that it only begins, which has no part in the answer."""
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skip:
@@ -276,12 +328,27 @@ class WindowDecoder:
         if text:
             self._ids = self._ids[self._shown :]
             self._shown = len(self._ids)
-        return text
+        return self._without_begun(text)
 
     def flush(self) -> str:
         rest = self._new_text()
         self._shown = len(self._ids)
-        return rest
+        return self._without_begun(rest)
+
+    def _take_back_begun(self) -> str:
+        shown = self._shown
+        while self._shown > max(0, shown - _MOST_BEGUN) and self._decoded(self._shown).endswith(REPLACEMENT):
+            self._shown -= 1
+        return self._decoded(shown)[len(self._decoded(self._shown)) :]
+
+    def _without_begun(self, text: str) -> str:
+        begun = self._begun
+        if text:
+            self._begun = ""
+        return text.removeprefix(begun)
+
+    def _decoded(self, count: int) -> str:
+        return self._tokenizer.decode(self._ids[:count], skip_special_tokens=False)
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)

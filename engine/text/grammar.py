@@ -132,14 +132,15 @@ class Compiled:
 class GrammarCompiler:
     """Compiles grammars to matchers: parsers that know which tokens may follow.
 
-    Raises ModelError for a tokenizer that llguidance cannot read and for a model without an end-of-sequence token.
+    Raises ModelError for a tokenizer that llguidance cannot read, and InvalidRequest for a model without an
+    end-of-sequence token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         from llguidance import LLParserLimits, LLTokenizer
 
         if not vocabulary.eos_token_ids:
-            raise ModelError("the model has no end-of-sequence token, without which no grammar can end an answer")
+            raise InvalidRequest("this model has no end-of-sequence token, so no grammar can end an answer")
         self.vocab_size = vocabulary.size
         try:
             self._tokenizer = LLTokenizer(

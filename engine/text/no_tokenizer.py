@@ -17,9 +17,9 @@ _MESSAGE = "the model is served without a tokenizer (skip_tokenizer_init)"
 class NoTokenizer(Tokenizer):
     """Knows no token: every id decodes to nothing, and every text is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
-        super().__init__(backend, special_tokens={}, chat_templates={})
+        super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
         """Raises InvalidRequest for any text."""
@@ -36,9 +36,12 @@ class NoTokenizer(Tokenizer):
         return f"token_id:{token_id}"
 
 
-def load_tokenizer(folder: Path, chat_template: str | None, vocab_size: int, *, skip: bool) -> Tokenizer:
-    """The tokenizer of a model with so many ids; with `skip` what stands for one. Raises what Tokenizer.load raises."""
-    return NoTokenizer() if skip else Tokenizer.load(folder, chat_template, vocab_size)
+def load_tokenizer(
+    folder: Path, chat_template: str | None, vocab_size: int, eos_token_ids: Sequence[int], *, skip: bool
+) -> Tokenizer:
+    """The tokenizer of a model with so many ids, which these end; with `skip` what stands for one. Raises what
+    Tokenizer.load raises."""
+    return NoTokenizer(eos_token_ids) if skip else Tokenizer.load(folder, chat_template, vocab_size, eos_token_ids)
 
 
 def check_textless(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:

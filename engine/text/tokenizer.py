@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.folder import MIB, open_file
+from quire.engine.folder import open_file
 from quire.engine.gguf.files import ModelFiles
 from quire.engine.text.patterns import check_growth, check_patterns, panicked
 from quire.engine.text.tokenizer_files import (
     CONFIG_BYTES,
+    TOKENIZER_BYTES,
     given_template,
     read_chat_templates,
-    read_eos_token_ids,
+    read_end_tokens,
     read_object,
     read_special_tokens,
 )
@@ -40,7 +41,6 @@ log = logging.getLogger("quire.engine")
 MANY_ADDED_TOKENS = 200_000
 _ADDED_TOKEN_SECONDS = 13e-6
 """Measured: three million took 40 s."""
-_TOKENIZER_BYTES = 256 * MIB
 _UNUSED_IDS = 65_536
 """How many ids a vocabulary may leave out, beside as many as it has."""
 _OTHER_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
@@ -70,11 +70,12 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str],
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] | None = None,
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """model_vocab_size: texts with tokens that a model of this size lacks are refused; None: none are."""
+        """eos_token_ids: None: the `eos_token` alone. model_vocab_size: texts with tokens that a model of this size
+        lacks are refused; None: none are."""
         self.backend = backend
         self.config = dict(config or {})
         """The content of tokenizer_config.json."""
@@ -86,7 +87,8 @@ class Tokenizer:
         """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._id_of("bos_token"), self._id_of("pad_token")
         eos = self._id_of("eos_token")
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
+        own = () if eos is None else (eos,)
+        self.eos_token_ids = own if eos_token_ids is None else tuple(eos_token_ids)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -96,10 +98,17 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str | None = None, model_vocab_size: int | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: str | Path,
+        chat_template: str | None = None,
+        model_vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> Tokenizer:
         """Read a model directory, or a GGUF file.
 
         chat_template: a file or the template itself, to be used instead of the model's own. model_vocab_size: as above.
+        eos_token_ids: the model's, as ModelConfig has them; None: those that this directory's files say.
         Raises ModelError when the directory has no readable tokenizer, ConfigError when the template's file cannot be
         read.
         """
@@ -110,7 +119,7 @@ class Tokenizer:
         empty = files.bytes("special_tokens_map.json", CONFIG_BYTES, may_be_empty=True) == b""
         special_map = {} if empty else read_object(files, "special_tokens_map.json")
         special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
-        content = files.bytes("tokenizer.json", _TOKENIZER_BYTES)
+        content = files.bytes("tokenizer.json", TOKENIZER_BYTES)
         with _explained(path.name if content is None else files.label("tokenizer.json")):
             if content is None:
                 backend = _load_by_transformers(path)
@@ -130,7 +139,9 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             chat_templates=templates,
-            eos_token_ids=read_eos_token_ids(files),
+            eos_token_ids=read_end_tokens(files, chat_template=chat_template)
+            if eos_token_ids is None
+            else eos_token_ids,
             config=config,
             model_vocab_size=model_vocab_size,
         )

@@ -22,6 +22,7 @@ from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.asked import has_chunks, has_latents, has_sinks, head_size, widest
 from quire.engine.models.spec import DecoderSpec
+from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.loading.adapted import check_adapted
 from quire.engine.worker.trials import choose_trials, why_eager_prompts
@@ -54,9 +55,12 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
 def set_up_cpu(config: EngineConfig) -> None:
     """Threads, of which each rank on this machine gets an equal part; and the instructions that PyTorch's own products
     may use."""
-    ranks = config.ranks_here
-    if config.threads is not None or ranks > 1:
-        torch.set_num_threads(max((config.threads or torch.get_num_threads()) // ranks, 1))
+    ranks, threads = config.ranks_here, config.threads
+    if threads is None:
+        threads = torch.get_num_threads()
+        threads = threads if "OMP_NUM_THREADS" in os.environ else min(threads, usable_cpus())
+    if (each := max(threads // ranks, 1)) != torch.get_num_threads():
+        torch.set_num_threads(each)
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
 
 
@@ -181,13 +185,15 @@ def choose_types(config: EngineConfig, model: ModelConfig, device: torch.device)
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str | None]:
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
 
-    CPUs compute float16 poorly; GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast
-    attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
+    CPUs compute no float16 that can be avoided; GPUs from Ampere on compute bfloat16 many times as fast as float32, and
+    their fast attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
     kernels/gpu/others.py says it.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
-    if config.dtype == "auto" and (better := _better_type(name, device)) is not None:
+    if name == "float16" and device.type == "cpu":
+        name, note = _instead_of_float16(config)
+    elif config.dtype == "auto" and (better := _better_type(name, device)) is not None:
         note, name = f"{better} of the checkpoint's {name}; --dtype {name} keeps it", better
     if name not in _DTYPES:
         known = ", ".join(_DTYPES)
@@ -204,9 +210,24 @@ def _in_float32(config: EngineConfig, model: ModelConfig, device: torch.device) 
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and Cpu().missing is None
 
 
+def _instead_of_float16(config: EngineConfig) -> tuple[str, str]:
+    """The type that a CPU computes in where float16 is meant, and a note on it.
+
+    A float16 product takes many times as long there as one of bfloat16, which holds every number of float16's range
+    with 8 bits instead of 11. float32 holds all of them, in twice the memory.
+    """
+    if config.attention_backend not in ("auto", "cpu"):
+        return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
+    source = "the checkpoint's float16" if config.dtype == "auto" else "float16"
+    return (
+        "bfloat16",
+        f"bfloat16 instead of {source}, slow on CPUs; --dtype float32 keeps all bits, in twice the memory",
+    )
+
+
 def _better_type(name: str, device: torch.device) -> str | None:
     if device.type == "cpu":
-        return "bfloat16" if name == "float16" else None
+        return None
     if is_other(device):
         return better_type(name, device)
     if torch.cuda.get_device_capability(device)[0] >= 8:

@@ -93,7 +93,7 @@ class DraftRunner:
             asked = [row.rules.params for row in rows]
             warm = np.array([1.0 if each.greedy else each.temperature for each in asked], dtype=np.float32)
             slots, known, temperatures = upload([*self._going, warm], logits.device)
-            picked = self._sample(logits, rows, None)
+            picked = self._sample(logits, rows, None).clamp(min=0)
             found = _with_chances(picked, logits / temperatures[:, None])
         else:
             slots, known = upload([*self._going], found.device)

@@ -208,7 +208,7 @@ class Heads:
         """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
         follow guesses that may be wrong."""
         sampling = [self._slots.sampling(row.slot, row.known + guessed) for row in rows]
-        return self._sample(self.head.logits(states, guessed), sampling, None)
+        return self._sample(self.head.logits(states, guessed), sampling, None).clamp(min=0)
 
     def _metadata(self, slots: Tensor, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
         """Of one token for each of N sequences, in `slots` and at `positions` [N], with the pages of `table`."""

@@ -103,6 +103,20 @@ def most_tokens(config: EngineConfig, token_bytes: int, device: torch.device, bl
     return max(budget // token_bytes, block_size)
 
 
+def check_context(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
+    """Raise ConfigError, before the weights are loaded, for a max_model_len that cannot fit in what the KV cache gets
+    at most. token_bytes: of a token in all layers that keep every token."""
+    asked, most = config.max_model_len or 0, most_tokens(config, token_bytes, device, block_size)
+    if config.num_kv_blocks is None and config.kv_cache_memory is None and device.type == "cpu":
+        most = min(most, host_kv_budget(available_host_bytes()) * config.nnodes // token_bytes)
+    if asked > most:
+        raise ConfigError(
+            f"max_model_len: a context of {asked} tokens needs {asked * token_bytes:,} bytes of KV cache, "
+            f"{most * token_bytes:,} are available; the longest that fits is at most {most} tokens",
+            param="max_model_len",
+        )
+
+
 def available_bytes(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, reading: int = 0
 ) -> int:

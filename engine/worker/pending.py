@@ -12,6 +12,7 @@ from quire.engine.types import TokenLogprob
 from quire.engine.worker.inputs import Owner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.engine.worker.sampling.sampler import token_logprobs, with_picked
+from quire.engine.worker.sampling.sampling_rules import NOTHING_LEFT
 from quire.kernels.gpu.transfer import Download
 
 
@@ -27,7 +28,14 @@ class PromptChunk:
 LOST = -1
 """In a picked token's place: the model's numbers were infinite or NaN, so there was nothing to pick from."""
 _WHY = "its weights, or an adapter's, are broken, or too large for its type"
-_LOST = Failure(f"the model gave no finite number for the next token: {_WHY}")
+_FAILURES = {
+    LOST: Failure(f"the model gave no finite number for the next token: {_WHY}"),
+    NOTHING_LEFT: Failure(
+        "the request's constraints leave no token to go on with (allowed_token_ids, bad_words, min_tokens)",
+        "constraints",
+    ),
+}
+"""By what stands in a picked token's place."""
 LOGPROB_TENSORS = 4
 """How many tensors `logprob_tensors` makes of one set of logits."""
 
@@ -80,8 +88,8 @@ class PendingStep:
             row, owner = self.picks[first]
             width = 1 + len(row.draft_ids)
             tokens = token_ids[row.request_id] = accepted(row.draft_ids, picked[first : first + width])
-            if tokens[-1] == LOST:
-                token_ids[row.request_id], errors[row.request_id] = tokens[:-1], _LOST
+            if tokens[-1] in _FAILURES:
+                token_ids[row.request_id], errors[row.request_id] = tokens[:-1], _FAILURES[tokens[-1]]
                 first += width
                 continue
             if first in found:

@@ -330,7 +330,8 @@ class Runner:
 
     def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
-        model gave no number; then, if some are `asked` for log probabilities, what logprob_tensors finds."""
+        model gave no number, NOTHING_LEFT where constraints left none; then, if some are `asked` for log probabilities,
+        what logprob_tensors finds."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden, picks.context)
@@ -347,9 +348,10 @@ class Runner:
                 for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
             ]
             mask = self._grammars.mask(picks.rows)
-        picked = self._sample(logits, rows, mask)
+        sampled = self._sample(logits, rows, mask)
+        picked = sampled.clamp(min=0)  # a step under way may read what stands in the place of no token
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
-        told = picked.masked_fill(~known, LOST)  # `where` copies a number to the GPU, and waits
+        told = sampled.masked_fill(~known, LOST)  # `where` copies a number to the GPU, and waits
         if unmodified is None:
             return [told]
         rules = [owners[index].rules for index in asked]

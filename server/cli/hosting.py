@@ -19,8 +19,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
-from quire.engine.checkpoint.overrides import model_path, sampling_defaults
+from quire.engine.checkpoint.files import resolve_model, stored_at
+from quire.engine.checkpoint.overrides import model_path, read_configured, sampling_defaults
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError, Overloaded
@@ -178,13 +178,13 @@ def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
     them seconds later.
     """
     path = model_path(config)
-    model_config, defaults = read_model_config(path, config.model_impl), sampling_defaults(config)
+    model_config, defaults = read_configured(config, path), sampling_defaults(config)
     vocab_size, (pooling, _) = model_config.vocab_size, read_tasks(path, model_config, config)
     if config.load_format == "auto":
         read_stored_weights(stored_at(config))
     tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     skip = config.skip_tokenizer_init
-    tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
+    tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
     check_local_adapters(config, modules)
     images = image_reader(path, tokenizer)

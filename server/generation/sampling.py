@@ -272,4 +272,6 @@ def _failure(output: RequestOutput, spec: GenerationSpec) -> QuireError:
     if output.cause == "grammar":
         field = spec.grammar_field
         return InvalidRequest(f"{field}: {message}" if field else message, param=field)
+    if output.cause == "constraints":
+        return InvalidRequest(message)
     return Overloaded(message) if output.cause == "busy" else EngineError(message)

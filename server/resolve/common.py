@@ -11,7 +11,7 @@ from typing import TypedDict, TypeVar
 import msgspec
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.bad_words import bad_words_ids
+from quire.engine.text.bad_words import bad_words_ids, check_leaves_tokens
 from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
@@ -188,7 +188,7 @@ def sampling_params(
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_texts(stop=stop, cache_salt=[body.cache_salt], session_id=[body.session_id], bad_words=body.bad_words)
-    return SamplingParams(
+    params = SamplingParams(
         n=body.n,
         temperature=_first(body.temperature, defaults["temperature"]),
         top_p=_first(body.top_p, defaults["top_p"]),
@@ -212,6 +212,8 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
+    check_leaves_tokens(params, model.tokenizer.eos_token_ids)
+    return params
 
 
 def _check_texts(**texts: Sequence[str]) -> None:

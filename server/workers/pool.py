@@ -15,6 +15,7 @@ from typing import TypeVar
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.procfs import Standstill
+from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
@@ -54,7 +55,7 @@ class WorkerPool:
         """`adapters`: the model's, as they come and go."""
         self._source = source
         self._adapters = adapters
-        self.slots = min(8, max(2, (os.cpu_count() or 1) // 2))
+        self.slots = min(8, max(2, usable_cpus() // 2))
         """Workers at the same time."""
         self._queue = JobQueue(self.slots)
         self._waiting = Budget(MAX_WAITING)

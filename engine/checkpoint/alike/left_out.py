@@ -17,6 +17,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "apertus": {
         "rms_norm_eps": 1e-5,
         "hidden_act": "xielu",
+        "rope_theta": 12_000_000.0,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 12_000_000.0,
@@ -88,6 +89,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {
         "rms_norm_eps": 1e-5,
         "head_dim": 64,
+        "rope_theta": 150_000.0,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
@@ -165,7 +167,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_experts_per_tok": 2},
-    **{kind: {"rms_norm_eps": 1e-5} for kind in ("qwen2_5_vl_text", "qwen2_vl_text")},
+    **{kind: {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} for kind in ("qwen2_5_vl_text", "qwen2_vl_text")},
     "qwen3_5_moe_text": {**_QWEN_MOE, "intermediate_size": 512},  # of no layer
     "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "qwen3_next": _QWEN_MOE,

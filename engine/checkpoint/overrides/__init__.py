@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.fields import GenerationFields
-from quire.engine.checkpoint.files import check_planned, read_generation_defaults, read_raw_config, resolve_model
+from quire.engine.checkpoint.files import (
+    ModelConfig,
+    check_planned,
+    read_generation_defaults,
+    read_model_config,
+    read_raw_config,
+    resolve_model,
+    stored_at,
+)
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.folder import checked, read_json
@@ -38,6 +46,12 @@ def model_path(config: EngineConfig) -> Path:
         raise ModelError(f"model: {path.absolute().name} has no {_CONFIG}")
     content = json.dumps(with_overrides(raw, config.hf_overrides)).encode()
     return _linked(path.absolute(), content)
+
+
+def read_configured(config: EngineConfig, path: Path) -> ModelConfig:
+    """What the model's files say, read as the settings ask for. Raises ModelError."""
+    tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
+    return read_model_config(path, config.model_impl, tokenizer, config.chat_template, stored_at(config))
 
 
 def configured(config: EngineConfig) -> tuple[dict[str, Any], Path | None]:

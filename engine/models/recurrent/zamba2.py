@@ -21,7 +21,8 @@ _GATES: dict[str, Activation] = {
 
 def spec(config: ModelConfig) -> DecoderSpec:
     raw, norm = config.raw, NormSpec(config.norm_eps)
-    limits = (raw.get("time_step_min") or 0.001, float("inf"))
+    least = raw.get("time_step_min")
+    limits = (0.001 if least is None else least, float("inf"))
     space = state_space(config, norm, limits=limits, result_eps=1e-5, conv_bias=True)
     uses = uses_of(raw)
     if not config.tie_embeddings:

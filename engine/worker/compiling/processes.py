@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.replicas.cores import usable_cpus
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kinds import Kind
@@ -46,7 +46,7 @@ class Compiled:
 def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> Compiled:
     """A kind that does not compile is left to its first launch. `progress` is called meanwhile."""
     missing = [kind for kind in kinds if not kind.mark.exists()]
-    count = min(_MOST_PROCESSES, os.cpu_count() or 1, -(-len(missing) // _LEAST_KINDS))
+    count = min(_MOST_PROCESSES, usable_cpus(), -(-len(missing) // _LEAST_KINDS))
     children: list[tuple[Child, IO[bytes]]] = []
     with ExitStack() as stack:
         for part in range(count):

@@ -28,7 +28,7 @@ from quire.engine.layers.stream.layer_inputs import TABLE
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_delta import DeltaNets
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
-from quire.engine.worker.loading.layout import Arrangement
+from quire.engine.worker.loading.layout import Arrangement, names_in_files
 from quire.engine.worker.loading.loader import Tensors, TensorStream, checkpoint_stream
 from quire.kernels.backend import Backend
 
@@ -75,9 +75,10 @@ def open_weights(
         arrangement = Arrangement(model_config)
         headers = arrangement.headers(read_tensor_headers(path, text_tensor if mtp is None else mtp.own))
 
+        name_in_files = names_in_files(read_tensor_headers(path, str)) if mtp is None else mtp.stored
+
         def stored_name(linear: str) -> str:
-            name = arrangement.stored(linear)
-            return name if mtp is None else mtp.stored(name)
+            return name_in_files(arrangement.stored(linear))
 
         scheme = MixedScheme(backend, dtype, formats_of(formats, headers, stored_name, beside=mtp is not None))
         needed = ((name, tensor) for name, tensor in stream if not is_aside(name))

@@ -3,7 +3,7 @@ linears in is taken apart, and the rows of queries and keys are put in the order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
-from quire.engine.checkpoint.safetensors import TensorHeader
+from quire.engine.checkpoint.safetensors import TensorHeader, text_tensor
 from quire.engine.errors import ModelError
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.selective_scan import SelectiveScanSpec
@@ -163,6 +163,21 @@ class Arrangement:
     def _turned(self, rows: Tensor) -> Tensor:
         """Those of queries or keys in their heads' order."""
         return rows if self._order is None else rows.view(-1, self._config.head_dim)[:, self._order].flatten()
+
+
+def names_in_files(headers: Iterable[str]) -> Callable[[str], str]:
+    """Gives a module's whole name in a checkpoint's files by what Arrangement.stored calls it. headers: the names of
+    all tensors."""
+    found, root = dict[str, str](), "model."
+    for module in (name.rpartition(".")[0] for name in headers):
+        if (text := text_tensor(module)) is None:
+            continue
+        name = LAYER.sub(r"model.layers.\1.\2", text)
+        found[name] = module
+    layer = next((name for name in found if name.startswith("model.layers.")), None)
+    if layer is not None and found[layer].endswith(inner := layer.removeprefix("model.")):
+        root = found[layer].removesuffix(inner)
+    return lambda name: found.get(name, f"{root}{name.removeprefix('model.')}" if "model.layers." in name else name)
 
 
 def _cannot(name: str) -> ModelError:

@@ -19,6 +19,7 @@ from quire.engine.layers.parameters import ParameterTable
 TensorStream = Iterator[tuple[str, Tensor]]
 Tensors = Iterable[tuple[str, Tensor]]
 """Weights under their names in the checkpoint."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAPPED_BYTES = 32 << 20
 _NAMED_CHARACTERS = 100
 _NAMED = 8
@@ -32,11 +33,9 @@ def load_weights(table: ParameterTable, stream: Tensors, *, device: torch.device
     one that has a number that is infinite or NaN.
     """
     waiting, left_over, size = dict(table), [], 0
-    tied = "lm_head.weight" not in table
-    for name, tensor in stream:
+    for name, tensor in _tied(stream, table):
         if name not in waiting:
-            # Old exporters saved buffers, and some save a tied embedding twice: neither holds anything new.
-            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+            if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old exporters saved
                 left_over.append(name)
             continue
         parameter = waiting.pop(name)
@@ -57,6 +56,32 @@ def load_weights(table: ParameterTable, stream: Tensors, *, device: torch.device
     if left_over:
         raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}")
     return size
+
+
+def _tied(stream: Tensors, table: ParameterTable) -> TensorStream:
+    """The tensors of a model whose table has one for embedding and head: a head is the embedding where the stream has
+    no other, and else a copy of it, which is left out (tied_as_stored says where it is not). Raises ModelError for a
+    head that differs, as the weights may that take the place of others."""
+    if _HEAD in table or _EMBEDDING not in table:
+        yield from stream
+        return
+    ends: dict[str, Tensor] = {}
+    for name, tensor in stream:
+        if name in (_HEAD, _EMBEDDING):
+            ends[name] = tensor
+        if len(ends) == 2:
+            _check_equal(*ends.values())
+            ends = {}
+        if name != _HEAD:
+            yield name, tensor
+    if _HEAD in ends:
+        yield _EMBEDDING, ends[_HEAD]
+
+
+def _check_equal(one: Tensor, other: Tensor) -> None:
+    if "meta" in (one.device.type, other.device.type) or torch.equal(one.to(other.device, other.dtype), other):
+        return
+    raise ModelError("model: lm_head.weight differs from the embedding, which the served model's head is tied to")
 
 
 def _is_finite(tensor: Tensor) -> bool:

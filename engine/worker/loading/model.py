@@ -16,7 +16,7 @@ from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import check_positions, check_room
 from quire.engine.checkpoint.page_groups import PageGroups, keeps_all, page_groups
-from quire.engine.checkpoint.parts.states import ColumnState
+from quire.engine.checkpoint.parts.states import ColumnState, PagedState
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
@@ -41,7 +41,7 @@ from quire.engine.worker.loading.loader import (
     named_stream,
 )
 from quire.engine.worker.loading.on_disk import completed, lies_on_disk, start_offload
-from quire.engine.worker.memory import most_tokens, return_freed
+from quire.engine.worker.memory import check_context, most_tokens, return_freed
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.others import is_other
 from quire.kernels.kv_codes import KVScales
@@ -127,14 +127,20 @@ def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
 
 def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> int:
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
-    ConfigError where the model has fewer positions than were asked for."""
+    ConfigError where the model has fewer positions than were asked for, or the KV cache, whatever the weights leave
+    for it, has no room for so many tokens."""
     check_positions(model_config, config.max_model_len)
     of_columns, of_pages = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
-    token_bytes = sum(
-        each.numbers * (of_columns if isinstance(each, ColumnState) else of_pages) for each in chosen.spec.states
-    )
-    most = most_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
-    return config.max_model_len or min(model_config.max_position, most)
+    states = chosen.spec.states
+    token_bytes = sum(each.numbers * (of_columns if isinstance(each, ColumnState) else of_pages) for each in states)
+    if config.max_model_len is None:
+        most = most_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
+        return min(model_config.max_position, most)
+    # Layers with a window keep few tokens; so all pages there are may be the others'.
+    kept = sum(each.numbers * of_pages for each in states if isinstance(each, PagedState) and each.window is None)
+    if kept and (config.num_kv_blocks is None or not any(each.window for each in states)):
+        check_context(config, kept, chosen.device, chosen.backend.block_size)
+    return config.max_model_len
 
 
 def check_files(

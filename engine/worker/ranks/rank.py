@@ -8,9 +8,8 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch
@@ -84,7 +83,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here, self._number = config, here, start.rank
         self._path = model_path(config)
-        self._model_config = as_configured(read_model_config(self._path, config.model_impl), config)
+        self._model_config = as_configured(read_configured(config, self._path), config)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)

@@ -21,8 +21,7 @@ import msgspec
 import torch
 
 from quire.engine import VERSION
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -86,7 +85,7 @@ class Joined(msgspec.Struct, frozen=True):
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
     """For the machine's model. Raises ModelError."""
     path = model_path(config)
-    model = repr(as_configured(read_model_config(path, config.model_impl), config))
+    model = repr(as_configured(read_configured(config, path), config))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), Cpu()
     computes = f"{kernels.isa if kernels.missing is None else 'no kernels'}, PyTorch {torch.__version__}"
     parts = (config.nnodes, config.tensor_parallel_size, node, place, pid, host, reply)

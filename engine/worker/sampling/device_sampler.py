@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.sampling.sampler import sample
-from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
+from quire.engine.worker.sampling.sampling_rules import NOTHING_LEFT, Numbered, SamplingRow, change_logits
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.others import is_other
 from quire.kernels.gpu.transfer import upload
@@ -56,12 +56,13 @@ def _sample_once(
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:
-    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten."""
+    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT as in
+    `sample`."""
     from quire.kernels.gpu.triton_sampling import MOST_TOKENS, pick
 
     if logits.shape[1] > MOST_TOKENS:
         return sample(logits, rows, mask)
-    change_logits(logits, rows, mask, DeviceChanges())
+    empty = change_logits(logits, rows, mask, DeviceChanges())
     asked, vocab = [row.rules.params for row in rows], logits.shape[1]
     top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in asked]
     arrays: list[np.ndarray] = [
@@ -74,7 +75,8 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask 
     ]
     drawn = [(k, each.top_p) for k, each in zip(top_k, asked, strict=True) if not each.greedy]
     filtered = any(k < vocab or top_p < 1 for k, top_p in drawn)
-    return pick(logits, *upload(arrays, logits.device), drawn=bool(drawn), filtered=filtered)
+    picks = pick(logits, *upload(arrays, logits.device), drawn=bool(drawn), filtered=filtered)
+    return picks if empty is None else picks.masked_fill(empty, NOTHING_LEFT)
 
 
 class DeviceChanges:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.engine.types import SamplingParams, TokenLogprob
 from quire.engine.worker.sampling.grammar import GrammarMask
-from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
+from quire.engine.worker.sampling.sampling_rules import NOTHING_LEFT, Numbered, SamplingRow, change_logits
 from quire.kernels import reference
 
 
@@ -29,9 +29,19 @@ def sample(
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.draw,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` and `draw` are the
-    backend's."""
-    change_logits(logits, rows, mask, HostChanges())
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT for a row to which its
+    constraints left no token. `argmax` and `draw` are the backend's."""
+    empty = change_logits(logits, rows, mask, HostChanges())
+    picks = _picks(logits, rows, argmax, draw)
+    return picks if empty is None else picks.masked_fill(empty, NOTHING_LEFT)
+
+
+def _picks(
+    logits: Tensor,
+    rows: list[SamplingRow],
+    argmax: Callable[[Tensor], Tensor],
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
     drawn = [index for index, row in enumerate(rows) if not row.rules.params.greedy]
     if not drawn:
         return argmax(logits)

@@ -46,6 +46,12 @@ class Rules:
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
 
+    @property
+    def bans(self) -> bool:
+        """True if it may take every token away."""
+        added = self.added_early if self.params.min_tokens else self.added
+        return self.allowed is not None or bool(self.bad_words) or -np.inf in added.values()
+
 
 def rules_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Rules:
     """`eos_token_ids` are the model's end-of-sequence tokens."""
@@ -115,6 +121,8 @@ class SamplingRow(NamedTuple):
         return self.position - self.num_prompt
 
 
+NOTHING_LEFT = -2
+"""In a picked token's place: the request's constraints left no token."""
 Numbered = tuple[int, SamplingRow]
 """A row, and its index in the logits."""
 
@@ -139,13 +147,19 @@ class LogitChanges(Protocol):
         """
 
 
-def change_logits(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None, changes: LogitChanges) -> None:
-    """Apply the rules of every row to its logits [R, vocab] float32, in place, then the grammars' mask."""
+def change_logits(
+    logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None, changes: LogitChanges
+) -> Tensor | None:
+    """Apply the rules of every row to its logits [R, vocab] float32, in place, then the grammars' mask. Returns which
+    rows [R] have no token left; None: all have some."""
     ruled = [(index, row) for index, row in enumerate(rows) if not row.rules.plain]
     unmodified = logits.clone() if ruled and mask is not None else None
     _apply_rules(logits, ruled, changes)
     if mask is not None:
         changes.constrain(logits, mask, unmodified)
+    if mask is None and not any(row.rules.bans for _, row in ruled):
+        return None
+    return logits.amax(-1) == -torch.inf
 
 
 def _apply_rules(logits: Tensor, rows: list[Numbered], changes: LogitChanges) -> None:

@@ -41,7 +41,7 @@ class SharedCollective(Collective):
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
         capacity = (size - _HEADER) // (2 * count)
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         spins = _SPINS if count * torch.get_num_threads() <= cores else 0
         self.rank, self.count = rank, count
         self.native = native.Collective(self._memory.data_ptr(), capacity, rank, count, parent, spins, 0)

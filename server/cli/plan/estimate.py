@@ -191,7 +191,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     config, draft = wishes.config, wishes.draft
     sizes = sizes.within_windows() if config.disable_sliding_window else sizes
-    dtype, kv_type = serving_types(sizes, machine, config.dtype, config.kv_cache_dtype)
+    dtype, kv_type = serving_types(sizes, machine, config)
     quantized, width = config.at_load, DTYPE_BYTES[dtype]
     in_8_bits = int8_embedding(quantized, config.quantize_embedding)
     weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)

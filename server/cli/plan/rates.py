@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine import VERSION
+from quire.engine.replicas.cores import usable_cpus
 from quire.server.cli.plan.machine import Machine
 
 _SECONDS = 120.0
@@ -60,8 +61,7 @@ def machine_key() -> str:
     """What another processor, another share of it or other kernels would change."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{VERSION}, {name or 'this processor'}, {cores} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"
+    return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"
 
 
 def _measured() -> Rates | None:

@@ -6,6 +6,7 @@ from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QU
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
+from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVES = 0.24
@@ -78,10 +79,13 @@ def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
     return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 
-def serving_types(sizes: ModelSizes, machine: Machine, dtype: str, kv_cache_dtype: str) -> tuple[str, str]:
+def serving_types(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
     """The model's type and that of keys and values, by the settings' names: where they are "auto" what the server
     chooses for the checkpoint on this machine (engine/worker/device.py), and of keys and values "auto" where it is the
     model's."""
+    dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
+    if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
+        return "bfloat16", kv_cache_dtype
     if dtype != "auto":
         return dtype, kv_cache_dtype
     if sizes.wide_activations and not machine.gpu:

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.images.reader import Asked, by_digest, image_reader
@@ -94,9 +94,11 @@ async def verdicts(
     """Of each receipt in a file, in its order. Raises what starting the engine raises, InvalidRequest for adapters and
     images that cannot be read, and EngineError when the engine fails."""
     path = model_path(config)
-    shape = read_model_config(path, config.model_impl)
+    shape = read_configured(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
-    tokenizer = load_tokenizer(folder, config.chat_template, shape.vocab_size, skip=config.skip_tokenizer_init)
+    tokenizer = load_tokenizer(
+        folder, config.chat_template, shape.vocab_size, shape.eos_token_ids, skip=config.skip_tokenizer_init
+    )
     kept = LocalAdapters(config, shape) if adapters else None
     asked = [LoRARequest(str(index), index, each) for index, each in enumerate(adapters, 1)]
     loaded = [] if kept is None else [each for each in kept.each(asked, len(asked)) if each is not None]

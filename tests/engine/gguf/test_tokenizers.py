@@ -186,6 +186,35 @@ def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[st
     assert [names[index] for index in end_tokens(header)] == ends
 
 
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+def test_known_ends_are_control_tokens_whatever_their_type(tmp_path: Path, kind: int) -> None:
+    """Converters type `<|im_end|>` as usual text or as user-defined; llama.cpp overrides that, with a warning."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens, types = ["<|endoftext|>", "<|im_end|>", *alphabet], [CONTROL, kind] + [NORMAL] * 256
+    path = write(tmp_path / "t.gguf", "gpt2", tokens, types, pre="qwen2", eos_token_id=0)
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.eos_token_ids == (0, 1)
+    assert tokenizer.encode("a<|im_end|>")[-1] == 1
+    assert tokenizer.decode([2, 1]) == tokenizer.decode([2])
+
+
+def test_end_of_turn_of_a_gguf_template(tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens, types = ["<s>", "<turn|>", *alphabet], [CONTROL, CONTROL] + [NORMAL] * 256
+    template = "{% for m in messages %}<s>{{ m.content }}<turn|>\n{% endfor %}"
+    writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert Tokenizer.load(tmp_path / "t.gguf").eos_token_ids == (1,)
+
+
 def test_templates_keep_their_names(tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")

@@ -225,3 +225,31 @@ def test_scales(folder: Path, model: Path) -> None:
 def test_exclude_modules_and_layers_say_nothing_beside_the_tensors(folder: Path, model: Path) -> None:
     with_config(target_modules="all-linear", exclude_modules=["lm_head"], layers_to_transform=[0], r=8)(folder)
     assert len(read_adapter(folder, adaptable_modules(read_model_config(model)), 8)) == 21
+
+
+def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
+    """A weight of 0 switches an adapter off (issue 58); PEFT's default of 8 is for files that say none."""
+    modules = adaptable_modules(read_model_config(model))
+    with_config(lora_alpha=0)(folder)
+    assert {part.scale for part in read_adapter(folder, modules, 16).values()} == {0.0}
+    with_config(lora_alpha=8, alpha_pattern={"k_proj": 0})(folder)
+    assert read_adapter(folder, modules, 16)["model.layers.0.self_attn.k_proj"].scale == 0.0
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_weights_of_the_model_are_taken_if_they_are_the_models(
+    folder: Path, model: Path, tmp_path: Path, module: str, dtype: torch.dtype
+) -> None:
+    """PEFT saves an embedding beside its adapter: whole, trained or not."""
+    modules, weights = adaptable_modules(read_model_config(model)), load_file(model / "model.safetensors")
+    spool = Spool(tmp_path / "own", modules, 16, weights=model)
+    (tmp_path / "own").mkdir()
+    name, own = f"base_model.model.{module}.base_layer.weight", weights[f"{module}.weight"].to(dtype)
+    with_tensors({name: own})(folder)
+    assert spool.add("x", str(folder))
+    with_tensors({name: own + 0.1 * torch.randn(own.shape).to(dtype)})(folder)
+    with pytest.raises(AdapterError, match="differs from the model's weights"):
+        spool.add("x", str(folder))
+    with pytest.raises(AdapterError, match="cannot be compared"):
+        Spool(tmp_path / "own", modules, 16).add("x", str(folder))

@@ -65,7 +65,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize(
     ("checkpoint", "asked", "served"),
-    [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "float16")],
+    [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "bfloat16")],
 )
 def test_half_precision_is_close(family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, dtype=checkpoint)

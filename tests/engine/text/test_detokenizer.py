@@ -181,3 +181,23 @@ def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
         stream = TextStream(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
         shown = stream.push([first, second], final=True).text
         assert shown == tokenizer.decode(expected, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("scheme", ["byte_level", "sentence_piece", "window"])
+@pytest.mark.parametrize("character", ["é", "€", "\U0001f600"])
+@pytest.mark.parametrize("rest", ["", "z"])
+def test_character_that_the_prompt_begins_is_completed(scheme: str, character: str, rest: str) -> None:
+    """The prompt ends inside a character: what completes it gives the whole of it, and no U+FFFD (issue 58)."""
+    tokenizer = (sentence_piece_tokenizer() if scheme == "sentence_piece" else byte_level_tokenizer()).tokenizer
+    ids, before, behind = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (f"b{character}", "b", f"b{rest}")
+    )
+    tail = behind[len(before) :]
+    for cut in range(1, len(character.encode())):
+        prompt, answer = ids[:-cut], ids[-cut:]
+        for ending, expected in (([*answer, *tail], character + rest), (tail, rest), ([], "")):
+            if scheme == "window":
+                window = WindowDecoder(tokenizer, prompt, frozenset())
+                assert "".join(map(window.feed, ending)) + window.flush() == expected
+            else:
+                assert stream(ending, TextStream(tokenizer, prompt_ids=prompt)) == expected

@@ -450,7 +450,7 @@ def test_values_that_are_not_schemas_are_refused(schema: object) -> None:
 
 def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    with pytest.raises(ModelError):
+    with pytest.raises(InvalidRequest):
         GrammarCompiler(vocabulary_of(tokenizer, 320, ()))
     with pytest.raises(ModelError):
         GrammarCompiler(Vocabulary("{}", 320, (1,)))

@@ -119,6 +119,9 @@ def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
         choose_device(EngineConfig(device="cuda"))
 
 
+SLOW = "bfloat16 instead of {}, slow on CPUs; --dtype float32 keeps all bits, in twice the memory"
+
+
 @pytest.mark.parametrize(
     ("stored", "asked", "device", "capability", "chosen"),
     [
@@ -141,7 +144,18 @@ def test_the_type(
     config, model = EngineConfig(dtype=asked), SimpleNamespace(dtype=stored)
     dtype, note = choose_dtype(config, model, torch.device(device))  # type: ignore[arg-type]
     assert dtype == getattr(torch, chosen)
-    assert note == (None if stored == chosen else f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it")
+    kept = f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it"
+    assert note == (None if stored == chosen else SLOW.format("the checkpoint's float16") if device == "cpu" else kept)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
+    """As `--dtype half` of recipes for GPUs: a product takes many times as long there (issue 58)."""
+    config = EngineConfig(dtype="half", attention_backend=backend)  # type: ignore[arg-type]
+    dtype, note = choose_dtype(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
+    assert dtype == (torch.float16 if backend == "reference" else torch.bfloat16)
+    assert note is not None
+    assert ("many times as long" if backend == "reference" else SLOW.format("float16")) in note
 
 
 def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from quire.engine.worker.sampling.sampler import (
     with_picked,
 )
 from quire.engine.worker.sampling.sampling_rules import (
+    NOTHING_LEFT,
     SamplingRow,
     change_logits,
     listed_tokens,
@@ -193,9 +194,10 @@ def test_a_prompt_does_not_begin_a_bad_word() -> None:
         assert bool(found[5] == 0) is kept
 
 
-def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary() -> None:
+def test_a_request_that_forbids_everything_gets_no_token() -> None:
     rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
-    assert all(0 <= token < 10 for token in sample(noise(2, 10), rows).tolist())
+    picks = sample(noise(3, 10), [rows[0], row(allowed_token_ids=(4,)), rows[1]]).tolist()
+    assert picks == [NOTHING_LEFT, 4, NOTHING_LEFT]
 
 
 def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:

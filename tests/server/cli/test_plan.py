@@ -855,7 +855,12 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
     sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
     assert stored is not None
     assert sizes.embeddings == sizes.head_parameters, "tied"
-    planned = estimate(sizes, Machine("test", GIB, gpu=False), Wishes(EngineConfig(dtype="float16")), stored)
+    planned = estimate(
+        sizes,
+        Machine("test", GIB, gpu=False),
+        Wishes(EngineConfig(dtype="float16", attention_backend="reference")),
+        stored,
+    )
     config = EngineConfig(model=str(file), dtype="float16", num_kv_blocks=64, attention_backend="reference")
     assert planned.weight_bytes == Engine(config).info.weight_bytes
     copied = planned.device_weight_bytes - planned.weight_bytes

@@ -103,4 +103,4 @@ def load_draft_model(
             size = load_weights(decoder.parameters(), decoder.converted(weights.stream), device=like.device)
     except (QuireError, ValueError) as error:
         raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
-    return DraftModel(decoder, own, model.eos_token_ids, size)
+    return DraftModel(decoder, own, served.eos_token_ids, size)

@@ -1,0 +1,66 @@
+"""What `LLM` refuses before it loads weights, and what it says of choices that one might not expect (issue 58)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.offline.llm import LLM
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Its weights lack a tensor: who loads them fails."""
+    path = save_tiny_model(tmp_path, "llama", max_position_embeddings=1_000_000)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_model_len": 2_000_000}, "exceeds the model's 1000000 positions"),
+        ({"max_model_len": 900_000, "kv_cache_memory": 0.01}, "a context of 900000 tokens needs"),
+        ({"max_model_len": 900_000, "num_kv_blocks": 8}, "a context of 900000 tokens needs"),
+    ],
+)
+def test_context_that_cannot_fit_is_refused_before_weights_are_read(
+    path: Path, settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Engine(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
+    assert says in str(raised.value)
+    assert raised.value.param == "max_model_len"
+
+
+def test_context_that_fits_is_not_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the weights lack model\.norm\.weight"):
+        Engine(EngineConfig(model=str(path), max_model_len=900_000, kv_cache_memory=2.0))
+
+
+def test_context_of_layers_with_windows_may_be_longer(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gemma3", max_position_embeddings=100_000)
+    engine = Engine(EngineConfig(model=str(path), max_model_len=18_000, kv_cache_memory=0.02))
+    assert engine.info.max_model_len == 18_000
+
+
+def test_llm_says_in_one_line_that_it_computes_in_another_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with caplog.at_level(logging.WARNING, "quire.engine.offline"):
+        llm = LLM(str(path), dtype="float16", skip_tokenizer_init=True, num_kv_blocks=8)
+    llm.close()
+    assert llm.info.dtype == "bfloat16"
+    said = [record.getMessage() for record in caplog.records if "float16" in record.getMessage()]
+    assert len(said) == 1
+    assert "--dtype float32" in said[0]

@@ -1,0 +1,101 @@
+"""Constraints that leave no token end their own request with an error: no token is made up, and no other request of the
+batch is harmed (issue 58)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.loop import Engine
+from quire.engine.text.bad_words import check_leaves_tokens
+from quire.engine.types import Request, SamplingParams
+from tests.engine.harness import request, run
+from tests.tiny_models import save_tiny_model
+
+STUCK: dict[str, dict[str, Any]] = {
+    "allowed and a bad word of one token": {"allowed_token_ids": (9,), "bad_words_ids": ((9,),)},
+    "allowed and a bad word of two tokens": {"allowed_token_ids": (9,), "bad_words_ids": ((9, 9),)},
+    "allowed and the end before min_tokens": {"allowed_token_ids": (2,), "min_tokens": 3, "ignore_eos": False},
+    "allowed and a stop token before min_tokens": {
+        "allowed_token_ids": (9,),
+        "stop_token_ids": (9,),
+        "min_tokens": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def outputs(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Tokens of all, and the causes of errors, by id."""
+    tokens, causes = {each.id: list[int]() for each in requests}, dict[str, str]()
+    for each in requests:
+        engine.add(each)
+    while engine.busy:
+        for output in engine.step():
+            tokens[output.id] += output.new_ids
+            if output.finish_reason == "error":
+                causes[output.id] = output.cause
+    engine.scheduler.pool.audit()
+    return tokens, causes
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"logprobs": 2}], ids=["greedy", "drawn", "logprobs"])
+def test_request_without_tokens_ends_alone(sampling: dict[str, Any], speculative: Any, path: Path) -> None:
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, speculative_config=speculative))
+    good = [request(name, range(start, start + 9), max_tokens=6, **sampling) for name, start in (("a", 20), ("b", 60))]
+    wanted = {name: answer.ids for name, answer in run(engine, good).items()}
+    stuck = [request(name, [5, 9, 9, 7], max_tokens=6, **params, **sampling) for name, params in STUCK.items()]
+    tokens, causes = outputs(engine, [good[0], *stuck, good[1]])
+    assert causes == dict.fromkeys(STUCK, "constraints")
+    assert {name: ids for name, ids in tokens.items() if name in wanted} == wanted
+    assert tokens["allowed and a bad word of two tokens"] == [9]
+    assert not any(0 in ids for name, ids in tokens.items() if name in STUCK)
+
+
+def test_bias_of_minus_100_is_no_ban(path: Path) -> None:
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64))
+    answer = run(engine, [request("a", [5], max_tokens=2, allowed_token_ids=(9,), logit_bias={9: -100.0})])["a"]
+    assert answer.ids == [9, 9]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (9, 10), "bad_words_ids": ((9,), (10,))},
+        {"allowed_token_ids": (2,), "min_tokens": 1},
+        {"allowed_token_ids": (9,), "stop_token_ids": (9,), "min_tokens": 1, "ignore_eos": True},
+    ],
+)
+def test_constraints_that_can_be_known_to_leave_none_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_leaves_tokens(SamplingParams(**params), (2,))
+    assert raised.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (9, 10), "bad_words_ids": ((9,),)},
+        {"allowed_token_ids": (9,), "bad_words_ids": ((9, 9),)},
+        {"allowed_token_ids": (2,)},
+        {"allowed_token_ids": (2,), "min_tokens": 1, "ignore_eos": True},
+        {"bad_words_ids": ((9,),), "min_tokens": 1},
+    ],
+)
+def test_constraints_that_leave_some_are_not_refused(params: dict[str, Any]) -> None:
+    check_leaves_tokens(SamplingParams(**params), (2,))
+
+
+def test_seed_of_minus_1_is_no_seed() -> None:
+    params = SamplingParams(seed=-1)
+    assert params.seed is None
+    assert params.choice_seed(0) != params.choice_seed(0)

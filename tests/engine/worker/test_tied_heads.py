@@ -1,0 +1,106 @@
+"""A checkpoint whose config.json ties the output head to the embedding, and whose files hold something else (issue 58):
+the files count more, as in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.checkpoint.files import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.errors import ModelError
+from quire.engine.layers.parameters import Parameter
+from quire.engine.worker.loading.loader import load_weights
+from tests.engine.parity import edit_json, largest_difference, random_prompt
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+PROMPT = random_prompt(20)
+ALONE = ("llama", "qwen3", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "cohere2")
+
+
+def rewrite(folder: Path, **changes: str | None) -> None:
+    """Rename tensors; None: leave them out."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {changes.get(name, name): tensor for name, tensor in tensors.items()}
+    save_file({name: each for name, each in renamed.items() if name is not None}, file, metadata={"format": "pt"})
+
+
+def untied(folder: Path, family: str) -> Path:
+    """The files hold two matrices, and config.json says that they are one."""
+    path = save_tiny_model(folder, family, tie_word_embeddings=False)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+    return path
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("zamba2")])
+def test_head_that_differs_from_the_embedding_is_used(family: str, tmp_path: Path) -> None:
+    path = untied(tmp_path, family)
+    assert largest_difference(path, PROMPT) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings", [{"model_impl": "transformers"}, {"quantize_embedding": False}, {"tensor_parallel_size": 2}]
+)
+def test_head_of_its_own_with_other_settings(settings: dict[str, object], tmp_path: Path) -> None:
+    assert largest_difference(untied(tmp_path, "llama"), PROMPT, **settings) < 1e-4
+
+
+def test_equal_copy_is_no_head_of_its_own(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama-tied-biased")
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert read_model_config(path).tie_embeddings
+    assert largest_difference(path, PROMPT) < 1e-4
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ALONE)
+def test_embedding_saved_under_the_name_of_the_head_alone(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, tie_word_embeddings=True)
+    names = [name for name in load_file(path / "model.safetensors") if "layers" not in name and "wpe" not in name]
+    table = (
+        next(name for name in names if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")))
+        if (not family.startswith(("bloom", "falcon")))
+        else "transformer.word_embeddings.weight"
+    )
+    rewrite(path, **{table: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"})
+    assert largest_difference(path, PROMPT) < 1e-4
+
+
+def test_plan_counts_a_head_of_its_own(tmp_path: Path) -> None:
+    both = read_sizes(read_raw_config(str(untied(tmp_path / "both", "llama")))[0])
+    one = read_sizes(read_raw_config(str(save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)))[0])
+    assert both.parameters - one.parameters == VOCAB * 64
+
+
+def test_weights_with_another_head_do_not_take_the_place_of_tied_ones(tmp_path: Path) -> None:
+    from quire.engine.worker.loading.check import check_meaning
+
+    one = save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="tie_embeddings"):
+        check_meaning(read_model_config(one), untied(tmp_path / "both", "llama"), one)
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD), (HEAD,), (EMBEDDING,)])
+def test_tied_table_takes_either_name(order: tuple[str, ...]) -> None:
+    taken: list[torch.Tensor] = []
+    table = {EMBEDDING: Parameter((2, 2), torch.float32, taken.append)}
+    load_weights(table, [(name, torch.ones(2, 2)) for name in order], device=torch.device("cpu"))
+    assert [tensor.tolist() for tensor in taken] == [[[1.0, 1.0], [1.0, 1.0]]]
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
+def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
+    table = {EMBEDDING: Parameter((2, 2), torch.float32, lambda _: None)}
+    stream = [(name, torch.full((2, 2), float(index))) for index, name in enumerate(order)]
+    with pytest.raises(ModelError, match="differs from the embedding"):
+        load_weights(table, stream, device=torch.device("cpu"))
