@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from quire.engine.types import Grammar
 from quire.server.config import ServerConfig
-from quire.server.formats.grammars import after_thinking, either, framed
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
 from quire.server.generation.answers.chunks import ChatWriter
@@ -17,6 +15,7 @@ from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
+from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
 from quire.server.resolve.common import Resolved, resolved, sampling_params
 from quire.server.resolve.parse import parse
@@ -45,7 +44,7 @@ def chat_call(
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
-    tools = tool_use(body, model.formats.tools)
+    tools = tool_use(body, model.formats.tools, close=config.disable_additional_properties)
     ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats.template)]
     headers = ignored_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
@@ -62,7 +61,8 @@ def chat_call(
     message = message_format(body, tools, prompt, model)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
-    grammars = answer_grammars(body, tools, message, model)
+    answer = AnswerGrammar(replace(tools, shown=None), asked_grammar(body, config), message)
+    grammars = answer.grammars(model)
     if message is not None and not grammars:  # else a grammar says what a call is
         message = replace(message, in_blocks=model.formats.in_blocks)
     return resolved(
@@ -73,11 +73,11 @@ def chat_call(
         prompts=[prompt],
         params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
-        headers=headers,
+        headers={**headers, **(answer.headers() if grammars else {})},
         config=config,
         message=message,
         grammars=grammars,
-        parts=tools.schemas if grammars else (),
+        answer=answer if grammars else None,
         echo=body.echo,
     )
 
@@ -109,27 +109,3 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
         calls_only=bool(tools.must_call),
         frame=frame,
     )
-
-
-def answer_grammars(
-    body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
-) -> list[tuple[str, Grammar]]:
-    """Grammars to check, each with its parameter; answers must match the last one. None: they are any text.
-
-    If the model must call tools, there is no content, so a requested format is ignored. If it may call tools and a
-    format is requested, an answer is either calls or content in that format.
-    """
-    asked, first = asked_grammar(body), []
-    call = tools.grammar(model.tokenizer, alone=asked is not None)
-    if call is not None:
-        if asked is not None and not tools.must_call:
-            first = [asked]  # by itself, so that an error names its parameter and not `tools`
-            call = either(framed(asked[1], model.formats.frame, model.tokenizer), call)
-        asked = "tools", call
-    elif asked is not None:
-        asked = asked[0], framed(asked[1], model.formats.frame, model.tokenizer)
-    if asked is None:
-        return []
-    if message is not None and message.reasoning is not None:
-        asked = asked[0], after_thinking(asked[1], message.reasoning, message.begun, model.tokenizer)
-    return [*first, asked]

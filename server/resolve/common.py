@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
+from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs, check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
@@ -46,8 +47,10 @@ class Resolved:
     """Writes the answer in the form of the API that was asked."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
-    parts: Sequence[tuple[str, Grammar]] = ()
-    """What the last grammar is made of, each with the field that it comes from."""
+    answer: AnswerGrammar | None = None
+    """What the last grammar is made of."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The caller's names of fields, by those of a chat."""
     receipts: bool = True
     """Whether the answer can have a receipt: not where nothing is generated that anybody reads."""
 
@@ -85,10 +88,10 @@ def resolved(
     echo: bool = False,
     echo_only: bool = False,
     grammars: Sequence[tuple[str, Grammar]] = (),
-    parts: Sequence[tuple[str, Grammar]] = (),
+    answer: AnswerGrammar | None = None,
 ) -> Resolved:
     """The spec of a body whose prompts and parameters are resolved; `model` is the name for the answer. The last of
-    `grammars` is the answers', made of `parts`.
+    `grammars` is the answers', made of `answer`.
 
     Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
     of token ids than the answers may carry.
@@ -128,7 +131,16 @@ def resolved(
         receipt=body.receipt,
         headers=headers,
     )
-    return Resolved(spec, writer, grammars, parts)
+    return Resolved(spec, writer, grammars, answer)
+
+
+def with_answer(call: Resolved, answer: AnswerGrammar, model: ServedModel) -> Resolved:
+    """The call with another grammar of its answer. Raises InvalidRequest."""
+    grammars = [(call.names.get(param, param), grammar) for param, grammar in answer.grammars(model)]
+    _check_grammars(grammars)
+    params = msgspec.structs.replace(call.spec.params, grammar=grammars[-1][1])
+    spec = replace(call.spec, params=params, headers={**call.spec.headers, **answer.headers()})
+    return replace(call, spec=spec, grammars=grammars, answer=answer)
 
 
 def _check_grammars(grammars: Sequence[tuple[str, Grammar]]) -> None:

@@ -13,11 +13,13 @@ from quire.server.generation.answers.chunks import CompletionWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
 from quire.server.resolve.common import Resolved, resolved, sampling_params
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import completion_prompts
 from quire.server.resolve.structured import asked_grammar
+from quire.server.resolve.tools import ToolUse
 from quire.server.served_model import ServedModel
 
 
@@ -53,7 +55,8 @@ def completion_call(
     )
     if body.num_generated > body.n:
         params = msgspec.structs.replace(params, n=body.num_generated, logprobs=body.logprobs or 0)
-    asked = asked_grammar(body)
+    asked = asked_grammar(body, config)
+    answer = AnswerGrammar(ToolUse(), asked, framed=False)
     check_textless(model.tokenizer, stop=params.stop, structured_outputs=asked)
     prompts = completion_prompts(body, model)
     return resolved(
@@ -64,11 +67,11 @@ def completion_call(
         prompts=prompts,
         params=params,
         logprobs=body.logprobs is not None,
-        headers=headers,
+        headers={**headers, **answer.headers()},
         config=config,
         echo=body.echo,
         echo_only=echo_only,
-        grammars=() if asked is None else [asked],
+        grammars=answer.grammars(model),
     )
 
 
