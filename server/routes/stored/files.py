@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
+from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.peers import Unanswered
@@ -133,15 +134,20 @@ async def _received(request: Request, room: int) -> AsyncIterator[tuple[UploadFi
     """The file of the form, its purpose, and the seconds for which it is kept (None: forever). Large content goes to a
     temporary file. `room`: bytes that may still be stored."""
 
+    encodings = encodings_of(request.headers)
+
     async def bounded() -> AsyncGenerator[bytes]:
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_FILE_BYTES:
-                raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
-            if size > room:
-                raise HTTPException(413, "The files kept take all the room of --max-stored-size: delete some")
-            yield piece
+        decoder = Decoder(encodings, min(MAX_FILE_BYTES, room))
+        try:
+            async for piece in request.stream():
+                for part in decoder.feed(piece):
+                    yield part
+                    await asyncio.sleep(0)
+            decoder.end()
+        except BodyTooLarge:
+            if room < MAX_FILE_BYTES:
+                raise HTTPException(413, "The files kept take all the room of --max-stored-size: delete some") from None
+            raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None
 
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("A file comes as multipart/form-data, with the fields file and purpose")
