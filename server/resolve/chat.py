@@ -8,8 +8,10 @@ from dataclasses import replace
 import msgspec
 
 from quire.server.config import ServerConfig
+from quire.server.formats.chat_formats import ChatFormats
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.formats.thinking_switch import ALIASES, NO_SWITCH
 from quire.server.generation.answers.chunks import ChatWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
@@ -17,7 +19,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, resolved, sampling_params
+from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import chat_prompt
 from quire.server.resolve.structured import asked_grammar
@@ -45,14 +47,17 @@ def chat_call(
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
     tools = tool_use(body, model.formats.tools, close=config.disable_additional_properties)
-    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats.template)]
+    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats)]
     headers = ignored_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    headers |= clipped_header(max_tokens, model)
     params = sampling_params(
         body,
         model,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        config,
+        max_tokens=max_tokens,
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -82,13 +87,17 @@ def chat_call(
     )
 
 
-def ignored_by_template(body: ChatRequest, template: str) -> list[str]:
+def ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
     """Names of parameters that the template does not use: the request's own template, or the model's."""
-    template = body.chat_template or template
-    ignored = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs if name not in template]
+    template = body.chat_template or formats.template
+    switched = formats.thinking if body.chat_template is None else NO_SWITCH
+    known = ALIASES if switched.works else ()
+    names = [name for name in body.chat_template_kwargs if name not in template and name not in known]
+    ignored = [f"chat_template_kwargs.{name}" for name in names]
     if body.documents and "documents" not in template:
         ignored.append("documents")
-    if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:
+    works = switched.works or switched.efforts or any(name in template for name in body.implied_variables)
+    if not works and body.reasoning_effort is not None:
         ignored.append("reasoning_effort")
     return ignored
 

@@ -25,6 +25,8 @@ from quire.server.resolve.checks import carried, check_carried, check_prompt_log
 from quire.server.served_model import ServedModel
 
 Made = TypeVar("Made")
+CLIPPED = "X-Max-Tokens-Clipped"
+"""The header with the tokens that an answer may have, where the request asked for more than the context holds."""
 BYTES_OF_ID = 32
 """That a list's entry takes beyond what it takes in a message."""
 
@@ -169,6 +171,7 @@ def _repetition(body: GenerationBody) -> RepetitionRule | None:
 def sampling_params(
     body: GenerationBody,
     model: ServedModel,
+    config: ServerConfig,
     *,
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
@@ -181,7 +184,11 @@ def sampling_params(
     """
     model.check_task("generate")
     defaults, max_model_len = model.defaults, model.context_length
-    if max_tokens is not None and max_tokens > max_model_len:
+    if max_tokens == -1:
+        max_tokens = None
+    if max_tokens is not None and max_tokens > max_model_len and config.clip_max_tokens:
+        max_tokens = max_model_len
+    elif max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
             f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
             "prompt and answer together",
@@ -222,6 +229,12 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
+
+
+def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
+    """The header of an answer that has less room than its request gave it."""
+    most = model.context_length
+    return {CLIPPED: str(most)} if max_tokens is not None and max_tokens > most else {}
 
 
 def _check_texts(**texts: Sequence[str]) -> None:

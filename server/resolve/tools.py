@@ -17,7 +17,7 @@ from quire.engine.types import Grammar
 from quire.server.formats.grammars import literal
 from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.tools import NamedTool
+from quire.server.protocol.tools import AllowedTools, NamedTool
 
 PLACE = "tools[{}].function.parameters"
 
@@ -38,6 +38,8 @@ class ToolUse:
     parallel: bool = True
     close: bool = True
     """Objects of schemas that name properties, and say nothing of others, have no others."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The fields that the tools' schemas come from."""
     levels: Mapping[str, int] = field(default_factory=dict)
     """How much weaker the schemas of some tools are, of those that nobody asked to hold: see `weaker`."""
 
@@ -91,7 +93,7 @@ class ToolUse:
         return self.must_call or list(self.known.values())
 
     def _place(self, name: str) -> str:
-        return PLACE.format(list(self.known).index(name))
+        return self.places[name]
 
     def _enforced(self, tool: Tool) -> Closed:
         """The schema that a grammar holds calls of the tool to. Raises InvalidRequest."""
@@ -113,7 +115,14 @@ def tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
         parameters = function.parameters if function.strict else with_sound_arguments(function.parameters)
         known[function.name] = Tool(function.name, _parameters(parameters, index))
-    choice = body.tool_choice
+    specs, choice = body.tools, body.tool_choice
+    if isinstance(choice, AllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        if missing := next((name for name in allowed if name not in known), None):
+            raise InvalidRequest(f"tool_choice: there is no tool named {missing}", param="tool_choice")
+        specs = [spec for spec in body.tools if spec.function.name in allowed]
+        known = {name: tool for name, tool in known.items() if name in allowed}
+        choice = choice.allowed_tools.mode
     if isinstance(choice, NamedTool) and choice.function.name not in known:
         raise InvalidRequest(f"tool_choice: there is no tool named {choice.function.name}", param="tool_choice")
     if choice == "required" and not known:
@@ -131,8 +140,9 @@ def tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True
     elif choice == "required":
         must_call = list(known.values())
     parallel = body.parallel_tool_calls and not isinstance(choice, NamedTool)
-    strict = frozenset(spec.function.name for spec in body.tools if spec.function.strict)
-    return ToolUse([spec.as_dict() for spec in body.tools], format, known, must_call, strict, parallel, close)
+    places = {spec.function.name: PLACE.format(index) for index, spec in enumerate(body.tools)}
+    strict = frozenset(spec.function.name for spec in specs if spec.function.strict)
+    return ToolUse([spec.as_dict() for spec in specs], format, known, must_call, strict, parallel, close, places)
 
 
 def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 from backports import zstd
+from starlette.requests import Request
+from starlette.types import Message
 
 from quire.engine.errors import InvalidRequest
 from quire.server.access import encodings as encodings_module
+from quire.server.access.bodies import Bodies
 from quire.server.access.encodings import STEP, BodyTooLarge, Decoder
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 
@@ -29,7 +34,8 @@ def encoded(content: bytes, *names: str) -> bytes:
 
 
 def server(**options: Any) -> Any:
-    return open_api(FakeEngine(scripted(b"Hello", 258), eos=[258], max_model_len=2048), max_body_size=LARGEST / 2**20, **options)
+    engine = FakeEngine(scripted(b"Hello", 258), eos=[258], max_model_len=2048)
+    return open_api(engine, max_body_size=LARGEST / 2**20, **options)
 
 
 async def post(api: Api, content: Any, names: str, path: str = "/v1/chat/completions") -> Any:
@@ -116,20 +122,21 @@ async def test_the_bound_is_that_of_the_decoded_body(names: str) -> None:
         assert api.app.state.server.bodies.held == 0
 
 
-async def test_the_decoded_body_counts_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with server() as api:
-        bodies, most = api.app.state.server.bodies, 0
-        grown = bodies._budget.take
+async def test_the_decoded_body_counts_for_its_sender() -> None:
+    content = json.dumps(CHAT).encode().ljust(LARGEST // 2)
+    compressed = zstd.compress(content)
 
-        def take(owner: str, size: int) -> None:
-            nonlocal most
-            grown(owner, size)
-            most = max(most, bodies.held)
+    async def receive() -> Message:
+        return {"type": "http.request", "body": compressed}
 
-        monkeypatch.setattr(bodies._budget, "take", take)
-        content = json.dumps(CHAT).encode().ljust(LARGEST // 2)
-        assert (await post(api, zstd.compress(content), "zstd")).status_code == 200
-    assert most >= LARGEST // 2
+    bodies = Bodies(LARGEST, LARGEST)
+    tenant = Tenant("", b"", RateLimits(None, None))
+    headers = [(b"content-encoding", b"zstd"), (b"content-length", str(len(compressed)).encode())]
+    scope = {"type": "http", "headers": headers, "tenant": tenant}
+    async with bodies.read(Request(scope, receive)) as body:
+        assert b"".join(body.pieces) == content
+        assert bodies.held == len(content)
+    assert bodies.held == 0
 
 
 def decoded(content: bytes, *names: str, most: int = LARGEST) -> bytes:

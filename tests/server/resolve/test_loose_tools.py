@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -70,9 +71,9 @@ async def test_a_tool_that_nobody_asked_to_hold_refuses_no_request(name: str, mo
         assert api.engine.seen[-1].params.grammar is not None
 
 
-async def test_every_odd_tool_at_once_and_the_others_are_held() -> None:
+async def test_some_odd_tools_at_once_and_the_others_are_held() -> None:
     tools = [HELD, *TOOLS]
-    for index, tool in enumerate(CASES.values()):
+    for index, tool in enumerate(islice(CASES.values(), 8)):
         tools.append({**tool, "function": {**tool["function"], "name": f"odd_{index}"}})
     async with speaker(ONE) as api:
         answer = await api.http.post(PATH, json={"messages": HELLO, "tools": tools, "tool_choice": "required"})
