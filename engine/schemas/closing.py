@@ -59,7 +59,7 @@ class _Merged:
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
     """`anyOf` or `oneOf`, and its branches."""
     wanted: set[str] = field(default_factory=set)
-    """"ref" where a reference was followed, "never" where `false` is among the schemas."""
+    """"ref" where a reference was followed, "again" where a schema was met twice, "never" where `false` is among them."""
 
 
 def closed(schema: Schema, *, by_name: bool = False) -> Closed:
@@ -141,6 +141,8 @@ class _Closing:
     def _add(self, schema: Schema, parts: _Merged, seen: set[int]) -> None:
         if schema is False:
             parts.wanted.add("never")
+        if id(schema) in seen:
+            parts.wanted.add("again")
         if isinstance(schema, bool) or id(schema) in seen:
             return
         if not isinstance(schema, dict):
@@ -188,6 +190,8 @@ class _Closing:
         self._spend(1)
         if "never" in parts.wanted:
             return False
+        if "again" in parts.wanted and not parts.plain and not parts.choices:
+            raise Undecided  # a schema that is nothing but itself
         if not parts.choices:
             return self._object(parts.plain)
         (keyword, branches), *others = parts.choices
