@@ -59,7 +59,7 @@ class _Merged:
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
     """`anyOf` or `oneOf`, and its branches."""
     wanted: set[str] = field(default_factory=set)
-    """"ref" where a reference was followed, "again" where a schema was met twice, "never" where `false` is among them."""
+    """"ref": a reference was followed, "again": a schema was met twice, "never": `false` is among the schemas."""
 
 
 def closed(schema: Schema, *, by_name: bool = False) -> Closed:

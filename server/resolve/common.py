@@ -183,17 +183,7 @@ def sampling_params(
     Raises InvalidRequest naming the parameter.
     """
     model.check_task("generate")
-    defaults, max_model_len = model.defaults, model.context_length
-    if max_tokens == -1:
-        max_tokens = None
-    if max_tokens is not None and max_tokens > max_model_len and config.clip_max_tokens:
-        max_tokens = max_model_len
-    elif max_tokens is not None and max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
-            "prompt and answer together",
-            param=max_tokens_name,
-        )
+    defaults = model.defaults
     for name, ids in (
         ("logit_bias", body.logit_bias),
         ("stop_token_ids", body.stop_token_ids),
@@ -217,7 +207,7 @@ def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
-        max_tokens=max_tokens,
+        max_tokens=_limit(max_tokens, max_tokens_name, model.context_length, clip=config.clip_max_tokens),
         min_tokens=body.min_tokens,
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids),
@@ -229,6 +219,19 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
+
+
+def _limit(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
+    """Most tokens of an answer; None: as many as the context holds. Raises InvalidRequest for more, unless they are
+    clipped."""
+    if max_tokens is None or max_tokens == -1:
+        return None
+    if max_tokens > context and not clip:
+        raise InvalidRequest(
+            f"{name} is too large: {max_tokens}. This model's context is {context} tokens, prompt and answer together",
+            param=name,
+        )
+    return min(max_tokens, context)
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
