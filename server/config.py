@@ -145,6 +145,14 @@ class ServerConfig(EngineConfig):
     strict_tool_calls: bool = Field(
         False, description="A code block with the name and arguments of a tool is text, and no call in another form"
     )
+    disable_additional_properties: bool = Field(
+        True,
+        description="Objects of JSON schemas that have properties and not additionalProperties have no others; else, "
+        "by the letter of JSON Schema, they may have any",
+    )
+    clip_max_tokens: bool = Field(
+        True, description="max_tokens beyond the context is clipped, which a header tells; else the request is refused"
+    )
     reasoning_parser: ReasoningParser = Field(
         "auto", description="Marks around the model's thinking; auto: the chat template's"
     )

@@ -136,6 +136,7 @@ ROOMS = {
             "folder",
             "heap",
             "gguf",
+            "schemas",
             "text",
             "images",
             "checkpoint",

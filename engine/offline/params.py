@@ -90,6 +90,9 @@ class StructuredOutputsParams:
     disable_fallback: bool = False
     """Without effect, as the next: there is one backend, and it allows one space at most."""
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    """Objects of the schema that have `properties` and do not say which others they have have no others. False: the
+    letter of JSON Schema, by which they may have any."""
 
     def __post_init__(self) -> None:
         self.as_grammar()
@@ -101,7 +104,8 @@ class StructuredOutputsParams:
             raise InvalidRequest("only one structured output can be asked for", param="structured_outputs")
         if isinstance(value, tuple):
             value = list(value)
-        return structured_grammar(way, dict(value) if isinstance(value, Mapping) else value)
+        value = dict(value) if isinstance(value, Mapping) else value
+        return structured_grammar(way, value, close=self.disable_additional_properties).grammar
 
 
 @suggesting

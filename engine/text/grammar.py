@@ -9,6 +9,7 @@ second.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ MAX_FORCED_BYTES = 16 * 1024
 into tokens again with each token: a text of 256 KB would cost each answer 130 MB, and 0.1 s a token."""
 CHECK_STACK_BYTES = 4 << 20
 """Half of the engine's stack, so a grammar that passes the check does not overflow the engine's."""
+_LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _CACHED_GRAMMARS = 32
 _CHECK_STEPS = 3
 """Tokens that a check advances the matcher by."""
@@ -280,9 +282,17 @@ def _as_lark(text: str) -> str:
     if "::=" not in text or is_lark_syntax(text):
         return text
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(_LONG_ESCAPE.sub(_character, text))
     except Exception as error:  # it raises errors of its own, and others for what it did not foresee
         raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
+
+
+def _character(escape: re.Match[str]) -> str:
+    """What an escape of GBNF's stands for: the translation knows those of two digits alone."""
+    code = int(escape[1] or escape[2] or "0", 16)
+    if not (escape[1] or escape[2]) or code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        return escape[0]
+    return chr(code) if code >= 0x80 else f"\\x{code:02x}"
 
 
 def refuse_long_text(matcher: LLMatcher) -> None:

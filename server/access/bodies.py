@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
+from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of
 from quire.server.budget import Budget
 
 FREE_BYTES = 64 * 1024
@@ -28,6 +29,8 @@ _SLOW_AFTER = 2.0
 """While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
 READ = "quire.body"
 """The scope's key of a Body that an application around this one has read."""
+_STEPS_IN_A_TURN = 4
+"""Steps of decoding between which nobody else has a turn: 256 KiB, which take a millisecond."""
 LONGEST = 300.0
 """Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
@@ -69,6 +72,8 @@ class Bodies:
         self._budget = Budget(max(budget, max_bytes))
         self._under_way: set[Body] = set()
         self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
+        self._decoding = asyncio.Lock()
+        """One body is decoded at a time: a decoder's memory is not in the budget."""
         self._cut_at = 0.0
         """When slow senders were cut off last, by the loop's clock."""
 
@@ -79,12 +84,13 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, *, json: bool = True) -> AsyncIterator[Body]:
-        """The body, whole; its part of the budget is held until the block ends. One that is in the scope is not read
-        once more, and gives back its part of the budget that it is in. `json`: False for one that is passed on, of any
-        type.
+        """The body, whole and decoded; its part of the budget is held until the block ends. One that is in the scope is
+        not read once more, and gives back its part of the budget that it is in. `json`: False for one that is passed
+        on, of any type.
 
-        Raises HTTPException for one that is too large or comes too slowly, Overloaded where there was no room,
-        InvalidRequest for another type than JSON, ClientDisconnect.
+        Raises HTTPException for one that is too large, comes too slowly or is encoded as none is read, Overloaded where
+        there was no room, InvalidRequest for another type than JSON and for one that is not of its encoding,
+        ClientDisconnect.
         """
         if (given := request.scope.get(READ)) is not None:
             try:
@@ -94,6 +100,7 @@ class Bodies:
                 given.release()
             return
         headers = Headers(scope=request.scope)
+        encodings = encodings_of(headers)
         if json:
             _check_type(headers)
         body = Body(tenant_of(request.scope).name)
@@ -109,6 +116,8 @@ class Bodies:
                     408, f"The body came too slowly: it takes {LONGEST:g} s at most, and less while others wait"
                 ) from None
             body.deadline = None
+            if encodings and body.size:
+                await self._decode(body, encodings)
             yield body
         finally:
             body.release()
@@ -133,6 +142,30 @@ class Bodies:
             more = message.get("more_body", False)
             if body.size > max(FREE_BYTES, body.held):  # its length was not told: chunks, or HTTP/2 behind a proxy
                 await self._hold(body, min(8 * body.size, max(self._max_bytes, body.size)))
+
+    async def _decode(self, body: Body, encodings: list[str]) -> None:
+        """Replace the pieces by what they stand for, which is counted before there is memory for it: nobody waits for
+        room with a decoder."""
+        async with self._decoding:
+            size = sum([len(part) async for part in self._parts(body.pieces, encodings)])
+        await self._hold(body, max(size, body.held))
+        encoded, body.pieces, body.size = body.pieces, [], size
+        async with self._decoding:
+            async for part in self._parts(encoded, encodings):
+                body.pieces.append(part)
+
+    async def _parts(self, pieces: list[bytes], encodings: list[str]) -> AsyncIterator[bytes]:
+        decoder, steps = Decoder(encodings, self._max_bytes), 0
+        try:
+            for piece in pieces:
+                for part in decoder.feed(piece):
+                    yield part
+                    steps += 1
+                    if steps % _STEPS_IN_A_TURN == 0:
+                        await asyncio.sleep(0)
+            decoder.end()
+        except BodyTooLarge:
+            self._check_size(self._max_bytes + 1)
 
     async def _hold(self, body: Body, size: int) -> None:
         """Wait until `body` may hold `size` bytes."""

@@ -15,6 +15,7 @@ from quire.server.formats.forms.slots import TAG, last_tag
 from quire.server.formats.frame import ContentFrame
 from quire.server.formats.reasoning import TABLE as REASONING
 from quire.server.formats.reasoning import ReasoningFormat, reasoning_format
+from quire.server.formats.thinking_switch import NO_SWITCH, ThinkingSwitch
 from quire.server.formats.tools.format import ToolFormat
 from quire.server.formats.tools.table import TABLE, tool_format
 
@@ -35,6 +36,7 @@ class ChatFormats:
     frame: ContentFrame | None = None
     tools_from: str = ""
     """Where the format of tool calls is from, in words for the operator."""
+    thinking: ThinkingSwitch = NO_SWITCH
     in_blocks: bool = False
     """Code blocks with calls are calls too, where the model decides whether it calls."""
 
@@ -58,7 +60,8 @@ class ChatFormats:
         if tools is not None:
             renderer = renderer.describing_tools(tools.example, always=not shown)
         in_blocks = renderer.shows.tools and not config.strict_tool_calls
-        return cls(template, renderer, reasoning, tools, _frame(turn, tools), source, in_blocks)
+        thinking = ThinkingSwitch.of(renderer, template)
+        return cls(template, renderer, reasoning, tools, _frame(turn, tools), source, thinking, in_blocks)
 
 
 def _turn(prober: Prober) -> Turn | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -103,3 +104,13 @@ def one_complaint(
     except ValidationError:
         forms = "a string, a list of token ids, or a list of strings and lists of token ids"
         raise InvalidRequest(why(value) or f"{param} must be {forms}", param=param) from None
+
+
+def _is_limit(count: int) -> int:
+    if count == -1 or count >= 1:
+        return count
+    raise ValueError("must be at least 1, or -1: as many as the context holds")
+
+
+TokenLimit = Annotated[int, AfterValidator(_is_limit)]
+"""Most tokens of an answer."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open
+from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open, TokenLimit
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.tools import ToolCalls, ToolChoice, Tools
 
@@ -73,7 +73,7 @@ Messages = Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1
 
 class ChatRequest(GenerationBody):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True

@@ -38,7 +38,6 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "multi_modal_data": ({},),
     "multi_modal_uuids": ({},),
-    "prediction": (),
     "prompt_embeds": (),
     "suffix": ("",),
     "thinking_token_budget": (),
@@ -202,6 +201,7 @@ class GenerationBody(CallBody):
     """The fields that completions and chat have in common."""
 
     max_tokens: int | None = None
+    """-1: as many as the context holds."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(None, lt=2**31)

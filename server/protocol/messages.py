@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.engine.types import MAX_STOP_STRINGS
-from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost, TextOr
+from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost, TextOr, TokenLimit
 from quire.server.protocol.common import Given
 from quire.server.protocol.tools import Name
 from quire.server.protocol.translated import TranslatedBody
@@ -181,7 +181,7 @@ class MessagesRequest(CountTokensRequest):
         "response_format": "output_config.format",
     }
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: TokenLimit
     """More than the context holds is as much as it holds."""
     stop_sequences: Annotated[list[str], AtMost(MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_TOOLS, AtMost
+from quire.server.protocol.bounds import MAX_TOOLS, AtMost, TokenLimit
 from quire.server.protocol.common import Given
 from quire.server.protocol.items import InputWithReferences
 from quire.server.protocol.tools import Name
@@ -137,7 +137,7 @@ class ResponsesRequest(TranslatedBody):
 
     input: InputWithReferences = ""
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: TokenLimit | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int = Field(0, ge=0)

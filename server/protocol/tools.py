@@ -45,7 +45,23 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedNames(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], AtMost(MAX_TOOLS), Field(min_length=1)]
+
+
+class AllowedTools(BaseModel):
+    """Of the tools that are listed, these may be called; the model is shown no others."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+ToolChoice = Literal["none", "auto", "required"] | AllowedTools | NamedTool
 
 
 class CalledFunction(Open):

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import msgspec
 
-from quire.engine.types import Grammar
 from quire.server.config import ServerConfig
-from quire.server.formats.grammars import after_thinking, either, framed
+from quire.server.formats.chat_formats import ChatFormats
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
+from quire.server.formats.thinking_switch import ALIASES, NO_SWITCH
 from quire.server.generation.answers.chunks import ChatWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
+from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, resolved, sampling_params
+from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import chat_prompt
 from quire.server.resolve.structured import asked_grammar
@@ -45,15 +46,18 @@ def chat_call(
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
-    tools = tool_use(body, model.formats.tools)
-    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats.template)]
+    tools = tool_use(body, model.formats.tools, close=config.disable_additional_properties)
+    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats)]
     headers = ignored_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    headers |= clipped_header(max_tokens, model)
     params = sampling_params(
         body,
         model,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        config,
+        max_tokens=max_tokens,
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -62,7 +66,8 @@ def chat_call(
     message = message_format(body, tools, prompt, model)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
-    grammars = answer_grammars(body, tools, message, model)
+    answer = AnswerGrammar(replace(tools, shown=None), asked_grammar(body, config), message)
+    grammars = answer.grammars(model)
     if message is not None and not grammars:  # else a grammar says what a call is
         message = replace(message, in_blocks=model.formats.in_blocks)
     return resolved(
@@ -73,22 +78,26 @@ def chat_call(
         prompts=[prompt],
         params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
-        headers=headers,
+        headers={**headers, **(answer.headers() if grammars else {})},
         config=config,
         message=message,
         grammars=grammars,
-        parts=tools.schemas if grammars else (),
+        answer=answer if grammars else None,
         echo=body.echo,
     )
 
 
-def ignored_by_template(body: ChatRequest, template: str) -> list[str]:
+def ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
     """Names of parameters that the template does not use: the request's own template, or the model's."""
-    template = body.chat_template or template
-    ignored = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs if name not in template]
+    template = body.chat_template or formats.template
+    switched = formats.thinking if body.chat_template is None else NO_SWITCH
+    known = ALIASES if switched.works else ()
+    names = [name for name in body.chat_template_kwargs if name not in template and name not in known]
+    ignored = [f"chat_template_kwargs.{name}" for name in names]
     if body.documents and "documents" not in template:
         ignored.append("documents")
-    if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:
+    works = switched.works or switched.efforts or any(name in template for name in body.implied_variables)
+    if not works and body.reasoning_effort is not None:
         ignored.append("reasoning_effort")
     return ignored
 
@@ -109,27 +118,3 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
         calls_only=bool(tools.must_call),
         frame=frame,
     )
-
-
-def answer_grammars(
-    body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
-) -> list[tuple[str, Grammar]]:
-    """Grammars to check, each with its parameter; answers must match the last one. None: they are any text.
-
-    If the model must call tools, there is no content, so a requested format is ignored. If it may call tools and a
-    format is requested, an answer is either calls or content in that format.
-    """
-    asked, first = asked_grammar(body), []
-    call = tools.grammar(model.tokenizer, alone=asked is not None)
-    if call is not None:
-        if asked is not None and not tools.must_call:
-            first = [asked]  # by itself, so that an error names its parameter and not `tools`
-            call = either(framed(asked[1], model.formats.frame, model.tokenizer), call)
-        asked = "tools", call
-    elif asked is not None:
-        asked = asked[0], framed(asked[1], model.formats.frame, model.tokenizer)
-    if asked is None:
-        return []
-    if message is not None and message.reasoning is not None:
-        asked = asked[0], after_thinking(asked[1], message.reasoning, message.begun, model.tokenizer)
-    return [*first, asked]

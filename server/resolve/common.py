@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, TypeVar
 
 import msgspec
@@ -20,10 +20,13 @@ from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
+from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs, check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
 Made = TypeVar("Made")
+CLIPPED = "X-Max-Tokens-Clipped"
+"""The header with the tokens that an answer may have, where the request asked for more than the context holds."""
 BYTES_OF_ID = 32
 """That a list's entry takes beyond what it takes in a message."""
 
@@ -46,8 +49,10 @@ class Resolved:
     """Writes the answer in the form of the API that was asked."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
-    parts: Sequence[tuple[str, Grammar]] = ()
-    """What the last grammar is made of, each with the field that it comes from."""
+    answer: AnswerGrammar | None = None
+    """What the last grammar is made of."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The caller's names of fields, by those of a chat."""
     receipts: bool = True
     """Whether the answer can have a receipt: not where nothing is generated that anybody reads."""
 
@@ -85,10 +90,10 @@ def resolved(
     echo: bool = False,
     echo_only: bool = False,
     grammars: Sequence[tuple[str, Grammar]] = (),
-    parts: Sequence[tuple[str, Grammar]] = (),
+    answer: AnswerGrammar | None = None,
 ) -> Resolved:
     """The spec of a body whose prompts and parameters are resolved; `model` is the name for the answer. The last of
-    `grammars` is the answers', made of `parts`.
+    `grammars` is the answers', made of `answer`.
 
     Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
     of token ids than the answers may carry.
@@ -128,7 +133,16 @@ def resolved(
         receipt=body.receipt,
         headers=headers,
     )
-    return Resolved(spec, writer, grammars, parts)
+    return Resolved(spec, writer, grammars, answer)
+
+
+def with_answer(call: Resolved, answer: AnswerGrammar, model: ServedModel) -> Resolved:
+    """The call with another grammar of its answer. Raises InvalidRequest."""
+    grammars = [(call.names.get(param, param), grammar) for param, grammar in answer.grammars(model)]
+    _check_grammars(grammars)
+    params = msgspec.structs.replace(call.spec.params, grammar=grammars[-1][1])
+    spec = replace(call.spec, params=params, headers={**call.spec.headers, **answer.headers()})
+    return replace(call, spec=spec, grammars=grammars, answer=answer)
 
 
 def _check_grammars(grammars: Sequence[tuple[str, Grammar]]) -> None:
@@ -157,6 +171,7 @@ def _repetition(body: GenerationBody) -> RepetitionRule | None:
 def sampling_params(
     body: GenerationBody,
     model: ServedModel,
+    config: ServerConfig,
     *,
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
@@ -168,15 +183,11 @@ def sampling_params(
     Raises InvalidRequest naming the parameter.
     """
     model.check_task("generate")
-    defaults, max_model_len = model.defaults, model.context_length
+    defaults = model.defaults
+    if max_tokens == -1:
+        max_tokens = None
     if (most := model.most_tokens) is not None:
         max_tokens = most if max_tokens is None else min(max_tokens, most)
-    if max_tokens is not None and max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
-            "prompt and answer together",
-            param=max_tokens_name,
-        )
     for name, ids in (
         ("logit_bias", body.logit_bias),
         ("stop_token_ids", body.stop_token_ids),
@@ -200,7 +211,7 @@ def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
-        max_tokens=max_tokens,
+        max_tokens=_limit(max_tokens, max_tokens_name, model.context_length, clip=config.clip_max_tokens),
         min_tokens=body.min_tokens,
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids),
@@ -214,6 +225,25 @@ def sampling_params(
     )
     check_leaves_tokens(params, model.tokenizer.eos_token_ids)
     return params
+
+
+def _limit(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
+    """Most tokens of an answer; None: as many as the context holds. Raises InvalidRequest for more, unless they are
+    clipped."""
+    if max_tokens is None:
+        return None
+    if max_tokens > context and not clip:
+        raise InvalidRequest(
+            f"{name} is too large: {max_tokens}. This model's context is {context} tokens, prompt and answer together",
+            param=name,
+        )
+    return min(max_tokens, context)
+
+
+def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
+    """The header of an answer that has less room than its request gave it."""
+    most = model.context_length
+    return {CLIPPED: str(most)} if max_tokens is not None and max_tokens > most else {}
 
 
 def _check_texts(**texts: Sequence[str]) -> None:

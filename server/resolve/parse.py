@@ -54,7 +54,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} at character {error.pos}") from None
     except ValueError:  # of bytes that are no text, and of numbers with thousands of digits
-        raise InvalidRequest("The body must be JSON in UTF-8, not compressed") from None
+        message = "The body must be JSON in UTF-8, and the header Content-Encoding tells how it is compressed"
+        raise InvalidRequest(message) from None
     if not isinstance(given, dict):
         raise InvalidRequest(NO_OBJECT)
     return given

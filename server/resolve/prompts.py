@@ -228,8 +228,15 @@ def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, An
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        variables=body.template_variables,
+        variables={**thinking_variables(body, model), **body.template_variables},
     )
+
+
+def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """The template's own variables for how the request switches thinking."""
+    if body.chat_template is not None:
+        return {}
+    return model.formats.thinking.variables(body.reasoning_effort, body.chat_template_kwargs, model.formats.template)
 
 
 def continued(body: ChatRequest, text: str) -> str:

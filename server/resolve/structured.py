@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.structured import WAYS, asked_ways, structured_grammar
-from quire.engine.types import Grammar
+from quire.engine.text.structured import CLOSING, WAYS, Structured, asked_ways, structured_grammar
+from quire.server.config import ServerConfig
 from quire.server.protocol.bounds import MAX_CHOICES
 from quire.server.protocol.common import GenerationBody
 from quire.server.resolve.checks import check_text
 
 
-def asked_grammar(body: GenerationBody) -> tuple[str, Grammar] | None:
+def asked_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, Structured] | None:
     """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
     found: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
@@ -31,11 +31,12 @@ def asked_grammar(body: GenerationBody) -> tuple[str, Grammar] | None:
         raise InvalidRequest(f"Only one structured output can be asked for, got {all_asked}", param=found[1][0])
     param, way, value = found[0]
     try:
-        grammar = _grammar(way, value)
+        close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSING) is True
+        structured = _grammar(way, value, close=close)
     except InvalidRequest as error:
         raise InvalidRequest(f"{param}: {error.message}", param=param) from error
-    check_text(grammar.text, param)
-    return param, grammar
+    check_text(structured.grammar.text, param)
+    return param, structured
 
 
 def _response_format(given: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -56,7 +57,7 @@ def _response_format(given: dict[str, Any]) -> list[tuple[str, Any]]:
     )
 
 
-def _grammar(way: str, value: Any) -> Grammar:
+def _grammar(way: str, value: Any, *, close: bool) -> Structured:
     if way == "choice" and isinstance(value, list) and len(value) > MAX_CHOICES:
         raise InvalidRequest(f"choice takes at most {MAX_CHOICES} strings, got {len(value)}")
-    return structured_grammar(way, value)
+    return structured_grammar(way, value, close=close)

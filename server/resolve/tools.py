@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.schemas.closing import Closed, closed
+from quire.engine.schemas.enforceable import weaker, with_sound_arguments
+from quire.engine.text.structured import enforced_schema
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
 from quire.server.formats.grammars import literal
 from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.tools import NamedTool
+from quire.server.protocol.tools import AllowedTools, NamedTool
 
 PLACE = "tools[{}].function.parameters"
 
@@ -30,41 +33,96 @@ class ToolUse:
     known: Mapping[str, Tool] = field(default_factory=dict)
     must_call: Sequence[Tool] = ()
     """The answer is a call of one of these; empty: the model decides."""
-    strict: bool = False
-    """Arguments follow their schema in calls that the model decides on, too."""
+    strict: frozenset[str] = frozenset()
+    """Names of tools whose calls follow their schema exactly, also where the model decides whether it calls."""
     parallel: bool = True
+    close: bool = True
+    """Objects of schemas that name properties, and say nothing of others, have no others."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The fields that the tools' schemas come from."""
+    levels: Mapping[str, int] = field(default_factory=dict)
+    """How much weaker the schemas of some tools are, of those that nobody asked to hold: see `weaker`."""
+
+    @property
+    def loose(self) -> list[str]:
+        """Names of tools that a grammar may have, and whose calls nobody asked to hold to their schema."""
+        return [tool.name for tool in self._held if tool.name not in self.strict]
 
     @property
     def schemas(self) -> list[tuple[str, Grammar]]:
-        """The schemas of the tools, each with the field that it comes from, in case that their grammar is wrong."""
-        schemas = enumerate(tool.parameters for tool in self.known.values())
-        return [(PLACE.format(index), Grammar("json", json.dumps(schema))) for index, schema in schemas]
+        """The schemas of the tools that a grammar may have, each with the field that it comes from."""
+        return [(self._place(tool.name), self.schema(tool.name)) for tool in self._held]
+
+    def schema(self, name: str) -> Grammar:
+        """The schema that a grammar holds calls of a tool to."""
+        return Grammar("json", json.dumps(self._enforced(self.known[name]).schema))
+
+    @property
+    def open(self) -> dict[str, tuple[str, ...]]:
+        """Objects that stay open, by the field of the schema that they are in."""
+        return {self._place(tool.name): places for tool in self._held if (places := self._enforced(tool).open)}
+
+    @property
+    def weakened(self) -> list[str]:
+        """The fields of schemas that answers are not held to exactly, although they asked for calls of these tools."""
+        return [self._place(name) for name in self.known if self.levels.get(name)]
+
+    def weaker(self, levels: Mapping[str, int]) -> ToolUse:
+        """The same with weaker schemas of some tools, by their names: quire.engine.schemas.enforceable has the
+        levels."""
+        return replace(self, levels={**self.levels, **levels})
 
     def grammar(self, tokenizer: Tokenizer, *, alone: bool = False) -> Grammar | None:
-        """The grammar of an answer that must call a tool, or whose calls are strict; None: it is free.
+        """The grammar of an answer that must call a tool, or of which some calls are strict; None: it is free.
 
-        `alone`: the grammar is one of calls without text beside them, strict or not. Raises InvalidRequest for a tool
-        that no grammar can be made of.
+        `alone`: the grammar is one of calls without text beside them, strict or not. Raises InvalidRequest for a strict
+        tool that no grammar can be made of.
         """
         if self.format is None or not (self.must_call or self.strict or alone):
             return None
-        tools, must = self.must_call or list(self.known.values()), alone or bool(self.must_call)
+        must = alone or bool(self.must_call)
+        tools = [Tool(tool.name, self._enforced(tool).schema) for tool in self._held]
         try:
             text = self.format.grammar(tools, self.parallel, partial(literal, tokenizer=tokenizer), must=must)
             return Grammar("lark", text)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="tools") from error
 
+    @property
+    def _held(self) -> Sequence[Tool]:
+        return self.must_call or list(self.known.values())
 
-def tool_use(body: ChatRequest, format: ToolFormat | None) -> ToolUse:
-    """Raises InvalidRequest naming the parameter."""
+    def _place(self, name: str) -> str:
+        return self.places[name]
+
+    def _enforced(self, tool: Tool) -> Closed:
+        """The schema that a grammar holds calls of the tool to. Raises InvalidRequest."""
+        if tool.name not in self.strict:
+            found = closed(tool.parameters, by_name=True) if self.close else Closed(tool.parameters, ())
+            return Closed(weaker(found.schema, self.levels.get(tool.name, 0)), found.open)
+        try:
+            return enforced_schema(tool.parameters, close=self.close, by_name=True)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._place(tool.name)}: {error.message}", param="tools") from error
+
+
+def tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> ToolUse:
+    """`close`: see ToolUse. Raises InvalidRequest naming the parameter."""
     known: dict[str, Tool] = {}
     for index, spec in enumerate(body.tools):
         function = spec.function
         if function.name in known:
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
-        known[function.name] = Tool(function.name, _parameters(function.parameters, index))
-    choice = body.tool_choice
+        parameters = function.parameters if function.strict else with_sound_arguments(function.parameters)
+        known[function.name] = Tool(function.name, _parameters(parameters, index))
+    specs, choice = body.tools, body.tool_choice
+    if isinstance(choice, AllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        if missing := next((name for name in allowed if name not in known), None):
+            raise InvalidRequest(f"tool_choice: there is no tool named {missing}", param="tool_choice")
+        specs = [spec for spec in body.tools if spec.function.name in allowed]
+        known = {name: tool for name, tool in known.items() if name in allowed}
+        choice = choice.allowed_tools.mode
     if isinstance(choice, NamedTool) and choice.function.name not in known:
         raise InvalidRequest(f"tool_choice: there is no tool named {choice.function.name}", param="tool_choice")
     if choice == "required" and not known:
@@ -82,8 +140,9 @@ def tool_use(body: ChatRequest, format: ToolFormat | None) -> ToolUse:
     elif choice == "required":
         must_call = list(known.values())
     parallel = body.parallel_tool_calls and not isinstance(choice, NamedTool)
-    strict = any(spec.function.strict for spec in body.tools)
-    return ToolUse([spec.as_dict() for spec in body.tools], format, known, must_call, strict, parallel)
+    places = {spec.function.name: PLACE.format(index) for index, spec in enumerate(body.tools)}
+    strict = frozenset(spec.function.name for spec in specs if spec.function.strict)
+    return ToolUse([spec.as_dict() for spec in specs], format, known, must_call, strict, parallel, close, places)
 
 
 def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:

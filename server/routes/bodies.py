@@ -88,7 +88,8 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
     """The same of a call that is resolved."""
     tenant = tenant_of(request.scope)
     if call.grammars:
-        await unless_left(request.receive, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
+        holding = runtime_of(request).grammars.held(call, tenant, model_of(request))
+        call = await unless_left(request.receive, holding)
     spec = replace(of_caller(request, call.spec), grammar_field=call.grammars[-1][0] if call.grammars else None)
     if call.receipts:
         receipt = wants_receipt(request, spec)

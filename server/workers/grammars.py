@@ -10,10 +10,14 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.schemas.enforceable import WEAKEST
 from quire.engine.text.grammar import CHECK_STACK_BYTES, MAX_CHECK_MEMORY, MAX_CPU_SECONDS
 from quire.engine.types import Grammar
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
+from quire.server.resolve.answer_grammar import AnswerGrammar
+from quire.server.resolve.common import Resolved, with_answer
+from quire.server.resolve.translated.as_chat import in_words_of_caller
 from quire.server.served_model import ServedModel
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import Limits
@@ -73,6 +77,38 @@ class GrammarChecker:
                 if (own := await self._verdict(part, tenant)) is not None:
                     raise InvalidRequest(f"{name}: {own}", param=param)
             raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    async def held(self, call: Resolved, tenant: Tenant, model: ServedModel) -> Resolved:
+        """The call, whose grammars compile. Where they do not, tools that nobody asked to hold have the nearest weaker
+        schema with which they do. Raises as `check`, which names fields as the caller calls them."""
+        *first, last = call.grammars
+        await self.check(first, tenant)
+        try:
+            await self.check([last], tenant)
+            return call
+        except InvalidRequest:
+            if call.answer is None:
+                raise
+        answer = call.answer
+        weakest = dict.fromkeys(answer.tools.loose, WEAKEST)
+        for levels in (await self._levels(answer, tenant), weakest) if weakest else ():
+            weaker = with_answer(call, answer.weaker(levels), model)
+            if await self._verdict(weaker.grammars[-1][1], tenant) is None:
+                return weaker
+        parts = [(in_words_of_caller(place, None, call.names), schema) for place, schema in answer.tools.schemas]
+        await self.check([last], tenant, parts)
+        return call
+
+    async def _levels(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
+        """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""
+        found: dict[str, int] = {}
+        for number, name in enumerate(answer.tools.loose):
+            found[name] = WEAKEST if number >= _MOST_PARTS else 0
+            while found[name] < WEAKEST:
+                if await self._verdict(answer.weaker(found).tools.schema(name), tenant) is None:
+                    break
+                found[name] += 1
+        return found
 
     async def _verdict(self, grammar: Grammar, tenant: Tenant) -> str | None:
         """What is wrong with the grammar; None where it is right."""

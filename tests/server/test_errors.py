@@ -313,9 +313,11 @@ async def test_a_form_is_told_to_be_json(api: Api) -> None:
 
 
 async def test_a_body_that_is_no_text_is_told_so(api: Api) -> None:
-    response = await api.http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    response = await api.http.post(COMPLETIONS, content=gzip.compress(b"{}"))
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "The body must be JSON in UTF-8, not compressed"
+    assert response.json()["error"]["message"].startswith(
+        "The body must be JSON in UTF-8, and the header Content-Encod"
+    )
 
 
 async def test_unknown_routes_and_methods(api: Api) -> None:

@@ -53,8 +53,7 @@ def named_by_caller(names: Mapping[str, str]) -> Iterator[Places]:
 def in_own_words(call: Resolved, names: Mapping[str, str]) -> Resolved:
     """The call, with the caller's names of the fields that its grammars come from."""
     grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
-    parts = [(in_words_of_caller(place, None, names), grammar) for place, grammar in call.parts]
-    return replace(call, grammars=grammars, parts=parts)
+    return replace(call, grammars=grammars, names=names)
 
 
 def in_words_of_caller(message: str, param: str | None, names: Mapping[str, str]) -> str:

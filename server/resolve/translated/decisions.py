@@ -171,9 +171,9 @@ def as_chat(
     turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
     turns = placed(turns, model.renderer.shows, places)
     fields = body.extensions()
-    if "enable_thinking" in model.formats.template:
+    if model.formats.thinking.off:
         given = fields.get("chat_template_kwargs", {})
-        fields["chat_template_kwargs"] = {"enable_thinking": False, **given} if isinstance(given, dict) else given
+        fields["chat_template_kwargs"] = {**model.formats.thinking.off, **given} if isinstance(given, dict) else given
     return validated({**fields, "messages": turns}, ChatRequest)
 
 

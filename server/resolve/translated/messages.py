@@ -62,7 +62,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
     ignored = [*body.ignored_params(), *without_effect(body, model)]
     with named_by_caller(NAMES) as places:
         fields = {
-            "max_tokens": min(body.max_tokens, model.context_length),
+            "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
             "temperature": body.temperature,
             "top_p": body.top_p,
@@ -82,7 +82,7 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
     with named_by_caller(NAMES) as places:
         chat = as_chat(body, model, {}, places)
         others = [name for name in body.model_extra or () if name not in EXTENSIONS]
-        ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats.template)]
+        ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats)]
         headers = ignored_header(ignored, config.strict)
         count = prompt_tokens(chat, model, config)
     return Reply(encode_json({"input_tokens": count}), headers)
@@ -92,11 +92,11 @@ def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:
     """Names of parameters that change nothing with this model."""
     ignored = []
     if body.thinking is not None and body.thinking.type == "enabled":
-        if model.formats.reasoning is None:
+        if model.formats.reasoning is None and not model.formats.thinking.works:
             ignored.append("thinking")
         elif body.thinking.budget_tokens is not None and not can_limit_thinking(model):
             ignored.append("thinking.budget_tokens")
-    if body.effort is not None and "reasoning_effort" not in model.formats.template:
+    if body.effort is not None and not model.formats.thinking.efforts:
         ignored.append("output_config.effort")
     return ignored
 
@@ -134,18 +134,18 @@ def function_of(tool: InputTool) -> dict[str, Any]:
 
 def thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
     """The chat's fields about thinking; of the template's variables only those that it has."""
-    thinking, template = body.thinking, model.formats.template
+    thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
-    if kind != "adaptive" and "enable_thinking" in template:
-        variables["enable_thinking"] = kind == "enabled"
+    if kind != "adaptive":
+        variables |= model.formats.thinking.on if kind == "enabled" else model.formats.thinking.off
     given = body.extensions().get("chat_template_kwargs", {})
     fields: dict[str, Any] = {"chat_template_kwargs": {**variables, **given} if isinstance(given, dict) else given}
     if thinking is not None:
         fields["include_reasoning"] = kind != "disabled"
     if thinking is not None and can_limit_thinking(model):
         fields["thinking_token_budget"] = thinking.budget_tokens
-    if body.effort is not None and "reasoning_effort" in template:
+    if body.effort is not None and model.formats.thinking.efforts:
         fields["reasoning_effort"] = body.effort
     return fields
 

@@ -144,7 +144,7 @@ def sampling(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
     options = body.options
     most = options.num_predict
     fields: dict[str, Any] = {
-        "max_tokens": model.context_length if most is None or most < 0 else min(most, model.context_length),
+        "max_tokens": -1 if most is None or most < 0 else most,
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
@@ -165,13 +165,12 @@ def sampling(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
 
 def thinking(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
     """The chat's fields about thinking; only the variables that the template has."""
-    template, think = model.formats.template, body.think
+    think, switch = body.think, model.formats.thinking
     if think is None:
         return {}
     fields: dict[str, Any] = {"include_reasoning": think is not False}
-    if "enable_thinking" in template:
-        fields["chat_template_kwargs"] = {"enable_thinking": think is not False}
-    if isinstance(think, str) and "reasoning_effort" in template:
+    fields["chat_template_kwargs"] = dict(switch.off if think is False else switch.on)
+    if isinstance(think, str) and switch.efforts:
         fields["reasoning_effort"] = think
     return fields
 

@@ -103,7 +103,7 @@ def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *
     ignored = [*without_effect(body, model), *sorted(OF_ANSWERS & body.model_fields_set)]
     with named_by_caller(NAMES) as places:
         chat = as_chat(body, earlier, items, model, places)
-        ignored += ignored_by_template(chat, model.formats.template)
+        ignored += ignored_by_template(chat, model.formats)
         headers = ignored_header(ignored, config.strict)
         count = prompt_tokens(chat, model, config)
     return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers)
@@ -167,7 +167,7 @@ def without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
 
 
 def effort_works(model: ServedModel) -> bool:
-    return any(name in model.formats.template for name in ("reasoning_effort", "enable_thinking"))
+    return model.formats.thinking.works or bool(model.formats.thinking.efforts)
 
 
 def as_chat(
@@ -183,7 +183,7 @@ def as_chat(
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": turns,
-        "max_tokens": body.max_output_tokens and min(body.max_output_tokens, model.context_length),
+        "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "logprobs": bool(body.top_logprobs) or LOGPROBS in body.include,

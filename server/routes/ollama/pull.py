@@ -9,7 +9,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.engine.errors import InvalidRequest, Overloaded
@@ -18,6 +19,7 @@ from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import Documented
 from quire.server.runtime import server_of
+from quire.server.sse import CLIENT_CLOSED_REQUEST
 
 _PULSE = 5.0
 """Seconds after which a caller hears that the download goes on."""
@@ -85,9 +87,10 @@ async def _pulled(process: Process) -> str | None:
 
 async def _read(request: Request) -> bytes:
     """Raises InvalidRequest for more than a name takes."""
-    read = b""
-    async for piece in request.stream():
-        read += piece
-        if len(read) > _LARGEST:
-            raise InvalidRequest(f"The body has more than {_LARGEST} bytes")
-    return read
+    try:
+        async with server_of(request).bodies.read(request) as body:
+            if body.size > _LARGEST:
+                raise InvalidRequest(f"The body has more than {_LARGEST} bytes")
+            return b"".join(body.pieces)
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED_REQUEST) from None

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
+from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.peers import Unanswered
@@ -184,10 +185,19 @@ async def _received(request: Request, upload: _Upload) -> AsyncIterator[tuple[Up
     """The file of the form, its name and purpose, and the seconds for which it is kept (None: forever). Large content
     goes to a temporary file."""
 
+    encodings = encodings_of(request.headers)
+
     async def counted() -> AsyncGenerator[bytes]:
-        async for piece in request.stream():
-            await upload.count(len(piece))
-            yield piece
+        decoder = Decoder(encodings, MAX_FILE_BYTES)
+        try:
+            async for piece in request.stream():
+                for part in decoder.feed(piece):
+                    await upload.count(len(part))
+                    yield part
+                    await asyncio.sleep(0)
+            decoder.end()
+        except BodyTooLarge:
+            raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None
 
     headers = _form_headers(request.headers.get("content-type", ""))
     parser = MultiPartParser(headers, counted(), max_files=1, max_fields=len(_FIELDS), max_part_size=256)

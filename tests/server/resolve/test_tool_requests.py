@@ -45,6 +45,14 @@ def function(name: str, **properties: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
+def having(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "a", "parameters": parameters}}
+
+
+def strict(tool: Any) -> Any:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
 TOOLS = [function("weather", city={"type": "string"}, days={"type": "integer"}), function("clock")]
 EXPECTED = [("weather", ROME), ("clock", "{}")]
 
@@ -226,10 +234,10 @@ ODD = {"type": "object", "properties": {"x": {"type": "strange"}}}
         ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
         ({"tools": [function("two words")]}, "tools", "tools[0].function.name"),
         ({"tools": [function("a"), function("a")]}, "tools", "two functions named a"),
-        ({"tools": [function("a", x=1)]}, "tools", "properties"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 1}}}]}, "tools", "object"),
+        ({"tools": [strict(function("a", x=1))]}, "tools", "properties"),
+        ({"tools": [strict(having({"type": 1}))]}, "tools", "object"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": 1}}}]}, "tools", "list"),
+        ({"tools": [strict(having({"required": 1}))]}, "tools", "list"),
         ({"tools": "weather"}, "tools", "tools"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "tool_choice"),
@@ -248,10 +256,14 @@ async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, s
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        (PATH, {"messages": HELLO, "tools": [*TOOLS, function("odd", x={"type": "strange"})]}, "function.parameters"),
+        (
+            PATH,
+            {"messages": HELLO, "tools": [*TOOLS, strict(function("odd", x={"type": "strange"}))]},
+            "function.parameters",
+        ),
         (
             "/v1/responses",
-            {"input": "a", "tools": [*FLAT, {**FLAT[0], "name": "odd", "parameters": ODD}]},
+            {"input": "a", "tools": [*FLAT, {**FLAT[0], "name": "odd", "parameters": ODD, "strict": True}]},
             "parameters",
         ),
     ],
@@ -348,7 +360,7 @@ async def test_a_format_leaves_the_model_free_to_call() -> None:
             assert ("weather" in text, "mood" in text) == (choice != "none", choice != "required"), choice
         refused = await api.post(PATH, {**body, "guided_json": {"type": "no"}, "response_format": None}, 400)
         assert refused["error"]["param"] == "guided_json"
-        wrong = [function("weather", city={"type": "no"})]
+        wrong = [strict(function("weather", city={"type": "no"}))]
         assert (await api.post(PATH, {**body, "tools": wrong}, 400))["error"]["param"] == "tools"
 
 

@@ -320,7 +320,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
     ({"stop_sequences": ["\ud800"]}, "stop_sequences"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-    ({"tools": [{**CLOCK, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+    ({"tools": [{**CLOCK, "input_schema": {"type": "array"}, "strict": True}]}, "tools[0].input_schema"),
     ({"tools": [{**CLOCK, "name": str(number)} for number in range(1025)]}, "tools"),
     ({"tools": [CLOCK, CLOCK]}, "tools[1]"),
     ({"tools": [{**CLOCK, "input_schema": deep(60)}]}, "nested"),

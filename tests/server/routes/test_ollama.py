@@ -113,7 +113,7 @@ async def test_options_and_formats_reach_the_engine() -> None:
             )
             assert api.engine.seen[-1].params.grammar is not None
         await api.http.post(GENERATE, json={"model": NAME, "prompt": "a", "options": {"num_predict": -1}})
-        assert api.engine.seen[-1].params.max_tokens == 512
+        assert api.engine.seen[-1].params.max_tokens is None
 
 
 async def test_a_prompt_goes_through_the_template_unless_it_is_raw() -> None:

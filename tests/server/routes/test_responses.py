@@ -258,7 +258,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x" * 5000}, "input", "input came to"),
     ({"input": [{"role": "user", "content": "x"}] * 5000}, "input", "input came to"),
     ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools", "tools[0]"),
-    ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools", "tools[0].parameters"),
+    ({"tools": [{**WEATHER, "parameters": {"type": "array"}, "strict": True}]}, "tools", "tools[0].parameters"),
     ({"tools": [{**WEATHER, "name": str(number)} for number in range(1025)]}, "tools", "1025"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no tool named x"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "two tools named clock"),

@@ -1,0 +1,125 @@
+"""What clients ask in other words means the same in every API: thinking, limits of answers, tools that may be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.types import Grammar
+from quire.server.formats.thinking_switch import ThinkingSwitch
+from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, TOOLS, prompt, speaker
+from tests.texts import CHATML, byte_level_tokenizer
+
+LIMITS: list[tuple[str, dict[str, Any], Any]] = [
+    (PATH, {"messages": HELLO}, "max_tokens"),
+    (PATH, {"messages": HELLO}, "max_completion_tokens"),
+    ("/v1/completions", {"prompt": "a"}, "max_tokens"),
+    ("/v1/messages", {"messages": HELLO}, "max_tokens"),
+    ("/v1/responses", {"input": "a"}, "max_output_tokens"),
+]
+SWITCHES = {
+    "enable_thinking": "{% if enable_thinking is defined and not enable_thinking %}OFF{% endif %}",
+    "thinking": "{% if not thinking %}OFF{% endif %}",
+    "skip_thinking": "{% if skip_thinking %}OFF{% endif %}",
+    "thinking_mode": "{% if thinking_mode is defined and thinking_mode == 'chat' %}OFF{% endif %}",
+}
+THINKING: list[tuple[str, dict[str, Any], bool]] = [
+    (PATH, {"messages": HELLO, "reasoning_effort": "none"}, False),
+    (PATH, {"messages": HELLO, "reasoning_effort": "high"}, True),
+    (PATH, {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}, False),
+    (PATH, {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    (PATH, {"messages": HELLO, "chat_template_kwargs": {"thinking": True}}, True),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "thinking": {"type": "disabled"}}, False),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "thinking": {"type": "enabled"}}, True),
+    ("/v1/responses", {"input": "Hello", "reasoning": {"effort": "none"}}, False),
+    ("/v1/responses", {"input": "Hello", "reasoning": {"effort": "low"}}, True),
+    ("/api/chat", {"messages": HELLO, "think": False, "stream": False}, False),
+    ("/api/chat", {"messages": HELLO, "think": True, "stream": False}, True),
+    ("/api/chat", {"messages": HELLO, "think": "high", "stream": False}, True),
+]
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize(("path", "body", "thinks"), THINKING)
+@pytest.mark.parametrize("name", SWITCHES)
+async def test_thinking_is_switched_by_the_variable_that_the_template_has(
+    name: str, path: str, body: dict[str, Any], thinks: bool
+) -> None:
+    async with speaker("x", chat_template=CHATML + SWITCHES[name]) as api:
+        answer = await api.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "OFF" not in prompt(api) if thinks else "OFF" in prompt(api)
+        assert "x-ignored-params" not in answer.headers
+
+
+def test_a_variable_that_changes_nothing_is_no_switch() -> None:
+    template = CHATML + "{% set thinking = 1 %}{{ '' if enable_thinking else '' }}"
+    assert not ThinkingSwitch.of(ChatRenderer({"default": template}, {}), template).works
+
+
+@pytest.mark.parametrize(("path", "body", "name"), LIMITS)
+async def test_a_limit_of_minus_one_is_none_and_one_beyond_the_context_is_clipped(
+    path: str, body: dict[str, Any], name: str
+) -> None:
+    async with speaker("x") as api:
+        await api.post(path, {**body, name: -1})
+        assert api.engine.seen[-1].params.max_tokens is None
+        answer = await api.http.post(path, json={**body, name: 100_000})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["X-Max-Tokens-Clipped"] == "2048"
+        assert api.engine.seen[-1].params.max_tokens == 2048
+        assert "X-Max-Tokens-Clipped" not in (await api.http.post(path, json={**body, name: 2048})).headers
+        for wrong in (-2, *([] if path == "/v1/completions" else [0])):
+            assert name in (await api.http.post(path, json={**body, name: wrong})).text
+    async with speaker("x", clip_max_tokens=False) as api:
+        assert "too large" in (await api.http.post(path, json={**body, name: 100_000})).text
+
+
+async def test_a_prediction_is_a_hint() -> None:
+    async with speaker("x") as api:
+        body = {"messages": HELLO, "prediction": {"type": "content", "content": "x"}}
+        assert (await api.http.post(PATH, json=body)).headers["X-Ignored-Params"] == "prediction"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_are_those_that_the_model_sees(mode: str) -> None:
+    names = [{"type": "function", "function": {"name": "weather"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+    async with speaker(ONE) as api:
+        answer = await api.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice})
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        assert '"name": "weather"' in prompt(api)
+        assert '"name": "clock"' not in prompt(api)
+        assert (api.engine.seen[-1].params.grammar is not None) == (mode == "required")
+        names[0]["function"] = {"name": "nobody"}
+        error = await api.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}, 400)
+    assert error["error"]["message"] == "tool_choice: there is no tool named nobody"
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        (r'root ::= "\u00e9"', "é"),
+        (r"root ::= [\u00e0-\u00ff]+", "éü"),
+        (r'root ::= "\U0001F600" [\U0001F600-\U0001F64F]', "\U0001f600\U0001f601"),
+        (r'root ::= "\x41" [\x42-\x44]', "AB"),
+        (r'root ::= "\u0041\u0022"', 'A"'),
+        (r'root ::= "\\u00e9"', r"\u00e9"),
+    ],
+)
+def test_escapes_of_gbnf_stand_for_characters(text: str, good: str) -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    matcher = GrammarCompiler(vocabulary_of(tokenizer, 259, [258])).matcher(Grammar("lark", text))
+    for token in tokenizer.encode(good, add_special_tokens=False):
+        assert matcher.consume_token(token), good
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("text", [r'root ::= "\ud800"', r'root ::= "\U00110000"'])
+def test_an_escape_that_is_no_character_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 259, [258])).matcher(Grammar("lark", text))
