@@ -32,6 +32,7 @@ from quire.server.access.tenants import Tenants
 from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
+from quire.server.store.retention import DAY
 from quire.server.store.shared import TOPIC, answer
 
 log = logging.getLogger("quire.server")
@@ -100,7 +101,8 @@ class ApiProcesses:
         assert main_task is not None
         folder = self._config.data_dir
         if folder is not None:
-            self._data = open_data(folder, int(self._config.max_stored_size * 2**30))
+            retention = self._config.response_retention_days * DAY
+            self._data = open_data(folder, int(self._config.max_stored_size * 2**30), retention=retention)
         with signals_told(partial(self._on_signal, main_task)):
             self._client.link.launch()
             try:

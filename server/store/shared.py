@@ -32,10 +32,9 @@ METHODS: tuple[Callable[..., Any], ...] = (
     *(Store.delete, Store.lose),
     *(Files.room, Files.add, Files.find, Files.page, Files.delete, Files.expired),
     *(Batches.add, Batches.cancel, Batches.finalize, Batches.end, Batches.find, Batches.page, Batches.open),
-    *(Batches.set_lines, Batches.left, Batches.put_result, Batches.results),
+    *(Batches.set_lines, Batches.reads, Batches.left, Batches.put_result, Batches.results),
     *(Calls.put, Calls.note, Calls.claim, Calls.give_up, Calls.holder, Calls.find, Calls.of_key, Calls.delete),
-    Calls.sweep,
-    *(Processes.look, Processes.left),
+    *(Processes.look, Processes.left, Processes.sweep),
 )
 """What may be asked for, by parts of Data."""
 _BY_NAME = {each.__qualname__: each for each in METHODS}
