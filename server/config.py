@@ -124,7 +124,7 @@ class ServerConfig(EngineConfig):
     response_retention_days: float = Field(
         30.0,
         ge=0,
-        description="Days after its creation at which a stored response is deleted, if no stored one continues it; 0: never",
+        description="Days after which a stored response is deleted, unless a stored one continues it; 0: never",
     )
     receipt_log: Path | None = Field(
         None, description="File to which each answer's receipt is appended, for quire replay; default: none"

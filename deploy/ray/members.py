@@ -58,8 +58,8 @@ class Members:
     """All methods are the event loop's, but for those of `living`."""
 
     def __init__(self, folder: Path, max_bytes: int, living: Callable[[], Set[str]], retention: float = 0) -> None:
-        """`max_bytes`, `retention`: see open_data, whose errors it raises; `living`: the names of the replicas that have not ended,
-        which takes a while."""
+        """`max_bytes`, `retention`: see open_data, whose errors it raises; `living`: the names of the replicas
+        that have not ended, which takes a while."""
         self._living = living
         self._data = open_data(folder, max_bytes, there := living(), retention=retention)
         self.life = secrets.token_hex(8)

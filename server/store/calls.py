@@ -299,12 +299,16 @@ class _Eviction:
         self._sizes = sizes
         self._drop = drop
         self._held = held
-        self._start("")
+        self._owner = ""
+        self._place: tuple[float, str] = _FIRST
+        self._spares_awaited = True
+        self._spares_held = True
 
     def __call__(self, connection: sqlite3.Connection, target: int) -> bool:
         owner = self._sizes.largest()
         if owner != self._owner:
-            self._start(owner)
+            self._owner, self._place = owner, _FIRST
+            self._spares_awaited, self._spares_held = True, True
         query = f"""select ends, id, size, {_AWAITED} from calls where owner = ? and (ends, id) > (?, ?)
             order by ends, id limit ?"""
         rows = connection.execute(query, (owner, *self._place, BATCH_ROWS)).fetchall()
@@ -321,9 +325,3 @@ class _Eviction:
             self._place = _FIRST
             self._spares_awaited, self._spares_held = False, self._spares_awaited
         return True
-
-    def _start(self, owner: str) -> None:
-        self._owner = owner
-        self._place: tuple[float, str] = _FIRST
-        self._spares_awaited = True
-        self._spares_held = True

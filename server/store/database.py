@@ -157,8 +157,8 @@ def page_of(
     """The next rows of a query, at most `limit`, without their `created` and `id`, and whether others follow. A long
     page is read in several blocks, and `is_shown` leaves rows out after that: no block searches for rows to show.
 
-    `query`: `select created, id, ... from TABLE where owner = ? ...` with `values`, over an index that ends with created
-    and id. The page begins after the row with the id `after`. None if the owner has no such row.
+    `query`: `select created, id, ... from TABLE where owner = ? ...` with `values`, over an index that ends with
+    created and id. The page begins after the row with the id `after`. None if the owner has no such row.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")

@@ -48,9 +48,9 @@ class Sweeper:
         if not self._mutex.acquire(blocking=False):
             return False
         try:
-            more = any([self._run(job) for job in self._jobs])
+            unfinished = [job for job in self._jobs if self._run(job)]
             self._database.checkpoint()
-            return more
+            return bool(unfinished)
         finally:
             self._mutex.release()
 
