@@ -14,8 +14,8 @@ class OwnerSizes:
         self._sizes = dict(sizes or {})
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
-        self._before: dict[str, int] = {}
-        """Sizes at `begin` of the owners that changed since."""
+        self._before: dict[str, int] | None = None
+        """Sizes at `begin` of the owners that changed since; None outside of a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -33,17 +33,21 @@ class OwnerSizes:
     def add(self, owner: str, more: int) -> None:
         """`more` may be negative. An owner without bytes is forgotten."""
         size = self[owner]
-        self._before.setdefault(owner, size)
+        if self._before is not None:
+            self._before.setdefault(owner, size)
         self._set(owner, size + more)
 
     def begin(self) -> None:
-        """`revert` goes back to the sizes of this moment."""
+        """`revert` goes back to the sizes of this moment, until `commit`."""
         self._before = {}
 
+    def commit(self) -> None:
+        self._before = None
+
     def revert(self) -> None:
-        for owner, size in self._before.items():
+        for owner, size in (self._before or {}).items():
             self._set(owner, size)
-        self._before = {}
+        self._before = None
 
     def _set(self, owner: str, size: int) -> None:
         before = self._sizes.pop(owner, 0)

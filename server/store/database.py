@@ -42,6 +42,7 @@ class Database:
         self.refusal = ""
         """Why the last write was refused; "" where it was not."""
         self._lock = _TicketLock()
+        self._checkpointing = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -63,15 +64,15 @@ class Database:
         return sqlite3.connect(self.folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None)
 
     def close(self) -> None:
-        with self._lock:
+        with self._checkpointing:
             self._checkpointer.close()
+        with self._lock:
             self._connection.close()
             os.close(self._held)
 
     def checkpoint(self) -> None:
-        """Copy a long write-ahead log into the file, and wait for the disk, while others read and write. One thread at
-        a time, please."""
-        with suppress(FileNotFoundError):
+        """Copy a long write-ahead log into the file, and wait for the disk, while others read and write."""
+        with self._checkpointing, suppress(FileNotFoundError):
             if (self.folder / f"{FILE}-wal").stat().st_size > LOG_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
 
@@ -93,6 +94,8 @@ class Database:
             try:
                 yield self._connection
                 self._connection.execute("commit")
+                for each in sizes:
+                    each.commit()
             except BaseException:
                 if self._connection.in_transaction:  # SQLite takes back itself what some errors end, but not all
                     self._connection.execute("rollback")

@@ -146,6 +146,10 @@ class Store:
 
     def append(self, owner: str, id: str, items: Sequence[Item], most: Bounds | None = None) -> bool:
         """Add items behind the others of a conversation. Whether there is one. Raises what check_room raises."""
+        if (known := self.known(owner, "conversation", id)) is None:
+            return False
+        if most is not None:
+            check_room(known, items, most, "items")
         self.room.make(size_of(items))
         with self.transaction() as database:
             known = _known(database, owner, "conversation", id)
