@@ -230,6 +230,8 @@ def main() -> None:
             "--objects": {"default": "conversations", "choices": list(JSON_BYTES), "help": "what the store is full of"},
             "--rounds": {"default": 5, "type": int, "help": "writes of each kind"},
             "--serve": {"action": "store_true", "help": "measure a server's first tokens"},
+            "--callers": {"default": 1, "type": int, "help": "with --serve: callers that send the write at once"},
+            "--items": {"default": 1, "type": int, "help": "with --serve: items of the write"},
             "--streams": {"default": 0, "type": int, "help": "with --serve: the attack is this many streams"},
         },
     )
@@ -254,8 +256,8 @@ def main() -> None:
 
 
 def _serve(folder: Path, args: Any) -> None:
-    item = {"type": "message", "role": "user", "content": "x" * LARGE}
-    body, path, callers = json.dumps({"items": [item]}).encode(), "/v1/conversations", 1
+    item = {"type": "message", "role": "user", "content": "x" * (LARGE // args.items)}
+    body, path, callers = json.dumps({"items": [item] * args.items}).encode(), "/v1/conversations", args.callers
     bound = args.gib
     if args.streams:
         asked = {"prompt": "Once " * 300, "max_tokens": 2, "stream": True}

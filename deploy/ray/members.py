@@ -19,7 +19,7 @@ import msgspec
 
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data import Standing, open_data
-from quire.server.store.shared import answer
+from quire.server.store.shared import answer_in_thread
 from quire.server.store.tail import PREFIX
 
 log = logging.getLogger("quire.server")
@@ -98,7 +98,7 @@ class Members:
             return None
         await self._all_there.wait()
         if to == HUB:
-            return [await asyncio.to_thread(answer, self._data, body)]
+            return [await answer_in_thread(self._data, body)]
         said = await self._said(to, topic, body)
         return [] if said is None else [said]
 

@@ -33,7 +33,7 @@ from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
 from quire.server.store.retention import DAY
-from quire.server.store.shared import TOPIC, answer
+from quire.server.store.shared import TOPIC, answer_in_thread
 
 log = logging.getLogger("quire.server")
 MOST_FAILURES = 3
@@ -121,7 +121,7 @@ class ApiProcesses:
     async def _asked(self, body: bytes) -> bytes:
         """What an API process asks of what is kept."""
         assert self._data is not None
-        return await asyncio.to_thread(answer, self._data, body)
+        return await answer_in_thread(self._data, body)
 
     async def _serve(self, hub: Hub) -> int:
         keeping = [asyncio.create_task(self._keep(hub, number)) for number in range(self._config.api_server_count)]

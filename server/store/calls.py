@@ -29,6 +29,8 @@ _AWAITED = "exists (select 1 from objects where owner = calls.owner and id = cal
 """Of a call: whether it is a response that has not ended."""
 _FIRST = (float("-inf"), "")
 """Before the end and id of all calls."""
+_STEPS = 2
+"""Transactions by which a call makes room for itself: its first token waits for them."""
 _NOTES = 16
 """Calls whose progress is written in one transaction."""
 CLAIM_SECONDS = 30.0
@@ -135,7 +137,7 @@ class Calls:
 
     def _put(self, owner: str, call: Call, ends: float) -> bool:
         size = ROW + len(call.body)
-        self.room.make(size)
+        self.room.make(size, steps=_STEPS)
         row = (owner, call.pins.id, call.path, b"", msgspec.json.encode(call.pins), call.key, ends, size)
         with self._database.writing(self._sizes) as connection:
             if call.key is not None:

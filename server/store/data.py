@@ -17,6 +17,7 @@ from quire.server.store.calls import Calls
 from quire.server.store.database import Database
 from quire.server.store.files import Contents, Files
 from quire.server.store.garbage import Garbage
+from quire.server.store.owner_threads import OwnerThreads
 from quire.server.store.retention import Retention
 from quire.server.store.store import Store
 from quire.server.store.sweeper import Sweeper
@@ -105,6 +106,8 @@ class Data:
     batches: Batches
     calls: Calls
     processes: Processes
+    threads: OwnerThreads
+    """Of this process, for puts and deletes of objects."""
     close: Callable[[], None]
 
 
@@ -125,4 +128,4 @@ def open_data(folder: Path, max_bytes: int, living: Container[str] = (), *, rete
         raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
     batches = Batches(database, files, garbage)
     together = Processes(database, store, files, calls, sweeper)
-    return Data(store, files, files.contents, batches, calls, together, database.close)
+    return Data(store, files, files.contents, batches, calls, together, OwnerThreads(), database.close)

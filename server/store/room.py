@@ -12,6 +12,8 @@ from quire.server.store.garbage import Garbage
 Evict = Callable[[sqlite3.Connection, int], bool]
 """As a part of a transaction deletes some rows of the owner with most bytes, to free so many bytes if it can. Returns
 whether there is more to look at."""
+MOST = 1.1
+"""The share of the bound that is never passed by whoever leaves the rest to `sweep`."""
 LOW_WATER = 0.95
 """The share of the bound down to which `sweep` evicts: what comes in the meantime fits."""
 
@@ -39,14 +41,19 @@ class Room:
     def used(self) -> int:
         return self._sizes.total() + (0 if self._garbage is None else self._garbage.size)
 
-    def make(self, size: int) -> None:
+    def make(self, size: int, *, steps: int | None = None) -> None:
         """Evict until so many bytes more fit. The caller alone waits for it, and others go on between its transactions.
-        It evicts no more than it adds: beyond the bound is at most what is put at the same time."""
+        It evicts no more than it adds: beyond the bound is at most what is put at the same time. `steps`: it leaves the
+        rest to `sweep` after so many transactions, unless the bound is passed by a tenth."""
         freed, more, evict = 0, True, self._eviction()
         while more and freed < size and self.used + size > self._max_bytes:
             target = min(size - freed, self.used + size - self._max_bytes)
             more, freed_now = self._step(evict, target)
             freed += freed_now
+            if steps is not None:
+                steps -= 1
+                if steps <= 0 and self.used + size <= MOST * self._max_bytes:
+                    break
 
     def sweep(self) -> bool:
         """Evict some, in one transaction, if the low-water mark is passed. Returns whether there is more to do."""
