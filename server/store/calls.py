@@ -19,7 +19,7 @@ import msgspec
 
 from quire.server.budget import OwnerSizes
 from quire.server.store.database import ROW, Database
-from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS
+from quire.server.store.garbage import BATCH_BYTES, OBJECTS
 from quire.server.store.progress import Progress
 from quire.server.store.room import Room
 from quire.server.store.tail import PREFIX, Tokens, left
@@ -235,7 +235,7 @@ class Calls:
             is_due = connection.execute(query, (time.time(), *start, 1)).fetchone() is not None
         if is_due:
             with self._database.writing(self._sizes) as connection:
-                rows, freed = connection.execute(query, (time.time(), *start, BATCH_ROWS)).fetchall(), 0
+                rows, freed = connection.execute(query, (time.time(), *start, OBJECTS)).fetchall(), 0
                 for ends, owner, id, size, awaited in rows:
                     if freed >= BATCH_BYTES:
                         break
@@ -243,7 +243,7 @@ class Calls:
                     if not awaited and (owner, id) not in self._held:
                         self._drop(connection, owner, id)
                         freed += size
-                is_due = len(rows) == BATCH_ROWS or (bool(rows) and start != rows[-1][:3])
+                is_due = len(rows) == OBJECTS or (bool(rows) and start != rows[-1][:3])
         self._swept = start if is_due else None
         return is_due
 
@@ -289,7 +289,7 @@ class Calls:
 
 class _Eviction:
     """Evicts calls of the largest owner, as Room asks for it: those that end first; after them responses that have not
-    ended, and calls that are answered last. One step looks at BATCH_ROWS calls, and the next one goes on from there."""
+    ended, and calls that are answered last. One step looks at some calls, and the next one goes on from there."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class _Eviction:
             self._spares_awaited, self._spares_held = True, True
         query = f"""select ends, id, size, {_AWAITED} from calls where owner = ? and (ends, id) > (?, ?)
             order by ends, id limit ?"""
-        rows = connection.execute(query, (owner, *self._place, BATCH_ROWS)).fetchall()
+        rows = connection.execute(query, (owner, *self._place, OBJECTS)).fetchall()
         freed = 0
         for ends, id, size, awaited in rows:
             self._place = (ends, id)
@@ -323,7 +323,7 @@ class _Eviction:
             freed += size
             if freed >= min(target, BATCH_BYTES) or self._sizes.largest() != owner:
                 return True
-        if len(rows) < BATCH_ROWS:
+        if len(rows) < OBJECTS:
             self._place = _FIRST
             self._spares_awaited, self._spares_held = False, self._spares_awaited
         return True

@@ -14,6 +14,8 @@ BATCH_ROWS = 128
 """Rows that a transaction deletes at most, or inserts of an object with many."""
 BATCH_BYTES = 512 << 10
 """The same in bytes; a single row may have more."""
+OBJECTS = 32
+"""Objects that a transaction deletes at most: each has entries in some indexes."""
 Kind = Literal["items", "lines"]
 
 

@@ -7,7 +7,7 @@ import sqlite3
 import time
 
 from quire.server.store.database import Database
-from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS
+from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS
 from quire.server.store.store import Store
 
 log = logging.getLogger("quire.server")
@@ -40,7 +40,7 @@ class Retention:
             where kind = 'response' and unfinished = 0 and (created, rowid) < (?, ?)
             order by created desc, rowid desc limit ?"""
         with self._store.transaction() as connection:
-            rows = connection.execute(query, (*place, BATCH_ROWS)).fetchall()
+            rows = connection.execute(query, (*place, OBJECTS)).fetchall()
             num_rows = num_bytes = 0
             for created, rowid, owner, id, size, count in rows:
                 if num_rows and (num_rows + count > BATCH_ROWS or num_bytes + size > BATCH_BYTES):

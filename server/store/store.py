@@ -20,11 +20,13 @@ from quire.engine.errors import InvalidRequest
 from quire.server.budget import OwnerSizes
 from quire.server.encoding import encode_json
 from quire.server.store.database import FILE, PATIENCE, ROW, Database
-from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, Garbage
+from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
 from quire.server.store.room import Room
 
 PAGE_BYTES = 4 << 20
 """A page of items ends behind the one that reaches it: 100 large ones would be 400 MB in one answer."""
+_ROW = "id, coalesce(items_key, id), size, count, length(data), created"
+"""Columns of an object that is deleted."""
 Kind = Literal["response", "conversation"]
 
 
@@ -246,31 +248,43 @@ class Store:
     def drop(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
         """Delete an object as a part of a transaction. Nobody sees it any more; if it has many rows, these are deleted
         later. Returns when it was created; None if there is none."""
-        query = "select size, count, created, length(data) from objects where owner = ? and id = ?"
+        query = f"select {_ROW} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
             return None
-        size, count, created, length = row
-        items_key = _items_key(database, owner, id)
+        self._drop(database, owner, *row)
+        return float(row[-1])
+
+    def _drop(
+        self,
+        database: sqlite3.Connection,
+        owner: str,
+        id: str,
+        items_key: str,
+        size: int,
+        count: int,
+        length: int,
+        _: float,
+    ) -> None:
         items_size = size - ROW - length
         if count > BATCH_ROWS or items_size > BATCH_BYTES:
             self._garbage.add(database, "items", owner, items_key, max(items_size, 0))
-        else:
+        elif count:
             database.execute("delete from items where owner = ? and parent = ?", (owner, items_key))
         database.execute("delete from objects where owner = ? and id = ?", (owner, id))
         self._sizes.add(owner, -size)
-        return float(created)
 
     def _evict(self, database: sqlite3.Connection, target: int) -> bool:
         """As Room asks for it."""
-        freed = rows = 0
-        while freed < min(target, BATCH_BYTES) and rows < BATCH_ROWS and self._sizes.total():
-            owner = self._sizes.largest()
-            oldest = "select id, size, count from objects where owner = ? order by unfinished, at limit 1"
-            id, size, count = database.execute(oldest, (owner,)).fetchone()
-            self.drop(database, owner, id)
+        owner, freed, rows = self._sizes.largest(), 0, 0
+        query = f"select {_ROW} from objects where owner = ? order by unfinished, at limit ?"
+        for row in database.execute(query, (owner, OBJECTS)).fetchall():
+            self._drop(database, owner, *row)
+            _, _, size, count, *_ = row
             freed += size
-            rows += 1 + count
+            rows += count
+            if freed >= min(target, BATCH_BYTES) or rows >= BATCH_ROWS or self._sizes.largest() != owner:
+                break
         return True
 
 

@@ -13,7 +13,7 @@ from quire.server.store.garbage import Garbage
 from quire.server.store.retention import Retention
 from quire.server.store.store import Store
 
-_STEPS = 8
+_STEPS = 16
 """Transactions of each kind that one call does at most."""
 _PAUSE_SECONDS = 60.0
 """Between two passes over what has expired."""
