@@ -51,8 +51,8 @@ from quire.server.routes.stored import batches, conversations, files, streams
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from quire.server.store.data import Data, open_data
-from quire.server.store.retention import DAY
 from quire.server.store.shared import shared_data
+from quire.server.store.sweeper import DAY
 
 BODIES_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""

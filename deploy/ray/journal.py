@@ -16,7 +16,7 @@ from deploy.ray.members import Members
 from quire.engine.errors import Overloaded
 from quire.server.config import ServerConfig
 from quire.server.observe import logs
-from quire.server.store.retention import DAY
+from quire.server.store.sweeper import DAY
 
 
 class Journal(Members):

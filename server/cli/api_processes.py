@@ -32,8 +32,8 @@ from quire.server.access.tenants import Tenants
 from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
-from quire.server.store.retention import DAY
 from quire.server.store.shared import TOPIC, answer_in_thread
+from quire.server.store.sweeper import DAY
 
 log = logging.getLogger("quire.server")
 MOST_FAILURES = 3

@@ -18,9 +18,8 @@ from quire.server.store.database import Database
 from quire.server.store.files import Contents, Files
 from quire.server.store.garbage import Garbage
 from quire.server.store.owner_threads import OwnerThreads
-from quire.server.store.retention import Retention
 from quire.server.store.store import Store
-from quire.server.store.sweeper import Sweeper
+from quire.server.store.sweeper import Retention, Sweeper
 
 
 @dataclass(frozen=True, slots=True)

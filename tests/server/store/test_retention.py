@@ -10,8 +10,8 @@ import pytest
 
 from quire.server.store.data import Data, open_data
 from quire.server.store.garbage import BATCH_ROWS
-from quire.server.store.retention import DAY
 from quire.server.store.store import Put, Stored
+from quire.server.store.sweeper import DAY
 from tests.server.store.test_calls import call
 from tests.server.store.test_store import BIG, conversation, item, response
 from tests.server.store.version_2 import write_version_2

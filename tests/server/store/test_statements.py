@@ -18,9 +18,9 @@ from quire.server.store.data import Data, open_data
 from quire.server.store.database import FILE, ROW
 from quire.server.store.files import new_file
 from quire.server.store.progress import Progress
-from quire.server.store.retention import DAY
 from quire.server.store.shared import METHODS
 from quire.server.store.store import Bounds, reading
+from quire.server.store.sweeper import DAY
 from tests.server.statements import Counted, Watched
 from tests.server.store.test_store import BIG, conversation, item, response
 
