@@ -1,4 +1,4 @@
-"""What others wait for while the store is full: `python -m benchmarks.durability.full_store [--gib 1] [--objects conversations]`.
+"""What others wait for while the store is full: `python -m benchmarks.durability.full_store [--gib 1]`.
 
 A folder is filled with objects of one key, in the form of the version before retention, and opened. Then the key puts,
 adds to and deletes objects; meanwhile another key's calls are put into the journal. Shown are, for each kind of write,
