@@ -56,6 +56,7 @@ from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from quire.server.store.data import Data, open_data
 from quire.server.store.shared import shared_data
+from quire.server.store.sweeper import DAY
 
 BODIES_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""
@@ -101,7 +102,8 @@ def _data(config: ServerConfig, folder: Path, link: Link | None) -> Data:
     """What is kept: of this process, or of the one that the link leads to. Raises ConfigError."""
     if link is not None:
         return shared_data(folder, asking(link))
-    return open_data(folder, int(config.max_stored_size * 2**30))
+    retention = config.response_retention_days * DAY
+    return open_data(folder, int(config.max_stored_size * 2**30), retention=retention)
 
 
 def application(

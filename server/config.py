@@ -127,7 +127,12 @@ class ServerConfig(EngineConfig):
         None, description="Directory that keeps responses, conversations, files, batches and streams; default: none are"
     )
     max_stored_size: float = Field(
-        1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are forgotten"
+        1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are deleted"
+    )
+    response_retention_days: float = Field(
+        30.0,
+        ge=0,
+        description="Days after which a stored response is deleted, unless a stored one continues it; 0: never",
     )
     receipt_log: Path | None = Field(
         None, description="File to which each answer's receipt is appended, for quire replay; default: none"

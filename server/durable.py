@@ -40,6 +40,10 @@ _LATER = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_
 """What says that a response may be begun later."""
 _LOOK_SECONDS = 0.5
 """Time between two looks at what other processes left, or were asked for."""
+_SWEEP_SECONDS = 0.5
+"""Time between two looks at what is to be deleted."""
+_SWEEP_PAUSE_SECONDS = 0.02
+"""The same while there is more of it, for others use the disk meanwhile."""
 _LOOK_ALONE_SECONDS = 2.0
 """The same where there are no others: whether the disk takes what is written."""
 
@@ -126,6 +130,7 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
         parts.dropped.add((owner, id))
 
     async with asyncio.TaskGroup() as group:
+        group.create_task(_sweep_always(parts))
         while True:
             try:
                 if (await parts.look()).leads and not (taken_up and parts.peers.alone):
@@ -140,6 +145,19 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
             for each in now:
                 group.create_task(answer(*each))
             await asyncio.sleep(_LOOK_ALONE_SECONDS if taken_up and parts.peers.alone else _LOOK_SECONDS)
+
+
+async def _sweep_always(parts: Durable) -> None:
+    """Delete what is due, in the process that leads."""
+    while True:
+        more = False
+        try:
+            if parts.seen.leads:
+                more = await asyncio.to_thread(parts.data.processes.sweep)
+        except (sqlite3.OperationalError, OSError, QuireError) as error:
+            log.error("nothing is deleted from data_dir now: %s", error)
+            await asyncio.sleep(PATIENCE)
+        await asyncio.sleep(_SWEEP_PAUSE_SECONDS if more else _SWEEP_SECONDS)
 
 
 async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:

@@ -42,6 +42,7 @@ from quire.server.observe.request_log import RequestLog
 from quire.server.observe.throughput import tell_throughput
 from quire.server.receipts import ReceiptLog, Receipts
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
+from quire.server.store.data import Data
 from quire.server.store.store import Store
 from quire.server.streams import Streams
 from quire.server.workers.grammars import GrammarChecker
@@ -113,6 +114,10 @@ class Server:
     @property
     def store(self) -> Store | None:
         return None if self.durable is None else self.durable.store
+
+    @property
+    def data(self) -> Data | None:
+        return None if self.durable is None else self.durable.data
 
     @property
     def batches(self) -> BatchRunner | None:

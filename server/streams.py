@@ -54,7 +54,6 @@ _NOTE_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
 _NOTES_BESIDE_TAIL = 5
 """A call with its tokens in a tail is part of each fifth note until it ends: only a power cut takes what it lacks."""
-_SWEEP_SECONDS = 60.0
 _PUT_TRIES, _PUT_SECONDS = 20, 0.5
 """To put a call into the journal, where nobody answers."""
 _TAKE_OVER, _ANSWERS = "take over", "answers"
@@ -319,14 +318,10 @@ class Streams:
         await asyncio.to_thread(self._calls.delete, owner, id, named=with_key)
 
     async def _note_always(self) -> None:
-        swept = 0.0
         while True:
             await asyncio.sleep(_NOTE_SECONDS)
             try:
                 await self._note()
-                if time.monotonic() - swept > _SWEEP_SECONDS:
-                    await asyncio.to_thread(self._calls.sweep)
-                    swept = time.monotonic()
             except (sqlite3.OperationalError, OSError) as error:
                 log.error("streams: data_dir cannot be written: %s", error)
 

@@ -16,6 +16,7 @@ from deploy.ray.members import Members
 from quire.engine.errors import Overloaded
 from quire.server.config import ServerConfig
 from quire.server.observe import logs
+from quire.server.store.sweeper import DAY
 
 
 class Journal(Members):
@@ -23,7 +24,8 @@ class Journal(Members):
         """Raises what open_data raises: while the one before it has not ended, too, and then Serve tries again."""
         logs.set_up(config)
         assert config.data_dir is not None
-        super().__init__(config.data_dir, int(config.max_stored_size * 2**30), living)
+        retention = config.response_retention_days * DAY
+        super().__init__(config.data_dir, int(config.max_stored_size * 2**30), living, retention)
 
     async def __del__(self) -> None:
         await self.close()

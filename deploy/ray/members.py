@@ -19,7 +19,7 @@ import msgspec
 
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data import Standing, open_data
-from quire.server.store.shared import answer
+from quire.server.store.shared import answer_in_thread
 from quire.server.store.tail import PREFIX
 
 log = logging.getLogger("quire.server")
@@ -57,11 +57,11 @@ class _Member:
 class Members:
     """All methods are the event loop's, but for those of `living`."""
 
-    def __init__(self, folder: Path, max_bytes: int, living: Callable[[], Set[str]]) -> None:
-        """`max_bytes`: see open_data, whose errors it raises; `living`: the names of the replicas that have not ended,
-        which takes a while."""
+    def __init__(self, folder: Path, max_bytes: int, living: Callable[[], Set[str]], retention: float = 0) -> None:
+        """`max_bytes`, `retention`: see open_data, whose errors it raises; `living`: the names of the replicas
+        that have not ended, which takes a while."""
         self._living = living
-        self._data = open_data(folder, max_bytes, there := living())
+        self._data = open_data(folder, max_bytes, there := living(), retention=retention)
         self.life = secrets.token_hex(8)
         """Another one's is another."""
         (folder / LIFE).write_text(self.life)
@@ -98,7 +98,7 @@ class Members:
             return None
         await self._all_there.wait()
         if to == HUB:
-            return [await asyncio.to_thread(answer, self._data, body)]
+            return [await answer_in_thread(self._data, body)]
         said = await self._said(to, topic, body)
         return [] if said is None else [said]
 

@@ -50,6 +50,8 @@ _LOOK_SECONDS = 0.005
 _AHEAD = 64
 """Lines that are read from the database at once."""
 _SWEEP_SECONDS = 600.0
+_EXPIRED_AT_ONCE = 100
+"""Files that are looked at before others are read."""
 
 
 class BatchRunner:
@@ -111,7 +113,7 @@ class BatchRunner:
 
     def uses(self, file_id: str, owner: str) -> bool:
         """Whether a batch that has not ended reads a file. In a thread, please."""
-        return any(owner == whose and batch.input_file_id == file_id for whose, batch in self.batches.open())
+        return self.batches.reads(owner, file_id)
 
     async def add(self, owner: str, batch: Batch) -> None:
         """Raises RateLimited where the owner has many already."""
@@ -236,11 +238,16 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         """Delete files whose time is over."""
+        after: tuple[int, str, str] | None = None
         while True:
-            for owner, id in await self._patiently(self.files.expired):
+            expired = await self._patiently(partial(self.files.expired, after, _EXPIRED_AT_ONCE))
+            for after in expired:
+                _, owner, id = after
                 if not await self._patiently(partial(self.uses, id, owner)):
                     await self._patiently(partial(self.files.delete, owner, id))
-            await asyncio.sleep(_SWEEP_SECONDS)
+            if not expired:
+                after = None
+                await asyncio.sleep(_SWEEP_SECONDS)
 
 
 def _content(path: Path, line: Line) -> bytes:

@@ -32,7 +32,8 @@ from quire.server.access.tenants import Tenants
 from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
-from quire.server.store.shared import TOPIC, answer
+from quire.server.store.shared import TOPIC, answer_in_thread
+from quire.server.store.sweeper import DAY
 
 log = logging.getLogger("quire.server")
 MOST_FAILURES = 3
@@ -106,7 +107,8 @@ class ApiProcesses:
         assert main_task is not None
         folder = self._config.data_dir
         if folder is not None:
-            self._data = open_data(folder, int(self._config.max_stored_size * 2**30))
+            retention = self._config.response_retention_days * DAY
+            self._data = open_data(folder, int(self._config.max_stored_size * 2**30), retention=retention)
         with signals_told(partial(self._on_signal, main_task)):
             self._client.link.launch()
             try:
@@ -125,7 +127,7 @@ class ApiProcesses:
     async def _asked(self, body: bytes) -> bytes:
         """What an API process asks of what is kept."""
         assert self._data is not None
-        return await asyncio.to_thread(answer, self._data, body)
+        return await answer_in_thread(self._data, body)
 
     async def _serve(self, hub: Hub) -> int:
         keeping = [asyncio.create_task(self._keep(hub, number)) for number in range(self._config.api_server_count)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -27,6 +26,7 @@ from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
 from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
+from quire.server.store.data import Data
 from quire.server.store.patience import patiently
 from quire.server.store.store import ItemSummary, Put, Store, Stored
 from quire.server.streams import RESUMED
@@ -38,6 +38,7 @@ counting = APIRouter(route_class=CountedRoute)
 """The route whose calls only read their bodies."""
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
+Written = TypeVar("Written")
 WORKED_ON = ("queued", "in_progress")
 """What is stored of the status of a response that has not ended."""
 
@@ -46,7 +47,8 @@ WORKED_ON = ("queued", "in_progress")
 class Keeper:
     """Stores one response."""
 
-    store: Store | None
+    data: Data | None
+    """None where nothing is stored."""
     owner: str
     spec: GenerationSpec
     writer: ResponsesWriter
@@ -55,7 +57,7 @@ class Keeper:
         """Store the response, which has ended, and add its items to its conversation."""
         fields, writer = self.spec.response, self.writer
         assert fields is not None
-        if self.store is None:
+        if self.data is None:
             return
         if writer.final is None:
             writer.status = "cancelled"
@@ -63,7 +65,8 @@ class Keeper:
             await self._put(writer.final or writer.so_far(writer.status))
         if fields.conversation is not None and writer.final is not None:
             added = [*fields.input, *writer.output]
-            await asyncio.to_thread(self.store.append, self.owner, fields.conversation, added)
+            append = self.data.store.append
+            await self.data.threads.run(self.owner, append, self.owner, fields.conversation, added)
 
     async def begun(self, response: bytes) -> None:
         """Store a response that goes on in the background."""
@@ -71,9 +74,9 @@ class Keeper:
         await self._put(response, unfinished=True)
 
     async def _put(self, response: bytes, *, unfinished: bool = False) -> None:
-        fields, store = self.spec.response, self.store
+        fields, data = self.spec.response, self.data
         assert fields is not None
-        assert store is not None, "refused otherwise"
+        assert data is not None, "refused otherwise"
         about = {
             "status": self.writer.status,
             "background": fields.background,
@@ -82,7 +85,7 @@ class Keeper:
             "streamed": self.spec.stream,
         }
         new = Put(self.spec.answer_id, Stored("response", about, response), fields.input, unfinished=unfinished)
-        await asyncio.to_thread(store.put, self.owner, new)
+        await data.threads.run(self.owner, data.store.put, self.owner, new)
 
 
 @creating.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
@@ -96,7 +99,7 @@ async def create_response(request: Request) -> Response:
         spec = replace(spec, name="")  # an id of ours: the one that a caller chooses may name several answers
     hold(request.scope, 2 * len(fields.repeated))  # in the events that open the stream; or once, in the answer
     writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
-    keeper = Keeper(server_of(request).store, owner, spec, writer)
+    keeper = Keeper(server_of(request).data, owner, spec, writer)
     if fields.background:
         return await _in_background(request, keeper)
     return await reply(request, spec, writer, keeper.keep)
@@ -216,7 +219,7 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     await server_of(request).background.cancel((owner_of(request), response_id))
     if (streams := server_of(request).streams) is not None:
         await streams.forget(owner_of(request), response_id)
-    await asyncio.to_thread(store_of(request, response_id).delete, owner_of(request), response_id)
+    await long_write(request, store_of(request, response_id).delete, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -227,6 +230,13 @@ async def list_input_items(
     """The items of the response's own input."""
     await _find(request, response_id)
     return await listed(request, store_of(request, response_id), response_id, limit, order, after)
+
+
+async def long_write(request: Request, method: Callable[..., Written], *args: object) -> Written:
+    """What a method of the store returns, called with the request's owner in a thread for what takes long."""
+    data, owner = server_of(request).data, owner_of(request)
+    assert data is not None, "refused otherwise"
+    return await data.threads.run(owner, method, owner, *args)
 
 
 def store_of(request: Request, id: str) -> Store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,11 +13,16 @@ from msgspec.structs import replace
 from quire.engine.errors import InvalidRequest
 from quire.server.store.database import Database, page_of
 from quire.server.store.files import Files, StoredFile
+from quire.server.store.garbage import BATCH_ROWS, Garbage
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 KEPT = 1000
 """Batches of a key that have ended and are still known; of more the oldest are forgotten, but not their files."""
+
+
+_OPEN_AT_ONCE = 100
+"""Batches that are read at once."""
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -81,26 +85,27 @@ class Result(NamedTuple):
 
 
 class Batches:
-    """Threads may use it at the same time; each method is one transaction."""
+    """Threads may use it at the same time; each method is one transaction, but for those that put many lines, or read
+    many batches."""
 
-    def __init__(self, database: Database, files: Files) -> None:
-        """`files`: where those of batches that end are made known."""
+    def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
+        """`files`: where those of batches that end are made known. `garbage`: where their lines go."""
         self._database = database
         self._files = files
+        self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, most: int) -> bool:
         """Add a batch, and forget the oldest ended ones beyond KEPT. False where `most` of the owner's are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
-        ended = f"owner = ? and status in ({', '.join('?' * len(ENDED))})"
         with self._database.writing() as connection:
-            counted = f"select count(*) from batches where owner = ? and status not in ({', '.join('?' * len(ENDED))})"
-            if connection.execute(counted, (owner, *ENDED)).fetchone()[0] >= most:
+            opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
+            if len(connection.execute(opened, (owner, most)).fetchall()) >= most:
                 return False
-            connection.execute("insert into batches values (?, ?, ?, ?, ?, ?)", row)
-            oldest = f"select id from batches where {ended} order by created desc, id desc limit -1 offset ?"
-            connection.execute(
-                f"delete from batches where owner = ? and id in ({oldest})", (owner, owner, *ENDED, KEPT)
-            )
+            connection.execute("insert into batches values (?, ?, ?, ?, ?, ?, 0)", row)
+            oldest = """select id from batches where owner = ? and ended = 1
+                order by created desc, id desc limit ? offset ?"""
+            ids = connection.execute(oldest, (owner, BATCH_ROWS, KEPT)).fetchall()
+            connection.executemany("delete from batches where owner = ? and id = ?", ((owner, id) for (id,) in ids))
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
@@ -117,21 +122,22 @@ class Batches:
         id: str,
         change: Callable[[Batch], Batch],
         also: Callable[[sqlite3.Connection], None] | None = None,
-        sizes: Counter[str] | None = None,
     ) -> Batch | None:
         """Replace a batch by what `change` makes of it, and return that; None where there is none. `also` is part of
-        the transaction, and changes `sizes`. The lines of a batch that has ended are forgotten."""
-        with self._database.writing(sizes) as connection:
+        the transaction. The lines of a batch that has ended are deleted later."""
+        with self._database.writing(self._files.sizes, self._garbage.sizes) as connection:
             before = _find(connection, owner, id)
             if before is None:
                 return None
             batch = change(before)
-            row = (batch.status, msgspec.json.encode(batch), owner, id)
-            connection.execute("update batches set status = ?, data = ? where owner = ? and id = ?", row)
+            ended = batch.status in ENDED
+            row = (batch.status, msgspec.json.encode(batch), ended, owner, id)
+            connection.execute("update batches set status = ?, data = ?, ended = ? where owner = ? and id = ?", row)
             if also is not None:
                 also(connection)
-            if batch.status in ENDED:
-                connection.execute("delete from lines where batch = ?", (id,))
+            if ended and before.status not in ENDED:
+                self._garbage.add(connection, "lines", "", id, 0)
+                connection.execute("delete from line_counts where batch = ?", (id,))
             return _counted(connection, batch)
 
     def end(self, owner: str, ended: Batch, files: Sequence[StoredFile]) -> bool:
@@ -148,7 +154,7 @@ class Batches:
             if not already:
                 self._files.insert(connection, owner, files)
 
-        return self._change(owner, ended.id, change, add, self._files.sizes) is not None and not already
+        return self._change(owner, ended.id, change, add) is not None and not already
 
     def find(self, owner: str, id: str) -> Batch | None:
         with self._database.reading() as connection:
@@ -158,29 +164,58 @@ class Batches:
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
         """The newest, behind the one with the id `after`, `limit` at most, and whether others follow. None where
         `after` is not one of them."""
+        query = "select created, id, data from batches where owner = ?"
+        page = page_of(self._database, query, [owner], limit, after, newest_first=True)
+        if page is None:
+            return None
         with self._database.reading() as connection:
-            query = "select data from batches where owner = ?"
-            page = page_of(connection, query, [owner], limit, after, newest_first=True)
-            return None if page is None else ([_counted(connection, _batch(row)) for row in page[0]], page[1])
+            return [_counted(connection, _batch(row)) for row in page[0]], page[1]
 
     def open(self) -> list[tuple[str, Batch]]:
         """Those that have not ended, with their owners, the oldest first."""
-        query = f"select owner, data from batches where status not in ({', '.join('?' * len(ENDED))}) order by created"
+        query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
+            order by owner, created, id limit ?"""
+        found: list[tuple[str, Batch]] = []
+        start: tuple[str, float, str] = ("", float("-inf"), "")
+        while True:
+            with self._database.reading() as connection:
+                rows = connection.execute(query, (*start, _OPEN_AT_ONCE)).fetchall()
+            found += [(row[0], _batch(row[3:])) for row in rows]
+            if len(rows) < _OPEN_AT_ONCE:
+                return sorted(found, key=lambda each: each[1].created_at)
+            start = rows[-1][:3]
+
+    def reads(self, owner: str, file_id: str) -> bool:
+        """Whether a batch of the owner that has not ended reads a file."""
+        query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.reading() as connection:
-            rows = connection.execute(query, ENDED).fetchall()
-        return [(row[0], _batch(row[1:])) for row in rows]
+            rows = connection.execute(query, (owner, _OPEN_AT_ONCE)).fetchall()
+        return any(_batch(row).input_file_id == file_id for row in rows)
 
     def set_lines(self, owner: str, batch: Batch, lines: Sequence[Line]) -> None:
         """Those of a batch that has been read, in place of what an earlier try put; the batch changes with them."""
+        now = self.find(owner, batch.id)
+        if now is None or now.status != "validating":
+            return
+        insert = (
+            "insert or replace into lines (batch, place, number, start, length, custom_id) values (?, ?, ?, ?, ?, ?)"
+        )
+        for begin in range(0, len(lines), BATCH_ROWS):
+            with self._database.writing() as connection:
+                connection.executemany(insert, ((batch.id, *line) for line in lines[begin : begin + BATCH_ROWS]))
 
-        def insert(connection: sqlite3.Connection) -> None:
-            connection.execute("delete from lines where batch = ?", (batch.id,))
-            connection.executemany(
-                "insert into lines (batch, place, number, start, length, custom_id) values (?, ?, ?, ?, ?, ?)",
-                ((batch.id, *line) for line in lines),
-            )
+        is_validating = False
 
-        self._change(owner, batch.id, lambda now: batch if now.status == "validating" else now, insert)
+        def change(now: Batch) -> Batch:
+            nonlocal is_validating
+            is_validating = now.status == "validating"
+            return batch if is_validating else now
+
+        def count(connection: sqlite3.Connection) -> None:
+            if is_validating:
+                connection.execute("insert or replace into line_counts values (?, 0, 0)", (batch.id,))
+
+        self._change(owner, batch.id, change, count)
 
     def left(self, id: str, after: int, limit: int) -> list[Line]:
         """The next lines without a result, behind the one at the place `after`."""
@@ -194,7 +229,9 @@ class Batches:
         with self._database.writing() as connection:
             where = "batch = ? and place = ? and failed is null"
             row = (result.failed, result.line, id, result.place)
-            connection.execute(f"update lines set failed = ?, result = ? where {where}", row)
+            if connection.execute(f"update lines set failed = ?, result = ? where {where}", row).rowcount:
+                column = "failed" if result.failed else "completed"
+                connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def results(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
         """The next lines of a file, behind the one with this number in the input, with their numbers there."""
@@ -232,6 +269,6 @@ def _counted(connection: sqlite3.Connection, batch: Batch) -> Batch:
     """With the numbers of lines of one that is at work."""
     if batch.status in ENDED or batch.status == "validating":
         return batch
-    query = "select count(*), count(failed), total(failed) from lines where batch = ?"
-    total, ended, failed = connection.execute(query, (batch.id,)).fetchone()
-    return msgspec.structs.replace(batch, total=total, completed=ended - int(failed), failed=int(failed))
+    query = "select completed, failed from line_counts where batch = ?"
+    completed, failed = connection.execute(query, (batch.id,)).fetchone() or (0, 0)
+    return msgspec.structs.replace(batch, completed=completed, failed=failed)

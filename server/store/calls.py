@@ -9,21 +9,30 @@ import logging
 import sqlite3
 import threading
 import time
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from quire.server.budget import OwnerSizes
 from quire.server.store.database import ROW, Database
+from quire.server.store.garbage import BATCH_BYTES, OBJECTS
 from quire.server.store.progress import Progress
+from quire.server.store.room import Room
 from quire.server.store.tail import PREFIX, Tokens, left
 
 log = logging.getLogger("quire.server")
-_AWAITED = "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished)"
+_AWAITED = "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 """Of a call: whether it is a response that has not ended."""
+_FIRST = (float("-inf"), "")
+"""Before the end and id of all calls."""
+_STEPS = 2
+"""Transactions by which a call makes room for itself: its first token waits for them."""
+_NOTES = 16
+"""Calls whose progress is written in one transaction."""
 CLAIM_SECONDS = 30.0
 """For so long at most nobody else may begin what a request has begun to prepare."""
 
@@ -87,7 +96,7 @@ class _Claim(NamedTuple):
 
 
 class Calls:
-    """Threads may use it at the same time; each method is one transaction.
+    """Threads may use it at the same time; each method is one transaction, but for what has to make room.
 
     One whose time is over is forgotten, but not while it is answered, nor while its response has not ended: the machine
     may have been off, or asleep, for days. When they take more than `max_bytes` together, those of the owner with most
@@ -97,12 +106,15 @@ class Calls:
     def __init__(self, database: Database, max_bytes: int, living: Container[str] = ()) -> None:
         """`living`: processes that go on, whose tails are theirs."""
         self._database = database
-        self._max_bytes = max_bytes
         with database.reading() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
-        self._sizes: Counter[str] = Counter(dict(rows))
+        self._sizes = OwnerSizes(dict(rows))
+        self._swept: tuple[float, str, str] | None = None
+        """The end, owner and id of the call that `sweep` looked at last; None: it begins with the first."""
         self._held: dict[tuple[str, str], str] = {}
         """By owner and id: the process that answers a call."""
+        eviction = partial(_Eviction, self._sizes, self._drop, self._held)
+        self.room = Room(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _Claim] = {}
         self._claiming = threading.Lock()
         for path in database.folder.glob(f"{PREFIX}*"):  # of a server that was killed
@@ -125,7 +137,8 @@ class Calls:
 
     def _put(self, owner: str, call: Call, ends: float) -> bool:
         size = ROW + len(call.body)
-        row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
+        self.room.make(size, steps=_STEPS)
+        row = (owner, call.pins.id, call.path, b"", msgspec.json.encode(call.pins), call.key, ends, size)
         with self._database.writing(self._sizes) as connection:
             if call.key is not None:
                 query = f"select id, ends < ? and not {_AWAITED} from calls where owner = ? and name = ?"
@@ -138,22 +151,24 @@ class Calls:
             connection.execute(
                 "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, msgspec.msgpack.encode(call.progress))
             )
-            self._sizes[owner] += size
-            self._make_room(connection)
+            connection.execute("insert into bodies values (?, ?, ?)", (owner, call.pins.id, call.body))
+            self._sizes.add(owner, size)
             return True
 
     def note(self, known: Sequence[Note], process: str) -> None:
-        """What calls have so far that this process answers."""
+        """What calls have so far that this process answers. In several transactions, if they are many."""
+        update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
-            with self._database.writing() as connection:
-                connection.executemany(
-                    "update calls set progress = ?, ends = ? where owner = ? and id = ?",
-                    [
-                        (msgspec.msgpack.encode(each.progress), each.ends, each.owner, each.id)
-                        for each in known
-                        if self._held.get((each.owner, each.id), process) == process
-                    ],
-                )
+            for begin in range(0, len(known), _NOTES):
+                with self._database.writing() as connection:
+                    connection.executemany(
+                        update,
+                        [
+                            (msgspec.msgpack.encode(each.progress), each.ends, each.owner, each.id)
+                            for each in known[begin : begin + _NOTES]
+                            if self._held.get((each.owner, each.id), process) == process
+                        ],
+                    )
         finally:
             for each in known:
                 if each.answered:
@@ -192,7 +207,8 @@ class Calls:
     def gone(self, process: str) -> None:
         """It has ended, and answers nothing any more. What it had not noted is in its tail."""
         self._take_up(process, self._database.folder / f"{PREFIX}{process}")
-        self._held = {key: holder for key, holder in self._held.items() if holder != process}
+        for key in [key for key, holder in list(self._held.items()) if holder == process]:
+            self._held.pop(key, None)
         with self._claiming:
             self._claims = {key: claim for key, claim in self._claims.items() if claim.process != process}
 
@@ -210,13 +226,26 @@ class Calls:
                 self._drop(connection, owner, id)
         self._held.pop((owner, id), None)
 
-    def sweep(self) -> None:
-        """Forget those whose time is over."""
-        with self._database.writing(self._sizes) as connection:
-            query = f"select owner, id from calls where ends < ? and not {_AWAITED}"
-            for call in connection.execute(query, (time.time(),)).fetchall():
-                if call not in self._held:
-                    self._drop(connection, *call)
+    def sweep(self) -> bool:
+        """Forget some of those whose time is over, in one transaction. Returns False after the last one."""
+        query = f"""select ends, owner, id, size, {_AWAITED} from calls
+            where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
+        start = self._swept or (float("-inf"), "", "")
+        with self._database.reading() as connection:
+            is_due = connection.execute(query, (time.time(), *start, 1)).fetchone() is not None
+        if is_due:
+            with self._database.writing(self._sizes) as connection:
+                rows, freed = connection.execute(query, (time.time(), *start, OBJECTS)).fetchall(), 0
+                for ends, owner, id, size, awaited in rows:
+                    if freed >= BATCH_BYTES:
+                        break
+                    start = (ends, owner, id)
+                    if not awaited and (owner, id) not in self._held:
+                        self._drop(connection, owner, id)
+                        freed += size
+                is_due = len(rows) == OBJECTS or (bool(rows) and start != rows[-1][:3])
+        self._swept = start if is_due else None
+        return is_due
 
     def _take_up(self, process: str, path: Path) -> None:
         """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
@@ -238,7 +267,8 @@ class Calls:
             log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
 
     def _found(self, column: str, owner: str, value: str) -> Call | None:
-        columns = f"id, ends < ? and not {_AWAITED}, path, body, pins, name, progress"
+        body = "coalesce((select body from bodies where owner = calls.owner and id = calls.id), body)"
+        columns = f"id, ends < ? and not {_AWAITED}, path, {body}, pins, name, progress"
         query = f"select {columns} from calls where owner = ? and {column} = ?"
         with self._database.reading() as connection:
             row = connection.execute(query, (time.time(), owner, value)).fetchone()
@@ -250,14 +280,50 @@ class Calls:
         known = msgspec.msgpack.decode(progress, type=Progress)
         return Call(path=path, body=bytes(body), pins=msgspec.json.decode(pins, type=Pins), key=key, progress=known)
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        while self._sizes.total() > self._max_bytes:
-            ((largest, _),) = self._sizes.most_common(1)
-            query = f"select id from calls where owner = ? order by {_AWAITED}, ends"
-            ids = [id for (id,) in connection.execute(query, (largest,))]
-            self._drop(connection, largest, next((id for id in ids if (largest, id) not in self._held), ids[0]))
-
     def _drop(self, connection: sqlite3.Connection, owner: str, id: str) -> None:
         query = "delete from calls where owner = ? and id = ? returning size"
         if (row := connection.execute(query, (owner, id)).fetchone()) is not None:
-            self._sizes[owner] -= row[0]
+            connection.execute("delete from bodies where owner = ? and id = ?", (owner, id))
+            self._sizes.add(owner, -row[0])
+
+
+class _Eviction:
+    """Evicts calls of the largest owner, as Room asks for it: those that end first; after them responses that have not
+    ended, and calls that are answered last. One step looks at some calls, and the next one goes on from there."""
+
+    def __init__(
+        self,
+        sizes: OwnerSizes,
+        drop: Callable[[sqlite3.Connection, str, str], None],
+        held: Container[tuple[str, str]],
+    ) -> None:
+        """`held`: owners and ids of the calls that are answered."""
+        self._sizes = sizes
+        self._drop = drop
+        self._held = held
+        self._owner = ""
+        self._place: tuple[float, str] = _FIRST
+        self._spares_awaited = True
+        self._spares_held = True
+
+    def __call__(self, connection: sqlite3.Connection, target: int) -> bool:
+        owner = self._sizes.largest()
+        if owner != self._owner:
+            self._owner, self._place = owner, _FIRST
+            self._spares_awaited, self._spares_held = True, True
+        query = f"""select ends, id, size, {_AWAITED} from calls where owner = ? and (ends, id) > (?, ?)
+            order by ends, id limit ?"""
+        rows = connection.execute(query, (owner, *self._place, OBJECTS)).fetchall()
+        freed = 0
+        for ends, id, size, awaited in rows:
+            self._place = (ends, id)
+            if (awaited and self._spares_awaited) or ((owner, id) in self._held and self._spares_held):
+                continue
+            self._drop(connection, owner, id)
+            freed += size
+            if freed >= min(target, BATCH_BYTES) or self._sizes.largest() != owner:
+                return True
+        if len(rows) < OBJECTS:
+            self._place = _FIRST
+            self._spares_awaited, self._spares_held = False, self._spares_awaited
+        return True

@@ -16,7 +16,10 @@ from quire.server.store.batches import Batches
 from quire.server.store.calls import Calls
 from quire.server.store.database import Database
 from quire.server.store.files import Contents, Files
+from quire.server.store.garbage import Garbage
+from quire.server.store.owner_threads import OwnerThreads
 from quire.server.store.store import Store
+from quire.server.store.sweeper import Retention, Sweeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,9 @@ OPEN = "open"
 class Processes:
     """Those that share the data, as long as this one lives. Threads may use it at the same time."""
 
-    def __init__(self, database: Database, store: Store, files: Files, calls: Calls) -> None:
+    def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database, self._store, self._files, self._calls = database, store, files, calls
+        self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._there: dict[str, None] = {}
         """Those that have not ended; the first one leads."""
@@ -85,6 +89,10 @@ class Processes:
             self._before.update(self._counts.pop(process, {}))
             self._before[OPEN] = 0
 
+    def sweep(self) -> bool:
+        """Delete what is due, for a moment. Returns whether there is more of it. One process does so at a time."""
+        return self._sweeper.sweep()
+
     def left(self) -> list[tuple[str, str]]:
         """Owners and ids of the responses in the background that no process works on."""
         return [each for each in self._store.unfinished() if self._calls.holder(*each) is None]
@@ -98,21 +106,26 @@ class Data:
     batches: Batches
     calls: Calls
     processes: Processes
+    threads: OwnerThreads
+    """Of this process, for puts and deletes of objects."""
     close: Callable[[], None]
 
 
-def open_data(folder: Path, max_bytes: int, living: Container[str] = ()) -> Data:
+def open_data(folder: Path, max_bytes: int, living: Container[str] = (), *, retention: float = 0) -> Data:
     """`max_bytes`: of what the Responses API keeps, and as much again of files and of calls. `living`: processes that
-    share it already, because the one that had it has been replaced. Raises ConfigError."""
+    share it already, because the one that had it has been replaced. `retention`: seconds after which stored responses
+    are deleted; 0: never. Raises ConfigError."""
     database = Database(folder)
     try:
-        files = Files(database, max_bytes)
-        store, calls = Store(database, max_bytes), Calls(database, max_bytes, living)
+        garbage, files = Garbage(database), Files(database, max_bytes)
+        store, calls = Store(database, garbage, max_bytes), Calls(database, max_bytes, living)
+        sweeper = Sweeper(database, garbage, store, calls, Retention(database, store, retention))
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
     except sqlite3.DatabaseError as error:  # a part of it is damaged
         database.close()
         raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
-    together = Processes(database, store, files, calls)
-    return Data(store, files, files.contents, Batches(database, files), calls, together, database.close)
+    batches = Batches(database, files, garbage)
+    together = Processes(database, store, files, calls, sweeper)
+    return Data(store, files, files.contents, batches, calls, together, OwnerThreads(), database.close)

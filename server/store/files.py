@@ -8,14 +8,13 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from quire.engine.errors import InvalidRequest
-from quire.server.budget import Budget
+from quire.server.budget import Budget, OwnerSizes
 from quire.server.store.database import ROW, Database, page_of
 
 NO_ROOM = "The files kept take all the room of --max-stored-size: delete some"
@@ -96,7 +95,7 @@ class Files:
         self._database = database
         self.contents = Contents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
-        self.sizes: Counter[str] = Counter()
+        self.sizes = OwnerSizes()
         """Bytes by owner."""
         self._budget = Budget(max_bytes, self.sizes)
         self._reservations: dict[str, _Reservation] = {}
@@ -175,11 +174,16 @@ class Files:
     ) -> tuple[Sequence[StoredFile], bool] | None:
         """The next files behind the one with the id `after`, `limit` at most, and whether others follow. None where
         `after` is not one of them."""
-        query, given = f"select {_FIELDS} from files where owner = ? and {_THERE}", [owner, time.time()]
+        now = time.time()
+
+        def is_there(row: tuple[str, int, int | None, int, str, str]) -> bool:
+            expires = row[2]
+            return expires is None or expires > now
+
+        query, values = f"select created, id, {_FIELDS} from files where owner = ?", [owner]
         if purpose is not None:
-            query, given = f"{query} and purpose = ?", [*given, purpose]
-        with self._database.reading() as connection:
-            page = page_of(connection, query, given, limit, after, newest_first=newest_first)
+            query, values = f"{query} and purpose = ?", [owner, purpose]
+        page = page_of(self._database, query, values, limit, after, newest_first=newest_first, is_shown=is_there)
         return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
@@ -204,10 +208,12 @@ class Files:
                 self._budget.take(owner, -row[0] - ROW)
             return row
 
-    def expired(self) -> list[tuple[str, str]]:
-        """Owners and ids of those whose time is over."""
+    def expired(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
+        """Ends, owners and ids of those whose time is over, at most `limit`, after one of them."""
+        query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
+            order by expires, owner, id limit ?"""
         with self._database.reading() as connection:
-            return connection.execute("select owner, id from files where expires <= ?", (time.time(),)).fetchall()
+            return connection.execute(query, (time.time(), *(after or (-1, "", "")), limit)).fetchall()
 
 
 _TAKEN_AWAY = "the process that has data_dir was replaced before it knew of the file. Please try again"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
+import time
+from pathlib import Path
 from typing import Any
 
-VERSION = 2
+log = logging.getLogger("quire.server")
+VERSION = 3
 """The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text; version 1 had no
-files, batches and calls."""
+files, batches and calls; version 2 had no indexes for eviction and retention, and nothing was deleted in parts."""
 _OBJECTS = """
 create table objects (
     owner text not null, id text not null, kind text not null, at real not null, unfinished integer not null,
@@ -40,10 +44,51 @@ create table calls (
 create unique index calls_by_name on calls (owner, name) where name is not null;
 create index calls_by_end on calls (ends);
 """
+_CHANGES_OF_3 = """
+alter table objects add column created real not null default 0;
+alter table objects add column items_key text;
+drop index objects_by_age;
+create index objects_by_eviction on objects (owner, unfinished, at);
+create index objects_unfinished on objects (unfinished, owner, id) where unfinished = 1;
+create index objects_by_previous on objects (owner, json_extract(about, '$.previous'))
+    where json_extract(about, '$.previous') is not null;
+create index responses_by_creation on objects (created) where kind = 'response' and unfinished = 0;
+create table garbage (
+    number integer primary key, kind text not null, owner text not null, name text not null, size integer not null);
+create table bodies (owner text not null, id text not null, body blob not null, primary key (owner, id));
+create index calls_by_eviction on calls (owner, ends, id);
+drop index calls_by_end;
+create index calls_by_end on calls (ends, owner, id);
+create index files_by_purpose on files (owner, purpose, created, id);
+create index files_by_expiry on files (expires, owner, id) where expires is not null;
+alter table batches add column ended integer not null default 0;
+update batches set ended = status in ('failed', 'completed', 'expired', 'cancelled');
+drop index batches_by_status;
+create index batches_open on batches (owner, created, id) where ended = 0;
+create index batches_ended on batches (owner, created, id) where ended = 1;
+create table line_counts (
+    batch text not null primary key, completed integer not null, failed integer not null) without rowid;
+insert into line_counts
+    select batch, count(failed) - cast(total(failed) as integer), cast(total(failed) as integer) from lines
+    group by batch;
+create index lines_by_number on lines (batch, failed, number) where failed is not null;
+create table upgrade (at real not null);
+"""
+"""`created`: of the Unix clock; 0 if an earlier version stored the object: then the time in `upgrade` counts.
+`items_key`: what the object's items have as their `parent`; null: the object's id. An object that is put in place of
+another one, or of one whose items are not all deleted yet, has another key, so that the old items can be deleted a few
+at a time.
+`garbage`: what is deleted, but for its rows: `items` of an owner with the key `name`, or `lines` of the batch `name`.
+Items that are being put are there, too, until all are: if the process ends, the next one deletes them.
+`bodies`: of calls; a call of an earlier version has its own in `calls`. Notes of a call's progress rewrite its row, and
+a body would be written again with each.
+`line_counts`: lines with results, of batches that have not ended.
+`upgrade`: when this version first opened the file of an earlier one."""
 
 
-def prepare(database: sqlite3.Connection, row: int) -> None:
-    """Open a file of any version up to this one. `row`: bytes that a row counts beside its data.
+def prepare(database: sqlite3.Connection, row: int) -> bool:
+    """Open a file of any version up to this one. `row`: bytes that a row counts beside its data. Returns whether an
+    earlier version wrote it.
 
     Raises sqlite3.Error for what is no such file, and ValueError for one that a later version wrote.
     """
@@ -53,19 +98,43 @@ def prepare(database: sqlite3.Connection, row: int) -> None:
     if version > VERSION:
         raise ValueError(f"a later version of Quire wrote its file (format {version}, here {VERSION})")
     if version == VERSION:
-        return
+        return False
     database.execute("begin immediate")
     try:
-        tables = _BATCHES if version == 1 else _OBJECTS + _BATCHES
+        tables = ("", _BATCHES, _OBJECTS + _BATCHES)[2 - version]
         for statement in filter(str.strip, tables.split(";")):
             database.execute(statement)
+        is_old = version > 0
         if database.execute("select 1 from sqlite_master where name = 'kept'").fetchone():
+            is_old = True
             _convert(database, row)
+        _change(database, is_old=is_old)
         database.execute(f"pragma user_version = {VERSION}")
     except BaseException:
         database.execute("rollback")
         raise
     database.execute("commit")
+    return is_old
+
+
+def _change(database: sqlite3.Connection, *, is_old: bool) -> None:
+    """What version 2 wrote becomes a file of version 3: no row is written again, but for those of batches; each new
+    index takes a reading of its table."""
+    statements = [each.strip() for each in _CHANGES_OF_3.split(";") if each.strip()]
+    began = time.monotonic()
+    if is_old:
+        (name,) = (row[2] for row in database.execute("pragma database_list") if row[1] == "main")
+        size = Path(name).stat().st_size / 2**20
+        log.warning("data_dir: an earlier version wrote the file of %.0f MiB; it gets new indexes now", size)
+    for number, statement in enumerate(statements, 1):
+        database.execute(statement)
+        if is_old and statement.startswith("create index"):
+            log.info("data_dir: %d of %d changes done, %.1f s", number, len(statements), time.monotonic() - began)
+    if is_old:
+        database.execute("insert into upgrade values (?)", (time.time(),))
+        log.warning(
+            "data_dir: the file is ready, after %.1f s; earlier versions cannot read it", time.monotonic() - began
+        )
 
 
 def _convert(database: sqlite3.Connection, row: int) -> None:

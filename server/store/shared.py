@@ -6,6 +6,7 @@ Files' contents do not pass: each process reads and writes them itself.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from quire.server.store.batches import Batches
 from quire.server.store.calls import Calls
 from quire.server.store.data import Data, Processes
 from quire.server.store.files import Contents, Files
+from quire.server.store.owner_threads import OwnerThreads
 from quire.server.store.store import Store
 
 log = logging.getLogger("quire.server")
@@ -32,12 +34,14 @@ METHODS: tuple[Callable[..., Any], ...] = (
     *(Store.delete, Store.lose),
     *(Files.reserve, Files.release, Files.add, Files.find, Files.page, Files.delete, Files.expired),
     *(Batches.add, Batches.cancel, Batches.finalize, Batches.end, Batches.find, Batches.page, Batches.open),
-    *(Batches.set_lines, Batches.left, Batches.put_result, Batches.results),
+    *(Batches.set_lines, Batches.reads, Batches.left, Batches.put_result, Batches.results),
     *(Calls.put, Calls.note, Calls.claim, Calls.give_up, Calls.holder, Calls.find, Calls.of_key, Calls.delete),
-    Calls.sweep,
-    *(Processes.look, Processes.left),
+    *(Processes.look, Processes.left, Processes.sweep),
 )
 """What may be asked for, by parts of Data."""
+_LONG = (b"Store.put", b"Store.append", b"Store.delete")
+_NAME_BYTES = 32
+"""Bytes of a question among which the method's name is."""
 _BY_NAME = {each.__qualname__: each for each in METHODS}
 
 
@@ -77,6 +81,14 @@ class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_answer = msgspec.msgpack.Decoder(_Done | _Refused | _NoDisk | _Failed).decode
+
+
+async def answer_in_thread(data: Data, question: bytes) -> bytes:
+    """As `answer`. What takes long does not wait in the threads of what is short."""
+    takes_long = any(name in question[:_NAME_BYTES] for name in _LONG)
+    return await asyncio.get_running_loop().run_in_executor(
+        data.threads.pool if takes_long else None, answer, data, question
+    )
 
 
 def answer(data: Data, asked: bytes) -> bytes:
@@ -139,5 +151,6 @@ def shared_data(folder: Path, ask: Callable[[bytes], bytes]) -> Data:
         batches=part(Batches),
         calls=part(Calls),
         processes=part(Processes),
+        threads=OwnerThreads(),
         close=lambda: None,
     )

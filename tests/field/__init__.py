@@ -1,0 +1,1 @@
+"""Faults that users reported, one file a report, named by what a user saw."""

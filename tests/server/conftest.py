@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import pytest
 
@@ -8,6 +10,7 @@ from quire.server.workers import pool
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import ForkedChild
+from tests.server.statements import Watched
 
 
 @pytest.fixture
@@ -15,6 +18,15 @@ async def api() -> AsyncIterator[Api]:
     """A server on an engine that answers with hash-derived bytes, letters for the most part."""
     async with open_api(FakeEngine(hashed(b"abcdefghijklmnop .\xc3\xa9"))) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def statements_read_no_whole_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test has the store do."""
+    Watched.faults.clear()
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Watched))
+    yield
+    assert not Watched.faults
 
 
 @pytest.fixture(autouse=True)

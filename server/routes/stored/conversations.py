@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 
@@ -16,8 +15,8 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.kept import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.translated.history import CONVERSATION
 from quire.server.resolve.translated.stored import new_conversation, new_items, new_metadata
-from quire.server.routes.bodies import Documented, owner_of, worked_on
-from quire.server.routes.responses import store_of
+from quire.server.routes.bodies import Documented, worked_on
+from quire.server.routes.responses import long_write, store_of
 from quire.server.routes.stored.pages import Limit, Order, answer, found, listed, page_body
 from quire.server.store.store import Page, Put, Stored
 
@@ -32,7 +31,7 @@ async def create_conversation(request: Request) -> Response:
     id = f"conv_{secrets.token_hex(16)}"
     told = {"id": id, "created_at": int(time.time()), "metadata": given.metadata, "object": "conversation"}
     kept = Stored("conversation", {}, encode_json(told))
-    await asyncio.to_thread(store.put, owner_of(request), Put(id, kept, given.items))
+    await long_write(request, store.put, Put(id, kept, given.items))
     return answer(request, kept.data)
 
 
@@ -53,7 +52,7 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
 async def delete_conversation(conversation_id: str, request: Request) -> dict[str, object]:
     """Delete a conversation with its items. Its responses stay."""
     await _find(request, conversation_id)
-    await asyncio.to_thread(store_of(request, conversation_id).delete, owner_of(request), conversation_id)
+    await long_write(request, store_of(request, conversation_id).delete, conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -69,7 +68,8 @@ async def list_items(
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = store_of(request, conversation_id)
     added = await worked_on(request, new_items)
-    await found(request, store.append, conversation_id, added, CONVERSATION, lacking=_unknown(conversation_id))
+    if not await long_write(request, store.append, conversation_id, added, CONVERSATION):
+        raise _unknown(conversation_id)
     return answer(request, page_body(Page(added, more=False)))
 
 

@@ -363,7 +363,7 @@ async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkey
     """Nothing that the event loop's process does with a conversation depends on what is in it."""
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [{"role": "user", "content": "Zero"}]})
-        with sqlite3.connect(tmp_path / FILE) as database:
+        with sqlite3.Connection(tmp_path / FILE) as database:
             database.execute("update items set data = cast('{broken' as blob)")
         items = f"/v1/conversations/{talk['id']}/items"
         added = await api.post(items, {"items": [{"role": "user", "content": "One"}]})
@@ -377,14 +377,14 @@ async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkey
 
 
 def _first(folder: Path) -> str:
-    with sqlite3.connect(folder / FILE) as database:
+    with sqlite3.Connection(folder / FILE) as database:
         return str(database.execute("select id from items order by place limit 1").fetchone()[0])
 
 
 async def test_a_chain_is_bounded_in_bytes(tmp_path: Path) -> None:
     async with storing(tmp_path, "Fine.") as api:
         answer = await api.post(PATH, body("One"))
-        with sqlite3.connect(tmp_path / FILE) as database:
+        with sqlite3.Connection(tmp_path / FILE) as database:
             database.execute("update objects set size = ?", (history.MAX_BEFORE_BYTES + 1,))
         error = (await api.post(PATH, body("Two", previous_response_id=answer["id"]), 400))["error"]
         assert (error["param"], "bytes come before" in error["message"]) == ("previous_response_id", True)

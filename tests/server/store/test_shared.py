@@ -231,9 +231,9 @@ def test_a_refusal_of_the_disk_passes(
     def refuse(*_: Any) -> None:
         raise refusal
 
-    monkeypatch.setattr(type(both[0].calls), "sweep", refuse)
+    monkeypatch.setattr(type(both[0].processes), "sweep", refuse)
     with pytest.raises(type(refusal)) as caught:
-        both[1].calls.sweep()
+        both[1].processes.sweep()
     assert str(caught.value) == str(refusal)
 
 

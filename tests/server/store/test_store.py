@@ -14,6 +14,7 @@ from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.store import store as store_module
 from quire.server.store.data import open_data
 from quire.server.store.database import FILE, ROW, Database
+from quire.server.store.garbage import Garbage
 from quire.server.store.schema import VERSION
 from quire.server.store.store import Bounds, Item, Put, Store, Stored, reading, size_of
 
@@ -35,7 +36,7 @@ def item(id: str, text: str = "") -> Item:
 
 def opened(folder: Path, most: int) -> tuple[Database, Store]:
     database = Database(folder)
-    return database, Store(database, most)
+    return database, Store(database, Garbage(database), most)
 
 
 def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None = None, *, newest: bool = False) -> Any:

@@ -1,0 +1,1 @@
+"""Programs that measure what is kept in --data-dir."""

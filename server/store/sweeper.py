@@ -1,0 +1,123 @@
+"""Deletes what is due ahead of need: what is evicted, what nobody sees any more, and what has expired. Stored responses
+expire some days after their creation, unless a stored one continues them."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.server.store.calls import Calls
+from quire.server.store.database import Database
+from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
+from quire.server.store.store import Store
+
+log = logging.getLogger("quire.server")
+DAY = 86_400.0
+_STEPS = 16
+"""Transactions of each kind that one call does at most."""
+_PAUSE_SECONDS = 60.0
+"""Between two passes over what has expired."""
+
+
+class Retention:
+    """What an earlier version stored counts as created when this version first opened its file."""
+
+    def __init__(self, database: Database, store: Store, seconds: float) -> None:
+        """`seconds`: after its creation a response is deleted; 0: never."""
+        self._store = store
+        self._seconds = seconds
+        with database.reading() as connection:
+            row = connection.execute("select max(at) from upgrade").fetchone()
+        self._upgraded: float = row[0] or 0.0
+        self._place: tuple[float, int] | None = None
+        """Where the next step goes on; None: at the newest response that is due."""
+        if database.upgraded and seconds:
+            self._announce(database)
+
+    def step(self) -> bool:
+        """Delete some of the responses that are due, in one transaction. Returns False after the last one. The newest
+        go first, so that of a chain of responses all that are due go in one pass."""
+        latest = time.time() - self._seconds
+        if not self._seconds or latest < self._upgraded:
+            return False
+        place = self._place or (latest, 1 << 62)
+        query = """select created, rowid, owner, id, size, count from objects
+            where kind = 'response' and unfinished = 0 and (created, rowid) < (?, ?)
+            order by created desc, rowid desc limit ?"""
+        with self._store.transaction() as connection:
+            rows = connection.execute(query, (*place, OBJECTS)).fetchall()
+            num_rows = num_bytes = 0
+            for created, rowid, owner, id, size, count in rows:
+                if num_rows and (num_rows + count > BATCH_ROWS or num_bytes + size > BATCH_BYTES):
+                    break
+                place = (created, rowid)
+                if not _is_continued(connection, owner, id):
+                    self._store.drop(connection, owner, id)
+                    num_rows += 1 + min(count, BATCH_ROWS)
+                    num_bytes += size
+        self._place = place if rows else None
+        return bool(rows)
+
+    def _announce(self, database: Database) -> None:
+        with database.reading() as connection:
+            query = "select count(*) from objects where kind = 'response' and unfinished = 0 and created <= 0"
+            (count,) = connection.execute(query).fetchone()
+        day = time.strftime("%Y-%m-%d", time.gmtime(self._upgraded + self._seconds))
+        text = "data_dir: %d stored responses will be deleted on %s, %g days from now, but for those that a later one "
+        text += "continues; --response-retention-days sets the time, 0 keeps all"
+        log.warning(text, count, day, self._seconds / DAY)
+
+
+def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
+    query = "select 1 from objects where owner = ? and json_extract(about, '$.previous') = ? limit 1"
+    return connection.execute(query, (owner, id)).fetchone() is not None
+
+
+@dataclass(slots=True)
+class _Job:
+    step: Callable[[], bool]
+    """One transaction; returns whether there is more to do."""
+    pause: float = 0.0
+    """Seconds between two passes."""
+    not_before: float = 0.0
+
+
+class Sweeper:
+    """Threads may use it at the same time: one at a time sweeps."""
+
+    def __init__(self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: Retention) -> None:
+        self._database = database
+        self._jobs = (
+            _Job(store.room.sweep),
+            _Job(calls.room.sweep),
+            _Job(garbage.purge),
+            _Job(retention.step, _PAUSE_SECONDS),
+            _Job(calls.sweep, _PAUSE_SECONDS),
+        )
+        self._mutex = threading.Lock()
+
+    def sweep(self) -> bool:
+        """Delete some. Returns whether there is more. Each step is a transaction of its own, and others go on between
+        them."""
+        if not self._mutex.acquire(blocking=False):
+            return False
+        try:
+            unfinished = [job for job in self._jobs if self._run(job)]
+            self._database.checkpoint()
+            return bool(unfinished)
+        finally:
+            self._mutex.release()
+
+    @staticmethod
+    def _run(job: _Job) -> bool:
+        if time.monotonic() < job.not_before:
+            return False
+        for _ in range(_STEPS):
+            if not job.step():
+                job.not_before = time.monotonic() + job.pause
+                return False
+        return True

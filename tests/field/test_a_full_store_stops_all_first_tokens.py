@@ -1,0 +1,159 @@
+"""Issue 56, item 2: at --max-stored-size a `POST /v1/conversations` of 3.9 MB stopped every key's first tokens for
+40 s, and so did a full journal: each eviction sorted all rows of the largest owner, in one transaction under one lock.
+
+So each transaction is counted here: none takes more SQLite instructions than one of a batch of rows, whatever it puts,
+evicts or deletes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.store.data import Data, open_data
+from quire.server.store.database import ROW
+from quire.server.store.garbage import BATCH_ROWS
+from tests.server.store.test_calls import LATER, call
+from tests.server.store.test_store import BIG, conversation, opened, response
+
+ROOM = 6_000
+"""Rows in the full store."""
+MOST = 250 * BATCH_ROWS
+"""Instructions of a transaction: a row takes some 30 to put and as many to delete, and so do its entries in indexes."""
+
+
+class Transactions(sqlite3.Connection):
+    """Counts the instructions of each."""
+
+    most = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._count = 0
+        self.set_progress_handler(self._add, 1)
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        if statement == "begin immediate":
+            self._count = 0
+        return super().execute(statement, *values)
+
+    def _add(self) -> int:
+        self._count += 1
+        Transactions.most = max(Transactions.most, self._count)
+        return 0
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Data]:
+    """A store that is full of one key's empty conversations, and a journal that is full of its calls."""
+    data = open_data(tmp_path, BIG)
+    for number in range(ROOM):
+        data.store.put("attacker", conversation(str(number)))
+    for number in range(ROOM):
+        data.calls.put("attacker", call(str(number)), LATER + number, "0")
+        data.calls.release("attacker", str(number), "0")
+    size = data.store.size
+    data.close()
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Transactions))
+    data = open_data(tmp_path, size)
+    Transactions.most = 0
+    yield data
+    data.close()
+
+
+@pytest.mark.slow
+def test_no_transaction_takes_more_than_a_batch_of_rows(full: Data) -> None:
+    size = full.store.size
+    full.store.put("attacker", conversation("many", *map(str, range(5_000))))
+    assert full.store.size <= size
+    full.store.put("attacker", conversation("large", data=b"x" * 1_000_000))
+    full.store.delete("attacker", "many")
+    for number in range(300):
+        full.calls.put("attacker", call(f"new {number}", body=b"x" * 2_000), LATER, "0")
+    while full.processes.sweep():
+        pass
+    assert Transactions.most < MOST
+    assert full.store.known("attacker", "conversation", "0") is None, "the oldest made room"
+    assert full.store.known("attacker", "conversation", "large") is not None
+    assert full.store.size <= 0.95 * size, "room is made ahead of need"
+
+
+def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path: Path) -> None:
+    data = open_data(tmp_path, BIG)
+    many = [str(number) for number in range(4 * BATCH_ROWS)]
+    data.store.put("a", conversation("long", *many))
+    size = data.store.size
+    assert data.store.delete("a", "long")
+    assert data.store.size > size - 2 * ROW, "its rows are still there"
+    assert data.store.known("a", "conversation", "long") is None
+    assert data.store.item("a", "long", "1") is None
+    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    assert page is not None
+    assert not page.items
+    data.store.put("a", conversation("long", "1", "2"))
+    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    assert page is not None
+    assert [each.id for each in page.items] == ["1", "2"], "another one of this id has its own items"
+    data.close()
+    data = open_data(tmp_path, BIG)  # the server ended meanwhile
+    assert data.store.size > size - 2 * ROW
+    while data.processes.sweep():
+        pass
+    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    assert page is not None
+    assert [each.id for each in page.items] == ["1", "2"]
+    assert data.store.size < 10 * ROW
+    data.close()
+
+
+def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk gets full, or the process ends, in the middle of it."""
+
+    class Full(sqlite3.Connection):
+        room = BIG
+
+        def executemany(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            if "items" in statement:
+                Full.room -= 1
+                if Full.room < 0:
+                    raise sqlite3.OperationalError("database or disk is full")
+            return super().executemany(statement, *values)
+
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Full))
+    data = open_data(tmp_path, BIG)
+    data.store.put("a", response("r", "i"))
+    before = data.store.size
+    Full.room = 2
+    with pytest.raises(sqlite3.OperationalError):
+        data.store.put("a", response("r", *map(str, range(4 * BATCH_ROWS))))
+    assert data.store.size > before, "what was put of it counts until it is deleted"
+    Full.room = BIG
+    page = data.store.page("a", "r", 9, newest_first=False, after=None)
+    assert page is not None
+    assert [each.id for each in page.items] == ["i"]
+    data.close()
+    data = open_data(tmp_path, BIG)
+    while data.processes.sweep():
+        pass
+    assert data.store.size == before
+    data.close()
+
+
+def test_the_key_with_most_gives_first_in_each_batch(tmp_path: Path) -> None:
+    most = 45 * ROW
+    database, store = opened(tmp_path, most)
+    for number in range(20):
+        store.put("large", conversation(f"l{number}"))
+        store.put("small", conversation(f"s{number}") if number < 5 else conversation("s0"))
+    store.put("third", conversation("new", *map(str, range(20))))
+    kept = [number for number in range(5) if store.known("small", "conversation", f"s{number}") is not None]
+    assert kept == [0, 1, 2, 3, 4], "a key with less loses nothing"
+    assert store.known("large", "conversation", "l0") is None
+    assert store.known("large", "conversation", "l19") is not None
+    assert store.size <= most
+    database.close()

@@ -1,0 +1,120 @@
+"""Responses are deleted some days after their creation, and nothing else is; what an earlier version stored has as much
+time from the first start of this one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from quire.server.store.data import Data, open_data
+from quire.server.store.garbage import BATCH_ROWS
+from quire.server.store.store import Put, Stored
+from quire.server.store.sweeper import DAY
+from tests.server.store.test_calls import call
+from tests.server.store.test_store import BIG, conversation, item, response
+from tests.server.store.version_2 import write_version_2
+
+A = "a"
+BEGIN = 1_800_000_000.0
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = BEGIN
+        monkeypatch.setattr("time.time", lambda: self.now)
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    def sweep(self, data: Data, days: float = 0.0) -> None:
+        """All that is due so many days later."""
+        self.now += days * DAY + 61  # a minute lies between two passes
+        while data.processes.sweep():
+            pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def following(id: str, previous: str) -> Put:
+    return Put(id, Stored("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")])
+
+
+def there(data: Data, *ids: str) -> list[str]:
+    return [id for id in ids if data.store.known(A, "response", id) is not None]
+
+
+def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, clock: Clock) -> None:
+    data = open_data(tmp_path, BIG, retention=30 * DAY)
+    data.store.put(A, response("old", "i"))
+    data.store.put(A, response("going", "i", unfinished=True))
+    data.store.put(A, conversation("talk", "i"))
+    data.calls.put(A, call("going"), BEGIN, "0")
+    clock.sweep(data, 29)
+    data.store.put(A, response("new", "i"))
+    assert there(data, "old", "going", "new") == ["old", "going", "new"]
+    clock.sweep(data, 1.01)
+    assert there(data, "old", "going", "new") == ["going", "new"]
+    assert data.store.known(A, "conversation", "talk") is not None
+    assert data.calls.find(A, "going") is not None
+    data.store.put(A, response("going", "i"))
+    clock.sweep(data)
+    assert there(data, "going") == [], "its age counts from its creation, not from its end"
+    data.close()
+    data = open_data(tmp_path, BIG, retention=0)
+    clock.sweep(data, 10_000)
+    assert there(data, "new") == ["new"], "0 keeps all"
+    data.close()
+
+
+def test_a_chain_goes_when_its_last_response_does(tmp_path: Path, clock: Clock) -> None:
+    data = open_data(tmp_path, BIG, retention=30 * DAY)
+    data.store.put(A, response("1"))
+    data.store.put(A, following("2", "1"))
+    data.store.put("b", response("1"))
+    clock.sweep(data, 20)
+    data.store.put(A, following("3", "2"))
+    clock.sweep(data, 20)
+    assert there(data, "1", "2", "3") == ["1", "2", "3"], "a live one continues them"
+    assert data.store.known("b", "response", "1") is None, "another owner's response of this name continues nothing"
+    clock.sweep(data, 20)
+    assert there(data, "1", "2", "3") == []
+    assert data.store.size == 0
+    data.close()
+
+
+def test_many_are_due_at_once_and_some_stay(tmp_path: Path, clock: Clock) -> None:
+    data = open_data(tmp_path, BIG, retention=DAY)
+    count = 3 * BATCH_ROWS
+    for number in range(count):
+        data.store.put(A, response(str(number), "i", "j"))
+    data.store.put(A, response("long", *map(str, range(2 * BATCH_ROWS))))
+    clock.now += DAY + 1
+    for number in range(count // 2):
+        data.store.put(A, following(f"next {number}", str(number)))
+    clock.sweep(data)
+    assert there(data, *map(str, range(count)), "long") == [*map(str, range(count // 2))]
+    data.close()
+
+
+@pytest.mark.parametrize("retention", [30 * DAY, 0.0])
+def test_what_an_earlier_version_stored_has_its_days_from_the_first_start(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, retention: float
+) -> None:
+    write_version_2(tmp_path, {"1": None, "2": "1", "3": None}, at=BEGIN - 1000 * DAY)
+    clock.now += 40 * DAY  # the machine was off
+    with caplog.at_level(logging.WARNING):
+        data = open_data(tmp_path, BIG, retention=retention)
+    said = "3 stored responses will be deleted on 2027-03-26, 30 days from now"
+    assert (said in caplog.text) == bool(retention)
+    clock.sweep(data, 29)
+    data.close()
+    caplog.clear()
+    data = open_data(tmp_path, BIG, retention=retention)
+    assert "will be deleted" not in caplog.text, "it is said once"
+    data.store.put(A, following("4", "3"))
+    clock.sweep(data, 1.01)
+    assert there(data, "1", "2", "3", "4") == (["3", "4"] if retention else ["1", "2", "3", "4"])
+    data.close()
