@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from quire.server.budget import Budget
+from quire.server.budget import Budget, OwnerSizes
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +22,7 @@ class FairTurns:
 
     def __init__(self, count: int, *, reserves: bool = False) -> None:
         """`reserves`: a key gets a turn only while as many are left to others as it has; for turns that take long."""
-        self._running: Counter[str] = Counter()
+        self._running = OwnerSizes()
         self._budget = Budget(count, self._running)
         self._count = count
         self._reserves = reserves
