@@ -14,11 +14,17 @@ def for_template(parts: Sequence[dict[str, Any]] | None) -> Content:
     """Parts as templates expect them: joined to one string where all are text; null becomes "", as templates
     concatenate content without a check."""
     if not any(part.get("type") in IMAGE_PARTS for part in parts or ()):
-        return "\n".join(part["text"] for part in parts or ())
+        return "\n".join(map(text_of, parts or ()))
     return [
-        {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": part["text"]}
+        {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": text_of(part)}
         for part in parts or ()
     ]
+
+
+def text_of(part: dict[str, Any]) -> str:
+    """The text of a part that is no image; a refusal has it under a name of its own."""
+    text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
+    return text
 
 
 def in_parts(turn: dict[str, Any]) -> dict[str, Any]:

@@ -37,19 +37,19 @@ _JOINED = "_quire_joined"
 
 
 class TooManySteps(jinja2.TemplateRuntimeError):
-    """A rendering took more than MAX_STEPS."""
+    """A rendering took more steps than it may."""
 
 
 class _Budget:
     """What is left of one rendering's steps."""
 
-    def __init__(self) -> None:
-        self._left = MAX_STEPS
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
 
     def spend(self, steps: int = 1) -> None:
         self._left -= steps
         if self._left < 0:
-            raise TooManySteps(f"it takes more than {MAX_STEPS:,} steps")
+            raise TooManySteps(f"it takes more than {self._most:,} steps")
 
     def put(self, value: Any) -> Any:
         """Count a value that becomes a part of a text. Returns it."""
@@ -114,9 +114,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # as many paragraphs as it is asked for
 
     @staticmethod
-    def budget() -> dict[str, Any]:
-        """Variables that one rendering needs; make them anew for each."""
-        budget = _Budget()
+    def budget(most: int = MAX_STEPS) -> dict[str, Any]:
+        """Variables that one rendering of at most so many steps needs; make them anew for each."""
+        budget = _Budget(most)
         return {_BUDGET: budget, _BOUNDED: lambda values: _Bounded(values, budget), _JOINED: budget.join}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

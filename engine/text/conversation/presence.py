@@ -1,0 +1,99 @@
+"""Looks for the texts of a conversation in what a chat template made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from markupsafe import escape
+
+from quire.engine.text.conversation.units import Message, calls_of, function_of
+
+_THOUGHT_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
+"""Text before the last of these in an assistant's content is earlier reasoning, which templates drop on purpose."""
+_WORD = re.compile(r"[A-Za-z0-9]+")
+_LOOKED_AT = 200
+"""Characters of an argument in which a word is looked for: templates write arguments in many ways."""
+
+
+def missing(text: str, messages: Sequence[Message]) -> int | None:
+    """The index of the first message that has a text which the rendered `text` does not show; None: all are there."""
+    place = 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for each in [content] if isinstance(content, str) else _part_texts(content):
+            if not each:
+                continue
+            found = text.find(each, place)
+            if found >= 0:
+                place = found + len(each)
+            elif not shows(text, each, spoken=message.get("role") == "assistant"):
+                return index
+        if message.get("tool_calls") and not all(_shows_argument(text, leaf) for leaf in _leaves(message)):
+            return index
+    return None
+
+
+def shows(text: str, wanted: str, *, spoken: bool = False) -> bool:
+    """True if `text` has `wanted`, trimmed or escaped as in JSON as it may be. `spoken`: by an assistant."""
+    if spoken:
+        for end in _THOUGHT_ENDS:
+            wanted = wanted.rpartition(end)[2]
+    wanted = wanted.strip()
+    if wanted in text:
+        return True
+    if any(json.dumps(wanted, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
+        return True
+    if str(escape(wanted)) in text:
+        return True
+    return _shows_lines(text, wanted)
+
+
+def _shows_lines(text: str, wanted: str) -> bool:
+    """True if all lines are there in order: templates may indent them, or cut a text at marks of their own."""
+    place = 0
+    for line in wanted.splitlines():
+        line = line.strip()
+        if not line:
+            continue
+        found = text.find(line, place)
+        if found < 0:
+            return False
+        place = found + len(line)
+    return True
+
+
+def _part_texts(content: Any) -> list[str]:
+    return [part["text"] for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def _leaves(message: Message) -> Iterator[str]:
+    """The texts in the arguments of a message's calls."""
+    rest: list[Any] = [function_of(call).get("arguments") for call in calls_of(message)]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+
+
+def _shows_argument(text: str, leaf: str) -> bool:
+    word = _WORD.search(leaf, 0, _LOOKED_AT)
+    return word is None or word[0] in text
+
+
+def spans(text: str, wanted: Sequence[str]) -> list[tuple[int, int]]:
+    """Where the `wanted` texts stand in `text`, in order; one that stands there otherwise is left out."""
+    found, place = list[tuple[int, int]](), 0
+    for each in wanted:
+        each = each.strip()
+        start = text.find(each, place) if each else -1
+        if start >= 0:
+            place = start + len(each)
+            found.append((start, place))
+    return found
