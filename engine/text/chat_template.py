@@ -127,14 +127,21 @@ class ChatRenderer:
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
             turns[-1]["content"] = final + CONTINUE_MARK
-        every = {**variables, "documents": documents or None, "add_generation_prompt": add_generation_prompt}
-        conversation = Conversation(
-            units_of(turns, -own),
-            lambda written: self._rendered(written, tools, every),
-            tools=bool(tools),
-            prompt=add_generation_prompt,
-        )
-        made = conversation.rendered(self._adapter, adapts=self._adapts)
+        every: dict[str, Any] = {
+            **variables,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not self._input.shows:
+            made = RenderedConversation(self._rendered(turns, tools, every))
+        else:
+            conversation = Conversation(
+                units_of(turns, -own),
+                lambda written: self._rendered(written, tools, every),
+                tools=bool(tools),
+                prompt=add_generation_prompt,
+            )
+            made = conversation.rendered(self._adapter, adapts=self._adapts)
         return replace(made, text=cut_at_mark(made.text, final)) if continue_final_message else made
 
     def write(

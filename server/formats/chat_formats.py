@@ -40,7 +40,12 @@ class ChatFormats:
 
     @classmethod
     def chosen(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
-        renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens, any_role=config.allow_unknown_roles)
+        renderer = ChatRenderer(
+            tokenizer.chat_templates,
+            tokenizer.special_tokens,
+            any_role=config.allow_unknown_roles,
+            adapts=config.adapt_conversations == "auto",
+        )
         template = "\n".join(tokenizer.chat_templates.values())
         prober = Prober(renderer)
         turn = _turn(prober)

@@ -30,6 +30,9 @@ class TemplateInput:
     functions: bool = False
     """`functions`, JSON, and `datetime` are variables, as FireFunction's template has them."""
 
+    shows: bool = True
+    """A user's text. A template that never shows it, such as one that is the same for all, is rendered as it is."""
+
     def variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
         if self.functions:
@@ -56,13 +59,12 @@ class TemplateAbilities:
 
 
 def input_of(render: Callable[[TemplateInput, list[Message]], str | None]) -> TemplateInput:
-    """The first form in which a template shows a text. `render` gives None where the template refuses."""
-    plain = TemplateInput()
+    """The first form in which a template shows a user's text. `render` gives None where the template refuses."""
     for functions, tool_list, parts in product((False, True), repeat=3):
         form = TemplateInput(parts, tool_list, functions)
         if _TEXT in (render(form, [_USER]) or ""):
             return form
-    return plain
+    return TemplateInput(shows=False)
 
 
 def abilities_of(render: Callable[[list[Message], Tools], str | None], *, tool_template: bool) -> TemplateAbilities:

@@ -99,7 +99,7 @@ class Adapter:
                 plan.messages.extend(unit.messages)
                 plan.owners.extend([place] * len(unit.messages))
             else:
-                self._add(plan, unit, place, rule)
+                self._add(plan, units, place, rule)
             plan.rules.append(rule)
         if prompt:
             closing = self._closing(state, tools)
@@ -107,17 +107,19 @@ class Adapter:
             plan.owners.extend([len(units) - 1] * len(closing))
         return Plan(plan.messages, plan.owners, plan.rules, plan.adaptations, unsure, plan.moved)
 
-    def _add(self, plan: Plan, unit: Unit, place: int, rule: Rule) -> None:
+    def _add(self, plan: Plan, units: Sequence[Unit], place: int, rule: Rule) -> None:
+        unit = units[place]
         written = self._writer.write(unit, rule, plan.messages)
         if written is None:
             written = self._writer.write(unit, Rule(rule.fixes), plan.messages)
             assert written is not None
+        joins_own = bool(written.replaced) and not rule.fixes and units[plan.owners[-1]].own
         if written.replaced:
             del plan.messages[-written.replaced :], plan.owners[-written.replaced :]
         plan.messages.extend(written.messages)
         plan.owners.extend([place] * len(written.messages))
         plan.moved.extend(written.moved)
-        if unit.index >= 0:
+        if not unit.own and not joins_own:
             plan.adaptations.append(Adaptation(unit.index, rule.label(str(unit.messages[0].get("role")))))
 
     def _state(self, tools: bool, steps: tuple[Step, ...]) -> _State:
@@ -153,7 +155,8 @@ class Adapter:
         if trial is None:
             return False, False
         messages, specimens = trial
-        specimens = [one for one in specimens[:-1] if not one.anywhere] + specimens[-1:]
+        if shape.role not in SYSTEM_ROLES:
+            specimens = [one for one in specimens[:-1] if not one.anywhere] + specimens[-1:]
         role = str(messages[-1].get("role")) if messages else ""
         pending = bool(messages) and bool(messages[-1].get("tool_calls"))
         alone = self._shows(messages, specimens, tools, images=shape.result_content == "parts")

@@ -85,15 +85,3 @@ def _leaves(message: Message) -> Iterator[str]:
 def _shows_argument(text: str, leaf: str) -> bool:
     word = _WORD.search(leaf, 0, _LOOKED_AT)
     return word is None or word[0] in text
-
-
-def spans(text: str, wanted: Sequence[str]) -> list[tuple[int, int]]:
-    """Where the `wanted` texts stand in `text`, in order; one that stands there otherwise is left out."""
-    found, place = list[tuple[int, int]](), 0
-    for each in wanted:
-        each = each.strip()
-        start = text.find(each, place) if each else -1
-        if start >= 0:
-            place = start + len(each)
-            found.append((start, place))
-    return found

@@ -35,6 +35,7 @@ def specimen(shape: Shape, serial: int, *, first: bool, text_arguments: bool) ->
         return Specimen(
             Unit((message,), serial, own=shape.own), wanted, first and shape.role in ("system", "developer")
         )
+    text_arguments = text_arguments or shape.legacy
     calls = [_call(shape, serial, place, text_arguments=text_arguments) for place in range(shape.calls)]
     wanted += [(f"qz{serial}n{place}zq", _id_mark(serial, place)) for place in range(shape.calls)]
     wanted += [(f"qz{serial}a{place}zq",) for place in range(shape.calls)]

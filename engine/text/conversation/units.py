@@ -134,7 +134,8 @@ def shape_of(unit: Unit, *, text_arguments: bool = False) -> Shape:
     results = unit.messages[1:] if has_calls(message) else unit.messages
     calls = calls_of(message)
     ids = [call_id(call) for call in calls] + [result_id(each) for each in results]
-    kinds = {arguments_kind(function_of(call).get("arguments", {}), text_arguments) for call in calls}
+    as_text = text_arguments or not message.get("tool_calls")
+    kinds = {arguments_kind(function_of(call).get("arguments", {}), as_text) for call in calls}
     return Shape(
         role,
         content,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from quire.engine.text.conversation.rules import FILLERS, Fix, Rule, opposite
@@ -84,14 +85,21 @@ def _modern(writer: Writer, messages: list[Message], unit: Unit) -> list[Message
             id = _short_id(f"{message.get('name')}", unit.index - (len(messages) == 1))
             message = {"tool_call_id": id, **message, "role": "tool"}
         elif place == 0 and "function_call" in message:
-            calls = [
-                call if call_id(call) else {"id": _short_id(f"{function_of(call).get('name')}", unit.index), **call}
-                for call in calls_of(message)
-            ]
+            calls = [_modern_call(call, unit.index, writer) for call in calls_of(message)]
             message = {name: value for name, value in message.items() if name != "function_call"}
             message = {**message, "tool_calls": calls}
         found.append(message)
     return found
+
+
+def _modern_call(call: dict[str, Any], index: int, writer: Writer) -> dict[str, Any]:
+    function = function_of(call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and not writer.text_arguments:
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    id = call_id(call) or _short_id(f"{function.get('name')}", index)
+    return {**call, "id": id, "function": {**function, "arguments": arguments}}
 
 
 def _short_id(text: str, index: int) -> str:
