@@ -70,6 +70,7 @@ class ChatRenderer:
         self._describes = False
         self._adapts = adapts
         self._overruns = 0
+        self._lenient = False
         for name, template in self._templates.items():
             self._try(name, template)
 
@@ -141,7 +142,7 @@ class ChatRenderer:
                 tools=bool(tools),
                 prompt=add_generation_prompt,
             )
-            made = conversation.rendered(self._adapter, adapts=self._adapts)
+            made = conversation.rendered(self._adapter, adapts=self._adapts, lenient=self._lenient)
         return replace(made, text=cut_at_mark(made.text, final)) if continue_final_message else made
 
     def write(
@@ -164,6 +165,7 @@ class ChatRenderer:
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
         renderer._call = self._call
+        renderer._lenient = True  # what a caller's own template leaves out, it may leave out on purpose
         return renderer
 
     def describing_tools(self, call: str, *, always: bool) -> ChatRenderer:

@@ -137,24 +137,35 @@ class Adapter:
     def _choose(self, state: _State, shape: Shape, tools: bool, banned: Set[Rule]) -> tuple[Rule, bool]:
         """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
         fallback: Rule | None = None
+        partial: Rule | None = None
         for rule in rules_for(shape, text_results=self._text_results, merging=_merges(state.steps)):
             if rule in banned:
                 continue
+            if partial is not None and "calls_as_text" in rule.fixes:
+                break
             suits, goes_on = self._try(state.steps, shape, rule, tools)
             if suits and goes_on:
                 return (AS_SENT if rule == AS_SENT else rule), True
             if suits and fallback is None:
                 fallback = rule
+            if shape.calls and partial is None and not suits:
+                partial = rule if self._try(state.steps, shape, rule, tools, partly=True)[1] else None
+        fallback = fallback or partial
         if fallback is not None:
             return (AS_SENT if fallback == AS_SENT else fallback), True
         return AS_SENT, False
 
-    def _try(self, steps: tuple[Step, ...], shape: Shape, rule: Rule, tools: bool) -> tuple[bool, bool]:
-        """Whether a rule suits a shape behind these steps, and whether a conversation can go on after it."""
+    def _try(
+        self, steps: tuple[Step, ...], shape: Shape, rule: Rule, tools: bool, *, partly: bool = False
+    ) -> tuple[bool, bool]:
+        """Whether a rule suits a shape behind these steps, and whether a conversation can go on after it. `partly`: the
+        template may leave arguments of calls out, as it may show only some that it knows, and show calls elsewhere."""
         trial = self._trial((*steps, (shape, rule)))
         if trial is None:
             return False, False
         messages, specimens = trial
+        if partly:
+            specimens[-1] = specimens[-1].without_arguments()
         if shape.role not in SYSTEM_ROLES:
             specimens = [one for one in specimens[:-1] if not one.anywhere] + specimens[-1:]
         role = str(messages[-1].get("role")) if messages else ""

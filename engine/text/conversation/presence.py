@@ -15,25 +15,26 @@ _THOUGHT_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
 """Text before the last of these in an assistant's content is earlier reasoning, which templates drop on purpose."""
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _LOOKED_AT = 200
-"""Characters of an argument in which a word is looked for: templates write arguments in many ways."""
+"""Characters of an argument in which a word is looked for."""
 
 
-def missing(text: str, messages: Sequence[Message]) -> int | None:
-    """The index of the first message that has a text which the rendered `text` does not show; None: all are there."""
+def missing(text: str, messages: Sequence[Message]) -> list[int]:
+    """The indices of the messages that have a text which the rendered `text` does not show."""
     place = 0
+    found = []
     for index, message in enumerate(messages):
         content = message.get("content")
         for each in [content] if isinstance(content, str) else _part_texts(content):
-            if not each:
-                continue
-            found = text.find(each, place)
-            if found >= 0:
-                place = found + len(each)
+            each = each.strip()  # many templates trim
+            start = text.find(each, place)
+            if start >= 0:
+                place = start + len(each)
             elif not shows(text, each, spoken=message.get("role") == "assistant"):
-                return index
-        if message.get("tool_calls") and not all(_shows_argument(text, leaf) for leaf in _leaves(message)):
-            return index
-    return None
+                found.append(index)
+        words = list(_argument_words(message)) if message.get("tool_calls") else []
+        if words and not any(word in text for word in words):
+            found.append(index)
+    return found
 
 
 def shows(text: str, wanted: str, *, spoken: bool = False) -> bool:
@@ -69,19 +70,17 @@ def _part_texts(content: Any) -> list[str]:
     return [part["text"] for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
-def _leaves(message: Message) -> Iterator[str]:
-    """The texts in the arguments of a message's calls."""
+def _argument_words(message: Message) -> Iterator[str]:
+    """A word of each text in the arguments of a message's calls, as templates write them in many ways. That a template
+    shows all arguments is known from specimens."""
     rest: list[Any] = [function_of(call).get("arguments") for call in calls_of(message)]
     while rest:
         value = rest.pop()
         if isinstance(value, str):
-            yield value
+            word = _WORD.search(value, 0, _LOOKED_AT)
+            if word is not None:
+                yield word[0]
         elif isinstance(value, list):
             rest += value
         elif isinstance(value, dict):
             rest += value.values()
-
-
-def _shows_argument(text: str, leaf: str) -> bool:
-    word = _WORD.search(leaf, 0, _LOOKED_AT)
-    return word is None or word[0] in text

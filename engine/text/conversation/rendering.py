@@ -41,22 +41,31 @@ class Conversation:
         self._tools = tools
         self._prompt = prompt
 
-    def rendered(self, adapter: Adapter, *, adapts: bool) -> RenderedConversation:
-        """Raises InvalidRequest naming messages[i] for what the template does not show by any rule, and where not
-        `adapts` for what it does not show as it is."""
+    def rendered(self, adapter: Adapter, *, adapts: bool, lenient: bool) -> RenderedConversation:
+        """Raises InvalidRequest naming messages[i] for what the template does not show by any rule, unless that is
+        `lenient`, and where not `adapts` for what it does not show as it is."""
         bans: dict[int, set[Rule]] = {}
-        while True:
+        first: RenderedConversation | None = None
+        for _ in range(MAX_TRIES):
             plan = adapter.plan(self._units, tools=self._tools, prompt=self._prompt, bans=bans)
             if not adapts and plan.adaptations:
                 raise self._refusal(plan.adaptations[0].index, f"{OFF}: {plan.adaptations[0].label}")
-            place, error = self._failure(plan, text := self._text(plan))
-            if place is None:
-                assert isinstance(text, str)
-                return RenderedConversation(text, plan.adaptations, plan.moved)
-            exhausted = plan.unsure is not None and plan.unsure <= place
-            if exhausted or sum(map(len, bans.values())) >= MAX_TRIES or not adapts:
-                raise self._explained(place, error) from error
-            bans.setdefault(place, set()).add(plan.rules[place])
+            text = self._text(plan)
+            places, error = ([self._refused(plan)], text) if isinstance(text, InvalidRequest) else (None, None)
+            if isinstance(text, str):
+                made = RenderedConversation(text, plan.adaptations, plan.moved)
+                first = first or made
+                places = sorted({plan.owners[index] for index in missing(text, plan.messages)})
+                if not places:
+                    return made
+            assert places
+            if not adapts or (plan.unsure is not None and plan.unsure <= places[0]):
+                break
+            for place in places:
+                bans.setdefault(place, set()).add(plan.rules[place])
+        if lenient and first is not None:
+            return first
+        raise self._explained(places[0], error) from error
 
     def _text(self, plan: Plan) -> str | InvalidRequest:
         try:
@@ -65,13 +74,6 @@ class Conversation:
             if isinstance(error.__cause__, TooManySteps):
                 raise
             return error
-
-    def _failure(self, plan: Plan, text: str | InvalidRequest) -> tuple[int | None, InvalidRequest | None]:
-        """The place of the first unit that the template refuses, with its error, or does not show; None: none is."""
-        if isinstance(text, InvalidRequest):
-            return self._refused(plan), text
-        index = missing(text, plan.messages)
-        return (None if index is None else plan.owners[index]), None
 
     def _refused(self, plan: Plan) -> int:
         """The place of the unit that the template refuses."""

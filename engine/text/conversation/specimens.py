@@ -17,6 +17,12 @@ class Specimen(NamedTuple):
     """The texts that a rendering must show; of several in one entry one is enough."""
     anywhere: bool = False
     """The template may show it elsewhere, as some do with the first system message."""
+    arguments: frozenset[str] = frozenset()
+    """Those of the wanted texts that are arguments of calls."""
+
+    def without_arguments(self) -> Specimen:
+        wanted = [texts for texts in self.wanted if not self.arguments & set(texts)]
+        return self._replace(wanted=wanted, anywhere=True)
 
 
 def specimen(shape: Shape, serial: int, *, first: bool, text_arguments: bool) -> Specimen:
@@ -50,7 +56,8 @@ def specimen(shape: Shape, serial: int, *, first: bool, text_arguments: bool) ->
         result = {"role": role, "content": _content(shape.result_content, text), **_answering(shape, serial, place)}
         results.append(result)
         wanted.append((text,))
-    return Specimen(Unit((message, *results), serial), wanted)
+    arguments = frozenset(f"qz{serial}a{place}zq" for place in range(shape.calls))
+    return Specimen(Unit((message, *results), serial), wanted, arguments=arguments)
 
 
 def _answered(shape: Shape) -> list[int]:

@@ -26,8 +26,8 @@ Places = dict[str, str]
 """The caller's names of images' fields, by the names that a chat has for them."""
 Turn = dict[str, Any]
 FIELD = "\0field"
-"""The key under which a turn, and an image's part, holds the caller's name of its field, until `placed` takes it out; no JSON has
-such a key."""
+"""The key under which a turn, and an image's part, holds the caller's name of its field, until `placed` takes it out;
+no JSON has such a key."""
 
 
 @contextmanager
