@@ -140,7 +140,7 @@ class ChatRenderer:
                 units_of(turns, -own),
                 lambda written: self._rendered(written, tools, every),
                 tools=bool(tools),
-                prompt=add_generation_prompt,
+                prompt=None if continue_final_message else add_generation_prompt,
             )
             made = conversation.rendered(self._adapter, adapts=self._adapts, lenient=self._lenient)
         return replace(made, text=cut_at_mark(made.text, final)) if continue_final_message else made

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from quire.engine.text.conversation.rules import AS_SENT, FILLERS, Rule, rules_for
+from quire.engine.text.conversation.rules import AS_SENT, FILLERS, Fix, Rule, rules_for
 from quire.engine.text.conversation.specimens import Specimen, shown_in_order, specimen, without_images
 from quire.engine.text.conversation.units import SYSTEM_ROLES, Message, Shape, Unit, shape_of
 from quire.engine.text.conversation.writing import Writer
@@ -19,8 +18,8 @@ from quire.engine.text.conversation.writing import Writer
 Render = Callable[[list[Message], bool, bool], str | None]
 """What the template makes of messages, with tools or without, with a generation prompt or without; None: refused."""
 Step = tuple[Shape, Rule]
-Bans = Mapping[int, Set[Rule]]
-"""Rules that failed with a conversation's own texts, by the place of the unit."""
+Bans = Mapping[int, Set[Rule | tuple[Fix, ...]]]
+"""Rules, or fixes however they are joined, that failed with a conversation's own texts, by the place of the unit."""
 
 MOST_STATES = 2000
 """Kept for one template; then they are forgotten."""
@@ -37,7 +36,8 @@ _NEXT: dict[str, tuple[tuple[Shape, ...], ...]] = {
 """What may follow a message: a rule must suit one of these too, if there is such a rule."""
 
 
-class Adaptation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Adaptation:
     """A unit that was not written as it was sent."""
 
     index: int
@@ -65,8 +65,8 @@ class _State:
     steps: tuple[Step, ...]
     next: dict[Shape, tuple[Rule, _State, bool]] = field(default_factory=dict)
     """The rule for a shape, the state that it leads to, and whether the template takes it."""
-    closing: list[Message] | None = None
-    """What follows where an answer is asked for; None: not known yet."""
+    closing: dict[bool, list[Message]] = field(default_factory=dict)
+    """What is added at a conversation's end, with a generation prompt and without."""
 
 
 class Adapter:
@@ -78,8 +78,9 @@ class Adapter:
         self._text_results = text_results
         self._states: dict[tuple[bool, tuple[Step, ...]], _State] = {}
 
-    def plan(self, units: Sequence[Unit], *, tools: bool, prompt: bool, bans: Bans) -> Plan:
-        """How to write the units. `tools`: the template shows some. `prompt`: an answer is asked for."""
+    def plan(self, units: Sequence[Unit], *, tools: bool, prompt: bool | None, bans: Bans) -> Plan:
+        """How to write the units. `tools`: the template shows some. `prompt`: with a generation prompt; None: the last
+        message is continued."""
         state = self._state(tools, ())
         plan = Plan([], [], [], [])
         unsure = None
@@ -101,8 +102,8 @@ class Adapter:
             else:
                 self._add(plan, units, place, rule)
             plan.rules.append(rule)
-        if prompt:
-            closing = self._closing(state, tools)
+        if prompt is not None:
+            closing = self._closing(state, tools, prompt)
             plan.messages.extend(closing)
             plan.owners.extend([len(units) - 1] * len(closing))
         return Plan(plan.messages, plan.owners, plan.rules, plan.adaptations, unsure, plan.moved)
@@ -134,12 +135,14 @@ class Adapter:
         rule, sure = self._choose(state, shape, tools, frozenset())
         state.next[shape] = rule, self._after(state, shape, rule, tools), sure
 
-    def _choose(self, state: _State, shape: Shape, tools: bool, banned: Set[Rule]) -> tuple[Rule, bool]:
+    def _choose(
+        self, state: _State, shape: Shape, tools: bool, banned: Set[Rule | tuple[Fix, ...]]
+    ) -> tuple[Rule, bool]:
         """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
         fallback: Rule | None = None
         partial: Rule | None = None
         for rule in rules_for(shape, text_results=self._text_results, merging=_merges(state.steps)):
-            if rule in banned:
+            if rule in banned or rule.fixes in banned:
                 continue
             if partial is not None and "calls_as_text" in rule.fixes:
                 break
@@ -173,7 +176,7 @@ class Adapter:
         alone = self._shows(messages, specimens, tools, images=shape.result_content == "parts")
         ways = () if pending else _NEXT.get(role, ())
         lengths = [self._length(messages, specimens, way, tools) for way in ways]
-        ends_here = alone or (bool(ways) and (role in SYSTEM_ROLES or role == "assistant"))
+        ends_here = alone or (bool(ways) and role != "user" and not (shape.calls and role != "assistant"))
         goes_on = not ways or any(length == len(way) for length, way in zip(lengths, ways, strict=True))
         return alone or any(lengths), ends_here and goes_on
 
@@ -234,23 +237,23 @@ class Adapter:
     def _specimen(self, shape: Shape, serial: int) -> Specimen:
         return specimen(shape, serial, first=serial == 0, text_arguments=self._writer.text_arguments)
 
-    def _closing(self, state: _State, tools: bool) -> list[Message]:
-        """What is added where the template refuses to ask for an answer."""
-        if state.closing is None:
-            state.closing = self._learn_closing(state, tools)
-        return state.closing
+    def _closing(self, state: _State, tools: bool, prompt: bool) -> list[Message]:
+        """What is added where the template does not take a conversation that ends here."""
+        if prompt not in state.closing:
+            state.closing[prompt] = self._learn_closing(state, tools, prompt)
+        return state.closing[prompt]
 
-    def _learn_closing(self, state: _State, tools: bool) -> list[Message]:
+    def _learn_closing(self, state: _State, tools: bool, prompt: bool) -> list[Message]:
         trial = self._trial(state.steps)
         if trial is None:
             return []
         messages, specimens = trial
         specimens = [one for one in specimens if not one.anywhere] or specimens
-        if self._shows(messages, specimens, tools, prompt=True):
+        if self._shows(messages, specimens, tools, prompt=prompt):
             return []
         for filler in FILLERS["user"]:
             message = {"role": "user", "content": filler}
-            if self._shows([*messages, message], specimens, tools, prompt=True):
+            if self._shows([*messages, message], specimens, tools, prompt=prompt):
                 return [message]
         return []
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.conversation.adapter import Adaptation, Adapter, Plan
 from quire.engine.text.conversation.presence import missing
-from quire.engine.text.conversation.rules import Rule
+from quire.engine.text.conversation.rules import Fix, Rule
 from quire.engine.text.conversation.units import Message, Unit
 from quire.engine.text.template_bounds import TooManySteps
 
@@ -32,10 +32,10 @@ class Conversation:
     """One request's conversation, on its way through a template."""
 
     def __init__(
-        self, units: Sequence[Unit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool
+        self, units: Sequence[Unit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest where the template refuses. `tools`: it shows some. `prompt`: an answer is
-        asked for."""
+        """`render` raises InvalidRequest where the template refuses. `tools`: it shows some. `prompt`: with a
+        generation prompt; None: the last message is continued."""
         self._units = units
         self._render = render
         self._tools = tools
@@ -44,25 +44,27 @@ class Conversation:
     def rendered(self, adapter: Adapter, *, adapts: bool, lenient: bool) -> RenderedConversation:
         """Raises InvalidRequest naming messages[i] for what the template does not show by any rule, unless that is
         `lenient`, and where not `adapts` for what it does not show as it is."""
-        bans: dict[int, set[Rule]] = {}
+        bans: dict[int, set[Rule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None
         for _ in range(MAX_TRIES):
             plan = adapter.plan(self._units, tools=self._tools, prompt=self._prompt, bans=bans)
             if not adapts and plan.adaptations:
                 raise self._refusal(plan.adaptations[0].index, f"{OFF}: {plan.adaptations[0].label}")
             text = self._text(plan)
-            places, error = ([self._refused(plan)], text) if isinstance(text, InvalidRequest) else (None, None)
+            error = text if isinstance(text, InvalidRequest) else None
             if isinstance(text, str):
                 made = RenderedConversation(text, plan.adaptations, plan.moved)
                 first = first or made
                 places = sorted({plan.owners[index] for index in missing(text, plan.messages)})
                 if not places:
                     return made
-            assert places
+            else:
+                places = [self._refused(plan)]
             if not adapts or (plan.unsure is not None and plan.unsure <= places[0]):
                 break
             for place in places:
-                bans.setdefault(place, set()).add(plan.rules[place])
+                rule = plan.rules[place]
+                bans.setdefault(place, set()).add(rule if error is not None else rule.fixes)
         if lenient and first is not None:
             return first
         raise self._explained(places[0], error) from error

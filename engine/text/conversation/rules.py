@@ -14,8 +14,21 @@ from typing import Literal, NamedTuple
 from quire.engine.text.conversation.units import Shape
 
 Fix = Literal[
-    *("modern", "ids", "named_ids", "arguments", "order", "result", "images", "thought", "apart", "split"),
-    *("calls_as_text", "results_as_text", "system", "user", "omitted"),
+    "modern",
+    "ids",
+    "named_ids",
+    "arguments",
+    "order",
+    "result",
+    "thought",
+    "apart",
+    "split",
+    "images",
+    "calls_as_text",
+    "results_as_text",
+    "system",
+    "user",
+    "omitted",
 ]
 Join = Literal["", "merged", "separated"]
 
@@ -49,7 +62,7 @@ _MOST = 64
 class Rule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: Join = ""
-    filler: int = 0
+    choice: int = 0
     """Which of FILLERS separates the messages."""
 
     def label(self, role: str) -> str:

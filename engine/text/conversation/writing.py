@@ -53,7 +53,7 @@ class Writer(NamedTuple):
             if not before and role != "assistant":
                 return None
             speaker = opposite(role)
-            return Written([{"role": speaker, "content": FILLERS[speaker][rule.filler]}, *messages], 0, moved)
+            return Written([{"role": speaker, "content": FILLERS[speaker][rule.choice]}, *messages], 0, moved)
         if not before or before[-1].get("role") != role or before[-1].get("tool_calls"):
             return None
         return Written([_merged(before[-1], messages[0]), *messages[1:]], 1, moved)
