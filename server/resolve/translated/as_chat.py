@@ -51,14 +51,19 @@ def named_by_caller(names: Mapping[str, str]) -> Iterator[Places]:
         raise
 
 
-def in_own_words(call: Resolved, names: Mapping[str, str], places: Mapping[str, str] | None = None) -> Resolved:
+def in_own_words(call: Resolved, names: Mapping[str, str], places: Places | None = None) -> Resolved:
     """The call, with the caller's names of the fields that its grammars come from, and of what was adapted."""
     if places and (adapted := call.spec.headers.get(ADAPTED)):
-        told = re.sub(r"messages\[\d+\]", lambda found: places.get(found[0], found[0]), adapted)
-        call = replace(call, spec=replace(call.spec, headers={**call.spec.headers, ADAPTED: told}))
+        headers = {**call.spec.headers, ADAPTED: adapted_places(adapted, places)}
+        call = replace(call, spec=replace(call.spec, headers=headers))
     grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
     parts = [(in_words_of_caller(place, None, names), grammar) for place, grammar in call.parts]
     return replace(call, grammars=grammars, parts=parts)
+
+
+def adapted_places(adapted: str, places: Places) -> str:
+    """What was adapted, with the caller's names of the places."""
+    return re.sub(r"messages\[\d+\]", lambda found: places.get(found[0], found[0]), adapted)
 
 
 def in_words_of_caller(message: str, param: str | None, names: Mapping[str, str]) -> str:
@@ -113,11 +118,13 @@ def placed(turns: Sequence[Turn], places: Places) -> list[Turn]:
     return found
 
 
-def prompt_tokens(chat: ChatRequest, model: ServedModel, config: ServerConfig) -> tuple[int, dict[str, str]]:
+def prompt_tokens(
+    chat: ChatRequest, model: ServedModel, config: ServerConfig, places: Places
+) -> tuple[int, dict[str, str]]:
     """How many the prompt has that a chat makes, and headers of the answer. Raises InvalidRequest."""
     shown = tool_use(chat, model.formats.tools).shown
     made = rendered(chat, model, shown, trusted=config.trust_request_chat_template)
     text = with_images(made.text, chat.messages, model)
     check_text(text, "messages")
     ids = encode_literally(model.tokenizer, text, made.moved, add_special_tokens=chat.add_special_tokens)
-    return len(ids), adapted_header(summary(made))
+    return len(ids), adapted_header(adapted_places(summary(made), places))

@@ -85,7 +85,7 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
         others = [name for name in body.model_extra or () if name not in EXTENSIONS]
         ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats.template)]
         headers = ignored_header(ignored, config.strict)
-        count, adapted = prompt_tokens(chat, model, config)
+        count, adapted = prompt_tokens(chat, model, config, places)
     return Reply(encode_json({"input_tokens": count}), headers | adapted)
 
 

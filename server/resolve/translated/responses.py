@@ -105,7 +105,7 @@ def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *
         chat = as_chat(body, earlier, items, model, places)
         ignored += ignored_by_template(chat, model.formats.template)
         headers = ignored_header(ignored, config.strict)
-        count, adapted = prompt_tokens(chat, model, config)
+        count, adapted = prompt_tokens(chat, model, config, places)
     return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers | adapted)
 
 
