@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -321,7 +322,7 @@ def summary(conversation: RenderedConversation) -> str:
     told = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
     if len(adaptations) > MAX_ADAPTATIONS:
         told.append(f"and {len(adaptations) - MAX_ADAPTATIONS} more")
-    return "; ".join(told)
+    return re.sub(r"[^ -~]", "?", "; ".join(told))  # roles may be made up by callers
 
 
 def check_fits(model: ServedModel, text: str, param: str) -> None:

@@ -133,6 +133,8 @@ class Adapter:
 
     def _learn(self, state: _State, shape: Shape, tools: bool) -> None:
         rule, sure = self._choose(state, shape, tools, frozenset())
+        if len(state.next) > MOST_STATES:  # only where callers may make up roles
+            state.next.clear()
         state.next[shape] = rule, self._after(state, shape, rule, tools), sure
 
     def _choose(
@@ -178,7 +180,20 @@ class Adapter:
         lengths = [self._length(messages, specimens, way, tools) for way in ways]
         ends_here = alone or (bool(ways) and role != "user" and not (shape.calls and role != "assistant"))
         goes_on = not ways or any(length == len(way) for length, way in zip(lengths, ways, strict=True))
-        return alone or any(lengths), ends_here and goes_on
+        stays = shape.role not in SYSTEM_ROLES or self._stays(steps, messages, tools)
+        return alone or any(lengths), ends_here and goes_on and stays
+
+    def _stays(self, steps: tuple[Step, ...], messages: list[Message], tools: bool) -> bool:
+        """True if what stood before a late system message stands before it still: some templates write another head."""
+        if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
+            return True
+        trial = self._trial(steps)
+        before = None if trial is None else self._render(trial[0], tools, False)
+        text = self._render(messages, tools, False)
+        if trial is None or before is None or text is None:
+            return True
+        ends = [before.rfind(one) + len(one) for each in trial[1] for texts in each.wanted for one in texts]
+        return text.startswith(before[: max(ends, default=0)])
 
     def _length(self, messages: list[Message], specimens: list[Specimen], way: Sequence[Shape], tools: bool) -> int:
         """How many messages of these shapes the template takes behind others."""
@@ -267,12 +282,12 @@ def _merges(steps: Sequence[Step]) -> bool:
 
 
 def _abbreviated(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Steps that a template treats alike: of earlier exchanges the last one, of what repeats itself two."""
+    """Steps that a template treats alike: of earlier exchanges the first and the last, of what repeats itself two."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchanges(rest)]
-    if len(begins) > 2:
-        rest = rest[begins[-2] :]
+    if len(begins) > 3:
+        rest = (*rest[: begins[1]], *rest[begins[-2] :])
     for period in (1, 2, 3):
         while (
             len(rest) > 2 * period and rest[-period:] == rest[-2 * period : -period] == rest[-3 * period : -2 * period]

@@ -55,6 +55,7 @@ LABELS: dict[Fix, str] = {
 """What callers are told."""
 _COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
 """Of fixes, others cost 1: rules are tried from the cheapest on."""
+_LONGEST_ROLE = 32
 _MOST = 64
 """Rules that are tried, before calls become text."""
 
@@ -67,7 +68,7 @@ class Rule(NamedTuple):
 
     def label(self, role: str) -> str:
         """What callers are told, "" where nothing was changed."""
-        names = [LABELS[fix].format(role=role) for fix in self.fixes]
+        names = [LABELS[fix].format(role=role[:_LONGEST_ROLE]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")
         return ", ".join(names)
