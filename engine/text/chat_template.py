@@ -153,7 +153,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
     ) -> str:
         """What the template makes of messages as they are. Raises InvalidRequest where it refuses them."""
-        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
+        turns, _, tools = self._with_tools(messages, tools)
         return self._rendered(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
