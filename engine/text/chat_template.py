@@ -152,8 +152,10 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template makes of messages as they are. Raises InvalidRequest where it refuses them."""
-        turns, _, tools = self._with_tools(messages, tools)
+        """What the template makes of messages as they are, with the tools if it shows any. Raises InvalidRequest where
+        it refuses them."""
+        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
+        tools = tools if self.shows.tools else None
         return self._rendered(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
