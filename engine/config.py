@@ -75,6 +75,11 @@ class EngineConfig(BaseModel):
         False, description="No tokenizer: requests give token ids, and get them with return_token_ids"
     )
     chat_template: str | None = Field(None, description="Jinja file of the chat template, if not the model's")
+    adapt_conversations: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: what the chat template drops or refuses of a conversation is written as it takes it; "
+        "off: such a conversation is refused",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
     weights: str | None = Field(
         None, description="Directory, or .gguf file, of other weights of the model's shape, if not the model's own"

@@ -23,6 +23,7 @@ from quire.engine.offline.images import images_given, images_of
 from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.literal import encode_literally
 from quire.engine.text.no_tokenizer import check_textless, load_tokenizer
 from quire.engine.text.pairs import encode_cut
 from quire.engine.text.parts import IMAGE_PARTS
@@ -84,7 +85,11 @@ class Model:
         skip = config.skip_tokenizer_init
         ends = model_config.eos_token_ids
         self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, ends, skip=skip)
-        self.renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        self.renderer = ChatRenderer(
+            self.tokenizer.chat_templates,
+            self.tokenizer.special_tokens,
+            adapts=config.adapt_conversations == "auto",
+        )
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
         self.images = image_reader(path, self.tokenizer)
         self._defaults = sampling_defaults(config)
@@ -138,8 +143,8 @@ class Model:
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         shown = _tools(tools)
         talks = _talks(messages)
-        texts = [
-            renderer.render(
+        conversations = [
+            renderer.render_conversation(
                 talk,
                 tools=shown,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -148,17 +153,25 @@ class Model:
             )
             for talk in talks
         ]
+        texts = [conversation.text for conversation in conversations]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._seen(text, asked, add_special_tokens=False) if (asked := images_of(talk)) else Encoded(text, ids)
-            for talk, text, ids in zip(talks, texts, encoded, strict=True)
-        ]
+        found = []
+        for talk, conversation, ids in zip(talks, conversations, encoded, strict=True):
+            text, moved = conversation.text, conversation.moved
+            if asked := images_of(talk):
+                found.append(self._seen(text, asked, moved=moved, add_special_tokens=False))
+            elif moved:
+                found.append(Encoded(text, encode_literally(self.tokenizer, text, moved, add_special_tokens=False)))
+            else:
+                found.append(Encoded(text, ids))
+        return found
 
-    def _seen(self, text: str, asked: list[Asked], *, add_special_tokens: bool) -> Encoded:
-        """A text with images. Raises InvalidRequest, naming the field."""
+    def _seen(self, text: str, asked: list[Asked], *, moved: Sequence[str] = (), add_special_tokens: bool) -> Encoded:
+        """A text with images; `moved`: see RenderedConversation. Raises InvalidRequest, naming the field."""
         if self.images is None:
             raise InvalidRequest(f"{asked[0].where}: {types.TEXT_ALONE}", param="prompts")
-        read = self.images.read(text, asked, partial(self.tokenizer.encode, add_special_tokens=add_special_tokens))
+        encode = partial(encode_literally, self.tokenizer, moved=moved, add_special_tokens=add_special_tokens)
+        read = self.images.read(text, asked, encode)
         return Encoded(text, read.ids, read.spans, read.images)
 
     def cut(self, prompt: Encoded, length: int | None, info: EngineInfo) -> Encoded:

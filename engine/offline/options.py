@@ -24,6 +24,7 @@ _F = TypeVar("_F", bound=Callable[..., None])
 class EngineOptions(TypedDict, total=False):
     tokenizer: str | None
     chat_template: str | None
+    adapt_conversations: Literal["auto", "off"]
     skip_tokenizer_init: bool
     revision: str | None
     weights: str | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
@@ -20,45 +20,30 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.text.described_tools import (
-    EXAMPLE,
-    described,
-    with_calls_as_text,
-    with_descriptions,
-    with_results_as_text,
+from quire.engine.text.conversation.abilities import (
+    TemplateAbilities,
+    TemplateInput,
+    abilities_of,
+    input_of,
+    probe_tool,
 )
-from quire.engine.text.parts import REASONING_FIELDS, RESERVED, content_as_thought, for_template, in_parts
+from quire.engine.text.conversation.adapter import Adapter
+from quire.engine.text.conversation.rendering import Conversation, RenderedConversation
+from quire.engine.text.conversation.units import RESULT_ROLES, Message, has_calls, units_of
+from quire.engine.text.conversation.writing import Writer
+from quire.engine.text.described_tools import EXAMPLE, described, with_descriptions
+from quire.engine.text.parts import RESERVED, normalize
 from quire.engine.text.roles import check_roles, named_in
-from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
-
-Message = dict[str, Any]
+from quire.engine.text.template_bounds import MAX_STEPS, BoundedEnvironment, TooManySteps
 
 _ROLES = ("bos_token", "eos_token")
 """Variables that templates add to texts, though some tokenizers have no such token."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateAbilities:
-    """What a template shows of tools and systems."""
-
-    tools: bool
-    """The tools that a model may call."""
-    calls: bool
-    """Calls that an assistant made."""
-    results: bool
-    """Results of calls."""
-    text_arguments: bool
-    """It wants the arguments of calls as JSON in a string."""
-    system: bool
-    """A system message."""
-    late_system: bool
-    """A system message behind a user's."""
-    undescribed: bool
-    """Tools that have no description; it fails on them where it shows only others."""
-    thoughts_beside_content: bool
-    """Thinking and content of an assistant that makes calls; it may refuse both in one message."""
+PROBE_STEPS = 100_000
+"""Of a rendering of a few made-up messages."""
+MAX_OVERRUNS = 8
+"""Such renderings that take more steps; then no more are tried with this template."""
 
 
 class ChatRenderer:
@@ -72,10 +57,12 @@ class ChatRenderer:
         any_role: bool = False,
         variables: Mapping[str, Any] | None = None,
         content: Literal["auto", "string", "openai"] = "auto",
+        adapts: bool = True,
     ) -> None:
         """`any_role`: messages may have roles that nobody knows. `variables`: of the template, for calls of `render`
-        that do not say them. `content`: how it gets texts, as --chat-template-content-format says it. Raises ModelError
-        for a template that is not valid Jinja, or that loops for ever."""
+        that do not say them. `content`: how it gets texts, as --chat-template-content-format says it. `adapts`: a
+        conversation that a template does not take as it is, is written as it takes it; otherwise it is refused. Raises
+        ModelError for a template that is not valid Jinja, or that loops for ever."""
         self._variables, self._content = dict(variables or {}), content
         self._environment = _environment()
         self._any_role = any_role
@@ -85,6 +72,9 @@ class ChatRenderer:
         self._special_tokens = {**dict.fromkeys(_ROLES, ""), **special_tokens}
         self._call = EXAMPLE
         self._describes = False
+        self._adapts = adapts
+        self._overruns = 0
+        self._lenient = False
         for name, template in self._templates.items():
             self._try(name, template)
 
@@ -103,7 +93,27 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included.
+        """The prompt's text, special tokens included; parameters and errors as of `render_conversation`."""
+        return self.render_conversation(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        ).text
+
+    def render_conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedConversation:
+        """The prompt, adapted to what the template takes: see docs/templates.md.
 
         variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
         message's content ends. Raises InvalidRequest for a role that nobody knows, and when there is no template or the
@@ -118,14 +128,39 @@ class ChatRenderer:
                 )
         if not self._any_role:
             check_roles(messages, self._roles)
-        turns, tools = self._with_tools(messages, tools)
+        turns, own, tools = self._with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
             turns[-1]["content"] = final + CONTINUE_MARK
-        text = self._rendered(
-            turns, tools, {**variables, "documents": documents or None, "add_generation_prompt": add_generation_prompt}
-        )
-        return cut_at_mark(text, final) if continue_final_message else text
+        every: dict[str, Any] = {
+            **variables,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not self._input.shows:
+            made = RenderedConversation(self._rendered(turns, tools, every))
+        else:
+            conversation = Conversation(
+                units_of(turns, -own),
+                lambda written: self._rendered(written, tools, every),
+                tools=bool(tools),
+                prompt=None if continue_final_message else add_generation_prompt,
+            )
+            made = conversation.rendered(self._adapter, adapts=self._adapts, lenient=self._lenient)
+        return replace(made, text=cut_at_mark(made.text, final)) if continue_final_message else made
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """What the template makes of messages as they are, with the tools if it shows any. Raises InvalidRequest where
+        it refuses them."""
+        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
+        tools = tools if self.shows.tools else None
+        return self._rendered(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
         """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
@@ -136,10 +171,12 @@ class ChatRenderer:
                 any_role=self._any_role,
                 variables=self._variables,
                 content=self._content,
+                adapts=self._adapts,
             )
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
         renderer._call = self._call
+        renderer._lenient = True  # what a caller's own template leaves out, it may leave out on purpose
         return renderer
 
     def describing_tools(self, call: str, *, always: bool) -> ChatRenderer:
@@ -148,97 +185,88 @@ class ChatRenderer:
         `call`: how a call is to be written.
         """
         renderer = copy(self)
+        renderer.__dict__.pop("_adapter", None)
         renderer._call, renderer._describes = call, always
         return renderer
 
     @cached_property
     def shows(self) -> TemplateAbilities:
-        """What the template shows, found out by rendering a few messages."""
-        user, tool = {"role": "user", "content": "u"}, _probe_tool()
-        arguments = {"qkeyq": "qvalueq"}
-
-        def rendered(
-            messages: list[Message], tools: Sequence[dict[str, Any]] | None = None, *, text_arguments: bool = False
-        ) -> str:
-            turns = [normalize(message, text_arguments=text_arguments) for message in messages]
-            try:
-                return self._rendered(turns, tools, {})
-            except InvalidRequest:
-                return ""
-
-        def turn(arguments: Any) -> list[Message]:
-            function = {"name": "qcalledq", "arguments": arguments}
-            call = {"id": "qidqidqid", "type": "function", "function": function}
-            return [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-        shown = "tool_use" in self._templates or "qnameq" in rendered([user], [tool])
-        tools, answer = [tool] if shown else None, turn(arguments)
-        texts = [rendered(answer, tools), rendered(answer[1:], tools)]
-        bare = {**tool, "function": {key: tool["function"][key] for key in ("name", "parameters")}}
-        both = [user, normalize({**answer[1], "content": "qsaidq", "reasoning": "qthoughtq"})]
-        said, system = {"role": "assistant", "content": "a"}, {"role": "system", "content": "qsystemq"}
-        result = {"role": "tool", "tool_call_id": "qidqidqid", "name": "qcalledq", "content": "qresultq"}
-        as_object = any(mark in text for text in texts for mark in ("qcalledq", "qidqidqid", "qvalueq"))
-        as_text = not as_object and "qcalledq" in rendered(answer, tools, text_arguments=True)
-        return TemplateAbilities(
-            tools=shown,
-            calls=as_object or as_text,
-            results=any("qresultq" in rendered([*turns, result], tools) for turns in (answer, [user, said])),
-            text_arguments=as_text,
-            system="qsystemq" in rendered([system, user]),
-            late_system="qsystemq" in rendered([user, system]),
-            undescribed="qnameq" not in rendered([user], [tool]) or "qnameq" in rendered([user], [bare]),
-            thoughts_beside_content=rendered(both, tools) != "" or rendered(answer, tools) == "",
+        return abilities_of(
+            lambda turns, tools: self._tried(turns, tools, {}), tool_template="tool_use" in self._templates
         )
+
+    @cached_property
+    def _adapter(self) -> Adapter:
+        writer = Writer(self._call, self.shows.text_arguments)
+        return Adapter(self._probe, writer, text_results=self._describes and not self.shows.calls)
+
+    def _probe(self, messages: list[Message], tools: bool, prompt: bool) -> str | None:
+        shown = [probe_tool()] if tools else None
+        return self._tried(messages, shown, {"documents": None, "add_generation_prompt": prompt})
+
+    def _tried(
+        self,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        form: TemplateInput | None = None,
+    ) -> str | None:
+        """What the template makes of a short made-up conversation; None where it refuses it."""
+        if self._overruns >= MAX_OVERRUNS:
+            return None
+        try:
+            return self._rendered(messages, tools, variables, PROBE_STEPS, form)
+        except InvalidRequest as error:
+            self._overruns += isinstance(error.__cause__, TooManySteps)
+            return None
 
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
-    ) -> tuple[list[Message], Sequence[dict[str, Any]] | None]:
-        """The messages as the template expects them, and the tools that it is to show."""
-        if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return [normalize(message) for message in messages], None
-        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
-        if not self.shows.calls:
-            turns = with_calls_as_text(turns, self._call)
-        if not self.shows.results or (self._describes and not self.shows.calls):
-            turns = with_results_as_text(turns)
-        if not self.shows.thoughts_beside_content:
-            turns = [content_as_thought(turn) for turn in turns]
-        if tools and not self.shows.undescribed:
-            tools = with_descriptions(tools)
-        if tools and (self._describes or not self.shows.tools):
-            turns = described(turns, tools, self._call, system=self.shows.system)
-            tools = None
-        return turns, tools
+    ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
+        """The messages with the tools that the template does not show described in them, whether that is a message of
+        its own before them, and the tools that it is to show."""
+        calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
+        turns = [normalize(each, text_arguments=calls and self.shows.text_arguments) for each in messages]
+        if not tools:
+            return turns, False, None
+        tools = with_descriptions(
+            tools, tool=not self.shows.undescribed, parameters=not self.shows.undescribed_parameters
+        )
+        if not self._describes and self.shows.tools:
+            return turns, False, tools
+        whole = described(turns, tools, self._call)
+        return whole, len(whole) > len(turns), None
 
     @cached_property
-    def _wants_parts(self) -> bool:
-        """Whether the template shows text in parts alone, as some do of models that see: of a string it shows nothing,
-        or it fails."""
-        if self._content != "auto":
-            return self._content == "openai"
-        turn = {"role": "user", "content": "qtextq"}
-
-        def shows(turn: Message) -> bool:
-            try:
-                return "qtextq" in self._written([turn], None, {})
-            except InvalidRequest:
-                return False
-
-        return not shows(turn) and shows(in_parts(turn))
+    def _input(self) -> TemplateInput:
+        if self._content == "auto":
+            return input_of(lambda form, turns: self._tried(turns, None, {}, form))
+        parts = self._content == "openai"
+        form = input_of(lambda form, turns: self._tried(turns, None, {}, replace(form, parts=parts)))
+        return replace(form, parts=parts)
 
     def _rendered(
-        self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        turns: list[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        steps: int = MAX_STEPS,
+        form: TemplateInput | None = None,
     ) -> str:
-        return self._written([in_parts(turn) for turn in turns] if self._wants_parts else turns, tools, variables)
-
-    def _written(
-        self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
-    ) -> str:
+        taken = (form or self._input).variables(turns, tools)
         template = self._template(tools)
         try:
-            shown = {"messages": ReadOnlyList(turns), "tools": tools or None}
-            return self._environment.render(template, {**self._special_tokens, **variables, **shown})
+            return self._environment.render(
+                template,
+                {
+                    **self._special_tokens,
+                    **taken,
+                    **variables,
+                    "messages": ReadOnlyList(taken["messages"]),
+                    "tools": taken["tools"],
+                },
+                steps,
+            )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template can raise any exception on messages that it was not written for
@@ -283,44 +311,6 @@ def cut_at_mark(text: str, final: str) -> str:
     # If the template removed the space at the end of the mark, it trims messages: then the message's own trailing
     # whitespace must go too, as it would have without the mark.
     return text[:place] if text.startswith(CONTINUE_MARK, place) else text[:place].rstrip()
-
-
-def normalize(message: Message, *, text_arguments: bool = False) -> Message:
-    """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
-    objects, or as JSON in a string, and reasoning under all names."""
-    content = message.get("content")
-    result = {**message, "content": content if isinstance(content, str) else for_template(content)}
-    if result.get("tool_calls"):
-        result["tool_calls"] = [_with_arguments(call, as_text=text_arguments) for call in result["tool_calls"]]
-    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-    if reasoning is not None:
-        result = {**dict.fromkeys(REASONING_FIELDS, reasoning), **result, "reasoning_content": reasoning}
-    return {name: value for name, value in result.items() if value is not None}
-
-
-def _probe_tool() -> dict[str, Any]:
-    parameter = {"type": "string", "description": "d"}
-    parameters = {"type": "object", "properties": {"qkeyq": parameter}, "required": ["qkeyq"]}
-    return {"type": "function", "function": {"name": "qnameq", "description": "d", "parameters": parameters}}
-
-
-def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect.
-
-    Where the template expects text, an object is written as JSON. Text that is no JSON stays as it is.
-    """
-    function = call.get("function")
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
-        return call
-    arguments = function.get("arguments")
-    if as_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class GenerationBlock(jinja2.ext.Extension):

@@ -25,24 +25,18 @@ INTRODUCTION = (
 )
 
 
-def described(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]], example: str, *, system: bool
-) -> list[Message]:
-    """The messages, with a description of the tools at the end of the system message.
+def described(messages: Sequence[Message], tools: Sequence[dict[str, Any]], example: str) -> list[Message]:
+    """The messages, with a description of the tools at the end of the system message that they begin with, or in one of
+    its own before them.
 
-    `example`: the form in which the model must write a call. `system`: whether the template shows a system message.
-    Otherwise the description is put at the beginning of the first user message.
+    `example`: the form in which the model must write a call.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = INTRODUCTION.replace("{tools}", listed).replace("{example}", example)
-    result = [dict(message) for message in messages]
-    for message in result:
-        if message["role"] == ("system" if system else "user"):
-            given = message.get("content", "")
-            parts = (given, text) if system else (text, given)
-            message["content"] = joined("\n\n", *parts)
-            return result
-    return [{"role": "system" if system else "user", "content": text}, *result]
+    first = messages[0] if messages else {}
+    if first.get("role") in ("system", "developer"):
+        return [{**first, "content": joined("\n\n", first.get("content", ""), text)}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def with_calls_as_text(messages: Sequence[Message], example: str) -> list[Message]:
@@ -50,13 +44,24 @@ def with_calls_as_text(messages: Sequence[Message], example: str) -> list[Messag
     return [_written(message, example) if message.get("tool_calls") else message for message in messages]
 
 
-def with_descriptions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools, with an empty description where one is missing."""
-    lacking = [tool["function"].get("description") is None for tool in tools]
-    return [
-        {**tool, "function": tool["function"] | {"description": ""}} if lacks else tool
-        for tool, lacks in zip(tools, lacking, strict=True)
-    ]
+def with_descriptions(tools: Sequence[dict[str, Any]], *, tool: bool, parameters: bool) -> Sequence[dict[str, Any]]:
+    """The tools, with an empty description where a `tool`, or one of the `parameters`, has none."""
+    if not tool and not parameters:
+        return tools
+    described = []
+    for one in tools:
+        function = dict(one["function"])
+        if tool and function.get("description") is None:
+            function["description"] = ""
+        schema = function.get("parameters")
+        if parameters and isinstance(schema, dict) and isinstance(schema.get("properties"), dict):
+            properties = {
+                name: {"description": "", **entry} if isinstance(entry, dict) else entry
+                for name, entry in schema["properties"].items()
+            }
+            function["parameters"] = {**schema, "properties": properties}
+        described.append({**one, "function": function})
+    return described
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:

@@ -1,7 +1,8 @@
-"""The content of messages: a text, or parts of which some are images."""
+"""Messages as chat templates expect them, and their content: a text, or parts of which some are images."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,17 @@ def for_template(parts: Sequence[dict[str, Any]] | None) -> Content:
     """Parts as templates expect them: joined to one string where all are text; null becomes "", as templates
     concatenate content without a check."""
     if not any(part.get("type") in IMAGE_PARTS for part in parts or ()):
-        return "\n".join(part["text"] for part in parts or ())
+        return "\n".join(map(text_of, parts or ()))
     return [
-        {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": part["text"]}
+        {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": text_of(part)}
         for part in parts or ()
     ]
+
+
+def text_of(part: dict[str, Any]) -> str:
+    """The text of a part that is no image; a refusal has it under a name of its own."""
+    text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
+    return text
 
 
 def in_parts(turn: dict[str, Any]) -> dict[str, Any]:
@@ -40,12 +47,35 @@ def joined(between: str, *contents: Content) -> Content:
     return [part for each in parts for part in each]
 
 
-def content_as_thought(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that makes calls, its content behind its thinking."""
-    if not message.get("tool_calls") or not message.get("content") or not message.get("reasoning_content"):
-        return message
-    return {
-        **message,
-        **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
-        "content": "",
-    }
+def normalize(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
+    """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
+    objects, or as JSON in a string, and reasoning under all names."""
+    content = message.get("content")
+    result = {**message, "content": content if isinstance(content, str) else for_template(content)}
+    if not result.get("tool_calls"):
+        result.pop("tool_calls", None)
+    else:
+        result["tool_calls"] = [_with_arguments(call, as_text=text_arguments) for call in result["tool_calls"]]
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is not None:
+        result = {**dict.fromkeys(REASONING_FIELDS, reasoning), **result, "reasoning_content": reasoning}
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect.
+
+    Where the template expects text, an object is written as JSON. Text that is no JSON stays as it is.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
+        return call
+    arguments = function.get("arguments", {})
+    if as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -37,19 +37,19 @@ _TEXT_PART, _NODES_PART = 256, 256
 
 
 class TooManySteps(jinja2.TemplateRuntimeError):
-    """A rendering took more than MAX_STEPS."""
+    """A rendering took more steps than it may."""
 
 
 class _Budget:
     """What is left of one rendering's steps."""
 
-    def __init__(self) -> None:
-        self._left = MAX_STEPS
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
 
     def spend(self, steps: int = 1) -> None:
         self._left -= steps
         if self._left < 0:
-            raise TooManySteps(f"it takes more than {MAX_STEPS:,} steps")
+            raise TooManySteps(f"it takes more than {self._most:,} steps")
 
     def put(self, value: Any) -> Any:
         """Count a value that becomes a part of a text. Returns it."""
@@ -120,9 +120,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # as many paragraphs as it is asked for
 
     @staticmethod
-    def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """Raises TooManySteps, and whatever the template raises."""
-        token = _BUDGET.set(_Budget())
+    def render(template: jinja2.Template, variables: Mapping[str, Any], most: int = MAX_STEPS) -> str:
+        """In at most so many steps. Raises TooManySteps, and whatever the template raises."""
+        token = _BUDGET.set(_Budget(most))
         try:
             return template.render(variables)
         finally:

@@ -206,6 +206,11 @@ class Tokenizer:
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
+    @cached_property
+    def added_pattern(self) -> re.Pattern[str] | None:
+        """Matches any token that the library finds in a text before all others, such as `<|im_end|>`."""
+        return _special_pattern(self.backend, self.backend.get_added_tokens_decoder())
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, such as `Ġhello` or `▁hello`; None for an id outside the vocabulary."""
         return self.backend.id_to_token(token_id)

@@ -48,6 +48,7 @@ class ChatFormats:
             any_role=config.allow_unknown_roles,
             variables=config.default_chat_template_kwargs,
             content=config.chat_template_content_format,
+            adapts=config.adapt_conversations == "auto",
         )
         template = "\n".join(tokenizer.chat_templates.values())
         prober = Prober(renderer)

@@ -61,6 +61,8 @@ class Prompt:
     """Ids that stand for images."""
     images: tuple[Image, ...] = ()
     """The content of each span, once."""
+    adapted: str = ""
+    """How a conversation was adapted to what its template takes; "": not at all."""
 
 
 @dataclass(frozen=True, slots=True)

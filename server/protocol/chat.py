@@ -25,6 +25,8 @@ class TextPart(Open):
             raise InvalidRequest(
                 f"messages: only text and images are read, got a content part of type {kind}", param="messages"
             )
+        if kind == "refusal" and isinstance(part, dict) and part.get("text") is None and "refusal" in part:
+            return {**{name: value for name, value in part.items() if name != "refusal"}, "text": part["refusal"]}
         return part
 
 

@@ -77,6 +77,10 @@ RESPONSE_FORMAT = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA = ("name", "schema", "strict")
 """Entries of response_format, and of its json_schema, that are read."""
 IGNORED = "X-Ignored-Params"
+ADAPTED = "X-Quire-Adapted"
+"""Says how a conversation was adapted to what its chat template takes."""
+MAX_ADAPTATIONS = 10
+"""Most that X-Quire-Adapted gives."""
 MAX_NAMES = 20
 """Most names that X-Ignored-Params gives."""
 MAX_NAME = 64
@@ -337,3 +341,8 @@ def ignored_header(names: list[str], strict: bool) -> dict[str, str]:
     if len(names) > MAX_NAMES:
         safe.append(f"and {len(names) - MAX_NAMES} more")
     return {IGNORED: ", ".join(safe)} if safe else {}
+
+
+def adapted_header(adapted: str) -> dict[str, str]:
+    """The X-Quire-Adapted header; "": there is none."""
+    return {ADAPTED: adapted} if adapted else {}

@@ -16,7 +16,7 @@ from quire.server.generation.answers.chunks import ChatWriter
 from quire.server.generation.answers.writer import MakesWriter
 from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import ignored_header
+from quire.server.protocol.common import adapted_header, ignored_header
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
 from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
@@ -63,6 +63,7 @@ def chat_call(
         prompt_logprobs=body.prompt_logprobs,
     )
     prompt = chat_prompt(body, model, tools.shown, trusted=config.trust_request_chat_template)
+    headers |= adapted_header(prompt.adapted)
     message = message_format(body, tools, prompt, model)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.images.reader import Asked
-from quire.engine.text.chat_template import ChatRenderer, normalize
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.literal import encode_literally
+from quire.engine.text.conversation.rendering import RenderedConversation
 from quire.engine.text.offsets import offsets_in, shown
+from quire.engine.text.parts import normalize
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
 from quire.server.images.asked import check_shown, has_images, images_of
 from quire.server.protocol.bounds import MAX_PROMPTS
 from quire.server.protocol.chat import ChatMessage, ChatRequest, TextPart
-from quire.server.protocol.common import GenerationBody
+from quire.server.protocol.common import MAX_ADAPTATIONS, GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import NeedsWorker, check_length, check_text, check_token_ids
 from quire.server.served_model import ServedModel
@@ -135,15 +140,16 @@ def chat_prompt(
     asked = asked_images(body.messages, model)
     if body.known_ids:
         return known_prompt(body, model, asked)
-    text = rendered(body, model, tools, trusted=trusted)
+    conversation = rendered(body, model, tools, trusted=trusted)
+    adapted = summary(conversation)
     if asked:
         assert model.images is not None
-        check_shown(text, model.images.mark, body.messages)
-        return image_prompt(body, model, text, asked)
+        check_shown(conversation.text, model.images.mark, body.messages)
+        return replace(image_prompt(body, model, conversation, asked), adapted=adapted)
     cut = body.truncate_prompt_tokens is not None
-    (ids,) = encode(model, [text], body.add_special_tokens, "messages", cut=cut)
+    ids = encode_conversation(model, conversation, body.add_special_tokens, cut=cut)
     prompt = chat_cut(ids, body, model)
-    return Prompt(prompt.ids, continued(body, text)) if body.echo else prompt
+    return Prompt(prompt.ids, continued(body, conversation.text) if body.echo else None, adapted=adapted)
 
 
 def known_prompt(body: ChatRequest, model: ServedModel, asked: Sequence[Asked]) -> Prompt:
@@ -162,19 +168,21 @@ def chat_cut(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
     return prompt
 
 
-def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequence[Asked]) -> Prompt:
+def image_prompt(
+    body: ChatRequest, model: ServedModel, conversation: RenderedConversation, asked: Sequence[Asked]
+) -> Prompt:
     """The same of a conversation with images. Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
     assert model.images is not None
 
     def encoded(text: str) -> list[int]:
-        (ids,) = encode(model, [text], body.add_special_tokens, "messages")
+        ids = encode_conversation(model, replace(conversation, text=text), body.add_special_tokens)
         check_length(ids, model.context_length, "messages")
         return ids
 
-    read = model.images.read(text, asked, encoded)
-    echoed = continued(body, text) if body.echo else None
+    read = model.images.read(conversation.text, asked, encoded)
+    echoed = continued(body, conversation.text) if body.echo else None
     return Prompt(read.ids, echoed, spans=read.spans, images=read.images)
 
 
@@ -220,9 +228,11 @@ def asked_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[As
     return images_of(messages, model)
 
 
-def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool) -> str:
+def rendered(
+    body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
+) -> RenderedConversation:
     """The conversation's text, as above."""
-    return renderer_for(body.chat_template, model, trusted=trusted).render(
+    return renderer_for(body.chat_template, model, trusted=trusted).render_conversation(
         [message.as_dict() for message in body.messages],
         tools=tools,
         documents=body.documents,
@@ -299,6 +309,28 @@ def encode(
         if not cut:
             check_fits(model, text, param)
     return model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
+def encode_conversation(
+    model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, cut: bool = False
+) -> list[int]:
+    """Token ids of a conversation; special tokens in texts that were moved are text. Raises as above."""
+    if not conversation.moved:
+        return encode(model, [conversation.text], add_special_tokens, "messages", cut=cut)[0]
+    check_text(conversation.text, "messages")
+    if not cut:
+        check_fits(model, conversation.text, "messages")
+    text, moved = conversation.text, conversation.moved
+    return encode_literally(model.tokenizer, text, moved, add_special_tokens=add_special_tokens)
+
+
+def summary(conversation: RenderedConversation) -> str:
+    """What was adapted, for the header: `developer->system at messages[0]; ...`."""
+    adaptations = conversation.adaptations
+    told = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
+    if len(adaptations) > MAX_ADAPTATIONS:
+        told.append(f"and {len(adaptations) - MAX_ADAPTATIONS} more")
+    return re.sub(r"[^ -~]", "?", "; ".join(told))  # roles may be made up by callers
 
 
 def check_fits(model: ServedModel, text: str, param: str) -> None:

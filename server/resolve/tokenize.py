@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.text.conversation.literal import encode_literally
+from quire.engine.text.conversation.rendering import RenderedConversation
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
-from quire.server.protocol.common import ignored_header
+from quire.server.protocol.common import adapted_header, ignored_header
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse
-from quire.server.resolve.prompts import renderer_for, with_images
+from quire.server.resolve.prompts import renderer_for, summary, with_images
 from quire.server.served_model import ServedModel
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
@@ -28,14 +30,14 @@ class Reply:
 def tokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body, headers = _asked(given, TokenizeRequest, model, config)
-    text, special = _text(body, model, config)
+    conversation, special = _text(body, model, config)
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    ids = model.tokenizer.encode(text, add_special_tokens=special)
+    ids = encode_literally(model.tokenizer, conversation.text, conversation.moved, add_special_tokens=special)
     strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
     told = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
     if body.with_pieces:
         told["tokens"] = [{"id": each, "piece": _piece(model.tokenizer.token_bytes(each))} for each in ids]
-    return Reply(encode_json(told), headers)
+    return Reply(encode_json(told), headers | adapted_header(summary(conversation)))
 
 
 def templated(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
@@ -45,7 +47,8 @@ def templated(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
     if body.messages is None:
         raise InvalidRequest(f"messages: field required{body.misspelt()}", param="messages")
     headers = ignored_header(body.ignored_params(), config.strict)
-    return Reply(encode_json({"prompt": _text(body, model, config)[0]}), headers)
+    conversation, _ = _text(body, model, config)
+    return Reply(encode_json({"prompt": conversation.text}), headers | adapted_header(summary(conversation)))
 
 
 def _asked(given: bytes, kind: type[Body], model: ServedModel, config: ServerConfig) -> tuple[Body, dict[str, str]]:
@@ -55,23 +58,24 @@ def _asked(given: bytes, kind: type[Body], model: ServedModel, config: ServerCon
     return body, ignored_header(body.ignored_params(), config.strict)
 
 
-def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tuple[str, bool]:
+def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tuple[RenderedConversation, bool]:
     """The text to be tokenized, and whether special tokens are added by default."""
-    text, param, special = body.prompt or "", "prompt", True
+    made, param, special = RenderedConversation(body.prompt or ""), "prompt", True
     if body.content is not None:
-        text, param, special = body.content, "content", body.add_special
+        made, param, special = RenderedConversation(body.content), "content", body.add_special
     elif body.messages is not None:
         param, special = "messages", False
-        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
+        renderer = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template)
+        made = renderer.render_conversation(
             [message.as_dict() for message in body.messages],
             tools=[spec.as_dict() for spec in body.tools],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
-        text = with_images(text, body.messages, model)
-    check_text(text, param)
-    return text, special
+        made = replace(made, text=with_images(made.text, body.messages, model))
+    check_text(made.text, param)
+    return made, special
 
 
 def _piece(text: bytes) -> str | list[int]:

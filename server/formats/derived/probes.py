@@ -95,7 +95,7 @@ class Prober:
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool) -> str:
         try:
-            return self.renderer.render(messages, tools=self.tools, add_generation_prompt=prompt)
+            return self.renderer.write(messages, tools=self.tools, add_generation_prompt=prompt)
         except QuireError as error:
             raise NotDerived(error.message) from error
 

@@ -169,7 +169,7 @@ def as_chat(
     """The conversation with the question as its last message, which one of the labels answers."""
     asked = Message(role="user", content=question)
     turns = turns_of([*items, asked], "", developer="developer" in model.formats.template)
-    turns = placed(turns, model.renderer.shows, places)
+    turns = placed(turns, places)
     fields = body.extensions()
     if model.formats.thinking.off:
         given = fields.get("chat_template_kwargs", {})

@@ -21,7 +21,7 @@ from quire.server.protocol.items import (
     full_name,
     unsealed,
 )
-from quire.server.resolve.translated.as_chat import Turn, add_parts, image_part, tool_turn
+from quire.server.resolve.translated.as_chat import Turn, add_parts, image_part, note_field, tool_turn
 
 
 def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: int = 0) -> list[Turn]:
@@ -35,6 +35,7 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: in
     names: dict[str, str] = {}
     if system:
         add_parts(turns, "system", parts_of(system, "instructions"))
+        note_field(turns, "instructions")
     for index, item in enumerate(items):
         field = f"input[{index - earlier}]" if index >= earlier else "previous_response_id"
         if isinstance(item, Message) and item.role == "assistant":
@@ -50,6 +51,7 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool, earlier: in
         else:
             names[item.call_id] = full_name(item.namespace, item.name)
             assistant(turns).setdefault("tool_calls", []).append(call_of(item))
+        note_field(turns, field)
     return turns
 
 

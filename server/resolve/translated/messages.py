@@ -36,6 +36,7 @@ from quire.server.resolve.translated.as_chat import (
     image_part,
     in_own_words,
     named_by_caller,
+    note_field,
     placed,
     prompt_tokens,
     tool_turn,
@@ -72,7 +73,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
         }
         chat = as_chat(body, model, fields, places)
         call = chat_call(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
-    return in_own_words(call, NAMES)
+    return in_own_words(call, NAMES, places)
 
 
 def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
@@ -84,8 +85,8 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
         others = [name for name in body.model_extra or () if name not in EXTENSIONS]
         ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats)]
         headers = ignored_header(ignored, config.strict)
-        count = prompt_tokens(chat, model, config)
-    return Reply(encode_json({"input_tokens": count}), headers)
+        count, adapted = prompt_tokens(chat, model, config, places)
+    return Reply(encode_json({"input_tokens": count}), headers | adapted)
 
 
 def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:
@@ -103,7 +104,7 @@ def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:
 
 def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], places: Places) -> ChatRequest:
     """The chat that a body asks for, with more `fields`. Raises InvalidRequest."""
-    turns = placed(turns_of(body), model.renderer.shows, places)
+    turns = placed(turns_of(body), places)
     chat: dict[str, Any] = {
         **fields,
         "model": body.model,
@@ -167,12 +168,14 @@ def turns_of(body: CountTokensRequest) -> list[Turn]:
     turns: list[Turn] = []
     if any(system):
         turns.append({"role": "system", "content": parts([text for text in system if text])})
+        note_field(turns, "system")
     called: dict[str, str] = {}
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
             turns.append(assistant_turn(message, called))
         else:
             add_turns(turns, message, called, f"messages[{index}]")
+        note_field(turns, f"messages[{index}]")
     if not turns:
         raise InvalidRequest("messages must have content", param="messages")
     return turns

@@ -27,7 +27,7 @@ from quire.server.resolve.completions import completion_call
 from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.pooling import embedding_spec
 from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.as_chat import image_part, in_own_words, named_by_caller, placed
+from quire.server.resolve.translated.as_chat import FIELD, image_part, in_own_words, named_by_caller, placed
 from quire.server.served_model import ServedModel
 
 NAMES = {
@@ -91,13 +91,13 @@ def _chat(
         fields = {
             **sampling(body, model),
             "model": name,
-            "messages": placed(turns, model.renderer.shows, places),
+            "messages": placed(turns, places),
             "tools": [tool.as_dict() for tool in tools],
             **thinking(body, model),
         }
         writer = OllamaChatWriter if whole else OllamaWriter
         call = chat_call(validated(fields, ChatRequest), model, config, writer=writer, ignored=body.ignored_params())
-    return in_own_words(call, names)
+    return in_own_words(call, names, places)
 
 
 def plain_name(asked: str | None, model: ServedModel) -> str | None:
@@ -128,7 +128,7 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             ]
         if message.role == "tool":
             turn["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else "call")
-        turns.append(turn)
+        turns.append({**turn, FIELD: f"messages[{index}]"})
     return turns
 
 

@@ -91,7 +91,7 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         previous=body.previous_response_id,
         conversation=body.conversation_id,
     )
-    return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES)
+    return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES, places)
 
 
 def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Reply:
@@ -105,8 +105,8 @@ def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *
         chat = as_chat(body, earlier, items, model, places)
         ignored += ignored_by_template(chat, model.formats)
         headers = ignored_header(ignored, config.strict)
-        count = prompt_tokens(chat, model, config)
-    return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers)
+        count, adapted = prompt_tokens(chat, model, config, places)
+    return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers | adapted)
 
 
 def as_json(told: Mapping[str, Any]) -> bytes:
@@ -176,7 +176,7 @@ def as_chat(
     """The chat that a body asks for. Raises InvalidRequest."""
     developer = "developer" in model.formats.template
     turns = turns_of([*earlier, *items], body.instructions or "", developer=developer, earlier=len(earlier))
-    turns = placed(turns, model.renderer.shows, places)
+    turns = placed(turns, places)
     if not turns:
         raise InvalidRequest(f"input must not be empty{body.misspelt()}", param="input")
     tools, choice = tools_of(body, held=holds_patterns(model.formats.tools))

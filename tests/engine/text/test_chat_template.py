@@ -63,9 +63,9 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
         for tools in (None, TOOLS) if ours.shows.tools else (None,):
             for add_generation_prompt in (True, False):
                 expected = transformers_text(template, messages, tools, add_generation_prompt)
-                if expected is None:
-                    with pytest.raises(InvalidRequest):
-                        ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+                if expected is None:  # it is adapted: see test_conversations.py
+                    text = ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+                    assert all(message["content"].strip() in text for message in messages)
                 else:
                     assert ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt) == expected
 

@@ -98,9 +98,8 @@ def test_a_message_is_continued_as_transformers_does(template: str, final: str) 
 
     try:
         (wanted,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
-    except Exception:
-        with pytest.raises(InvalidRequest):
-            ours()
+    except Exception:  # it is adapted
+        assert ours().rstrip().endswith(final.strip())
     else:
         assert ours() == wanted
 

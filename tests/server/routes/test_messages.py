@@ -161,8 +161,16 @@ async def test_a_conversation_with_tools_as_the_template_gets_it() -> None:
     ("refused", "roles", "contents"),
     [
         ("false", ["system", "user", "system", "assistant", "system"], ["s", "a", "b", "c", "d"]),
-        ("not loop.first", ["system", "user", "assistant", "user"], ["s", "a\nb", "c", "d"]),
-        ("true", ["user", "assistant", "user"], ["s\na\nb", "c", "d"]),
+        (
+            "not loop.first",
+            ["system", "user", "user", "assistant", "user"],
+            ["s", "a", "<system>\nb\n</system>", "c", "<system>\nd\n</system>"],
+        ),
+        (
+            "true",
+            ["user", "user", "user", "assistant", "user"],
+            ["<system>\ns\n</system>", "a", "<system>\nb\n</system>", "c", "<system>\nd\n</system>"],
+        ),
     ],
 )
 async def test_a_system_s_texts_are_the_user_s_where_the_template_takes_none(

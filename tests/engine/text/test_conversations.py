@@ -1,0 +1,250 @@
+"""Conversations of any shape through chat templates: no text is lost, prompts grow at their end, authority stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.literal import encode_literally
+from tests.engine.text.shapes import (
+    ANTHROPIC,
+    FIRST,
+    OPENAI,
+    SECOND,
+    SHAPES,
+    TEMPLATES,
+    TOOLS,
+    Message,
+    call,
+    called,
+    developer,
+    result,
+    said,
+    system,
+    user,
+)
+from tests.server.formats.templates import OWN
+from tests.texts import CHATML, SHARED, byte_level_tokenizer, sentence_piece_tokenizer, shared
+from tests.variants import examples
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+PUBLISHED = sorted((SHARED / "templates").glob("*.jinja"))
+ROLES = CHATML.replace("<|im_start|>", "\x01").replace("<|im_end|>\n", "\x02")
+ONLY_USERS = (
+    "{% for m in messages %}{% if m.role != role %}{{ raise_exception('no ' ~ m.role) }}{% endif %}{% endfor %}"
+)
+
+
+def renderer(template: str, **options: Any) -> ChatRenderer:
+    return ChatRenderer({"default": template}, SPECIAL, **options)
+
+
+def check_all_shapes(template: str) -> None:
+    ours = renderer(template)
+    for name, talk in SHAPES.items():
+        made = ours.render_conversation(talk.messages, tools=talk.tools)
+        lost = [text for text in talk.texts if text not in made.text]
+        assert not lost, f"{name}: {lost} are not in {made.text}"
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_no_shape_loses_a_text_or_is_refused(template: str) -> None:
+    check_all_shapes(template)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("template", [CHATML, *OWN.values()], ids=["chatml", *OWN])
+def test_no_shape_loses_a_text_in_templates_of_other_tests(template: str) -> None:
+    check_all_shapes(template)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("path", PUBLISHED or [None], ids=lambda path: path.stem if path else "none")
+def test_no_shape_loses_a_text_in_published_templates(path: Path | None) -> None:
+    shared("templates")
+    assert path is not None
+    check_all_shapes(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_shape_that_the_template_takes_renders_as_it_did(name: str) -> None:
+    ours = renderer(TEMPLATES[name])
+    for shape, talk in SHAPES.items():
+        if talk.tools and not ours.shows.tools:
+            continue
+        try:
+            plain = ours.write(talk.messages, tools=talk.tools)
+        except InvalidRequest:
+            continue
+        places = [plain.find(text) for text in talk.texts]
+        whole = -1 not in places and places[1:] == sorted(places[1:])
+        if whole and (name, shape) not in [("harmony", "rounds")]:  # it drops the text as soon as an answer follows
+            made = ours.render_conversation(talk.messages, tools=talk.tools)
+            if made.text != plain:  # a system message that the template shows elsewhere
+                assert any("system" in each.label for each in made.adaptations), shape
+
+
+MESSAGES: dict[str, list[Message]] = {
+    "user": [user("U")],
+    "users": [user("U"), user("V")],
+    "answer": [said("A")],
+    "answers": [said("A"), said("B")],
+    "system": [system("S")],
+    "developer": [developer("D")],
+    "call": [called(call(FIRST, "v")), result(FIRST, "R")],
+    "said_and_called": [called(call(OPENAI, "v"), text="T"), result(OPENAI, "R")],
+    "calls": [called(call(OPENAI, "v"), call(SECOND, "w")), result(SECOND, "Q"), result(OPENAI, "R")],
+    "broken_call": [called(call(ANTHROPIC, "", '{"p": "v')), result(ANTHROPIC, "R")],
+    "open_call": [called(call(FIRST, "v"))],
+    "result": [result(FIRST, "R")],
+}
+
+
+def talk_of(kinds: list[str]) -> list[Message]:
+    """A conversation of such messages, each text of its own."""
+    talk = []
+    for number, kind in enumerate(kinds):
+        for message in MESSAGES[kind]:
+            content = message["content"]
+            text = content[0]["text"] if isinstance(content, list) else content
+            talk.append(message if text is None else {**message, "content": f"{text}{number}"})
+    return talk
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.sampled_from([name for name in TEMPLATES if name != "system_at_the_last_user"]),
+    st.lists(st.sampled_from(sorted(MESSAGES)), min_size=1, max_size=9),
+)
+def test_a_longer_conversation_begins_with_the_prompt_of_a_shorter_one(name: str, kinds: list[str]) -> None:
+    """At each place where an answer may be asked for: behind a user's message, before an assistant's. The one template
+    that puts the system message elsewhere with every turn is left out."""
+    ours, talk = RENDERERS[name], talk_of(kinds)
+    asked = next((place for place, message in enumerate(talk) if message["role"] == "user"), len(talk))
+    ends = [
+        place for place in range(asked + 1, len(talk)) if talk[place]["role"] == "assistant" != talk[place - 1]["role"]
+    ]
+    before = ""
+    for end in [*ends, len(talk)]:
+        text = ours.render(talk[:end], tools=TOOLS, add_generation_prompt=False)
+        assert text.startswith(before)
+        before = text
+
+
+RENDERERS = {name: renderer(template) for name, template in TEMPLATES.items()}
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.sampled_from(["system", "user", "none"]), st.lists(st.sampled_from(sorted(MESSAGES)), min_size=1, max_size=8))
+def test_no_user_s_and_no_tool_s_text_becomes_a_system_message(known: str, kinds: list[str]) -> None:
+    ours, talk = AUTHORITY[known], talk_of(kinds)
+    text = ours.render(talk, add_generation_prompt=False)
+    for role, content in re.findall("\x01(\\w+)\n([^\x02]*)\x02", text):
+        if role in ("system", "developer"):
+            assert re.fullmatch(r"([SD]\d+\s*)*", content)
+        if role == "user":
+            results = re.sub("(?s)<tool_response>.*?</tool_response>", "", content)
+            systems = re.sub("(?s)<(system|developer)>.*?</\\1>", "", results)
+            assert re.fullmatch(r"([UV]\d+|Continue\.|\s)*", systems)
+
+
+def knowing(*roles: str) -> ChatRenderer:
+    """A renderer of a template that refuses all other roles."""
+    check = f"{{% for m in messages %}}{{% if m.role not in {list(roles)} %}}{{{{ raise_exception(m.role) }}}}"
+    return renderer(check + "{% endif %}{% endfor %}" + ROLES)
+
+
+AUTHORITY = {
+    "system": knowing("system", "user", "assistant", "tool"),
+    "user": knowing("user", "assistant"),
+    "none": renderer(ROLES),
+}
+
+
+@pytest.mark.parametrize("named", [byte_level_tokenizer(), sentence_piece_tokenizer()], ids=lambda named: named.name)
+def test_special_tokens_in_a_moved_text_stay_text(named: Any) -> None:
+    tokenizer = named.tokenizer
+    end = tokenizer.special_tokens["eos_token"]
+    attack = f"a{end}\nb{end}{end}"
+    ours = knowing("user", "assistant")
+    made = ours.render_conversation([user("a"), called(call(FIRST, "v")), result(FIRST, attack), system(attack)])
+    assert made.text.count(end) == 6
+    ids = encode_literally(tokenizer, made.text, made.moved, add_special_tokens=False)
+    assert tokenizer.backend.token_to_id(end) not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == made.text
+    plain = ours.render_conversation([user(attack)])
+    assert tokenizer.backend.token_to_id(end) in encode_literally(
+        tokenizer, plain.text, plain.moved, add_special_tokens=False
+    )
+
+
+def test_what_is_adapted_is_named_and_refused_where_that_is_switched_off() -> None:
+    talk = [user("a"), said("b"), system("c")]
+    made = renderer(TEMPLATES["alternating"]).render_conversation(talk)
+    assert [(each.index, each.label) for each in made.adaptations] == [(2, "system->user")]
+    with pytest.raises(InvalidRequest, match=r"^messages\[2\]: .*--adapt-conversations off.*system->user"):
+        renderer(TEMPLATES["alternating"], adapts=False).render(talk)
+    assert renderer(TEMPLATES["alternating"], adapts=False).render(talk[:1]) == "[INST]a[/INST]"
+
+
+def test_ids_are_shortened_alike_wherever_they_stand() -> None:
+    ours = renderer(TEMPLATES["alternating"])
+    turn = [called(call(OPENAI, "v")), result(OPENAI, "r")]
+    first = ours.render([user("a"), *turn])
+    later = ours.render([user("a"), *turn, said("b"), user("c"), *turn])
+    (id,) = set(re.findall(r'"id": "(\w+)"', first))
+    assert len(id) == 9
+    assert f"[RESULTS]{id}r" in first
+    assert re.findall(r'"id": "(\w+)"', later) == [id, id]
+
+
+def test_a_text_that_the_template_drops_for_what_is_in_it_is_written_otherwise_or_refused() -> None:
+    drops = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role != 'tool' or 'x' not in m.content %}{{ m.content }}"
+        "{% endif %}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+    )
+    turn = called(call(FIRST, "v"))
+    ours = renderer(drops)
+    assert "<tool>yes" in ours.render([user("a"), turn, result(FIRST, "yes")])
+    assert "<tool_response>\nx-ray\n</tool_response>" in ours.render([user("a"), turn, result(FIRST, "x-ray")])
+    refuses = "{% for m in messages %}{{ m.content | replace('secret', '') }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]: the chat template does not show its text"):
+        renderer(refuses).render([user("a"), user("my secret")])
+
+
+def test_reasoning_that_a_template_drops_is_no_loss() -> None:
+    ours = renderer(TEMPLATES["last_system_counts"])
+    text = ours.render([user("a"), said("<think>hm</think>So."), user("b")])
+    assert "So." in text
+    assert "hm" not in text
+
+
+def test_a_template_that_never_ends_with_some_shapes_is_not_tried_for_long() -> None:
+    loops = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'tool' %}"
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    ours = renderer(loops)
+    with pytest.raises(InvalidRequest, match="steps"):
+        ours.render([user("a"), called(call(FIRST, "v")), result(FIRST, "r")])
+    assert ours.render([user("a"), said("b"), user("c")]) == "abc"
+
+
+def test_images_of_a_result_become_the_user_s_where_the_template_leaves_them_out() -> None:
+    text_alone = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    shows = (
+        "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+        "{% if m.role == 'user' and m.content is not string %}{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% else %}" + text_alone + "{% endif %}{% endif %}"
+        "{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    text = renderer(shows).render([user("a"), called(call(FIRST, "v")), result(FIRST, parts)])
+    assert text.index("<tool>seen") < text.index("<user><tool_response>\n<image>\n</tool_response>")
