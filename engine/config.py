@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from quire.engine.config_types import JsonObject, SpeculativeConfig, why_no_device
+from quire.engine.config_types import (
+    AtLoad,
+    Dtype,
+    JsonObject,
+    SpeculativeConfig,
+    Stored,
+    plain_quantization,
+    why_no_device,
+)
 from quire.engine.types import EngineInfo
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
@@ -26,33 +34,6 @@ MOST_SEQUENCES = 4096
 _MOST_GIB = 1_000_000
 _BYTES = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T": 2**40}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-
-
-def _plain_dtype(given: Any) -> Any:
-    """vLLM's other names."""
-    return {"half": "float16", "float": "float32"}.get(given, given) if isinstance(given, str) else given
-
-
-def _plain_quantization(given: Any) -> Any:
-    """vLLM's other names. Raises ValueError for those of other devices."""
-    if (why := why_no_device(given)) is not None:
-        raise ValueError(f"{why}: name a checkpoint in another format")
-    return _OTHER_QUANTIZATIONS.get(given, given) if isinstance(given, str) else given
-
-
-_OTHER_QUANTIZATIONS = {
-    **{"int8_per_channel_weight_only": "int8", "int8_per_channel": "int8", "fp8_per_tensor": "fp8"},
-    **{"fp8_per_block": "fp8", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt"},
-    **{"gpt_oss_mxfp4": "mxfp4", "auto_gptq": "gptq", "auto_awq": "awq", "fp8_per_channel": "fp8"},
-}
-Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
-
-
-AtLoad = Literal["int8", "int4", "fp8"]
-Stored = Literal[
-    "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
-]
-"""vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
 
 
 def fitted(info: EngineInfo) -> dict[str, int]:
@@ -104,7 +85,7 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: Annotated[Literal[AtLoad, Stored] | None, BeforeValidator(_plain_quantization)] = Field(
+    quantization: Annotated[Literal[AtLoad, Stored] | None, BeforeValidator(plain_quantization)] = Field(
         None,
         description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
         "the checkpoint says of its own",

@@ -1,4 +1,4 @@
-"""Types of settings that are more than a number or a name: JSON objects, and how tokens are guessed."""
+"""Types of settings: JSON objects, types of numbers, quantization, and how tokens are guessed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,34 @@ def _parse_object(value: object) -> object:
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
 """An object, or JSON text of one."""
+
+
+def _plain_dtype(given: Any) -> Any:
+    """vLLM's other names."""
+    return {"half": "float16", "float": "float32"}.get(given, given) if isinstance(given, str) else given
+
+
+def plain_quantization(given: Any) -> Any:
+    """vLLM's other names. Raises ValueError for those of other devices."""
+    if (why := why_no_device(given)) is not None:
+        raise ValueError(f"{why}: name a checkpoint in another format")
+    return _OTHER_QUANTIZATIONS.get(given, given) if isinstance(given, str) else given
+
+
+_OTHER_QUANTIZATIONS = {
+    **{"int8_per_channel_weight_only": "int8", "int8_per_channel": "int8", "fp8_per_tensor": "fp8"},
+    **{"fp8_per_block": "fp8", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt"},
+    **{"gpt_oss_mxfp4": "mxfp4", "auto_gptq": "gptq", "auto_awq": "awq", "fp8_per_channel": "fp8"},
+}
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
+
+
+AtLoad = Literal["int8", "int4", "fp8"]
+Stored = Literal[
+    "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
+]
+"""vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
+
 
 NOT_DRAFTED = ("dflash", "dspark", "mlp_speculator", "p-eagle", "gemma4_mtp_assistant", "extract_hidden_states")
 """Methods of vLLM's that Quire lacks. No method changes an answer, so a model that names one is served without."""

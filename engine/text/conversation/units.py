@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Unit:
     messages: tuple[Message, ...]
-    """Normalized: see chat_template.normalize."""
+    """Normalized: see parts.normalize."""
     index: int
     """Of the first message in the caller's list; -1 for what Quire adds."""
     own: bool = False
