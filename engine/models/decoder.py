@@ -182,11 +182,12 @@ class Decoder:
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """What the names begin with of tensors that other stages have."""
+        """Prefixes of the names of tensors that other stages have, or that a model without logits does not need."""
         others = [index for index in range(self.spec.num_layers) if index not in self.layers]
         ends = [
             *([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]),
-            *([] if self.is_last else [_NORM, HEAD]),
+            *([] if self.is_last else [_NORM]),
+            *([] if self.has_head or (self.is_last and self.spec.tie_embeddings) else [HEAD]),
         ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 

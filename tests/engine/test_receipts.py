@@ -115,7 +115,12 @@ def test_the_first_difference_is_found(llm: LLM) -> None:
     prompt = [*choice.prompt_logprobs[:5], 0.0, *choice.prompt_logprobs[6:]]
     assert "prompt's token 6" in llm.replay(changed(receipt, prompt_logprobs=prompt)).what
     assert llm.replay(changed(receipt, seed=choice.seed ^ 1)).outcome == "different"
-    longer = changed(receipt, token_ids=[*choice.token_ids, 5], versions=[("1", len(choice.token_ids) + 1)])
+    longer = changed(
+        receipt,
+        token_ids=[*choice.token_ids, 5],
+        logprobs=[*choice.logprobs, -1.0],
+        versions=[("1", len(choice.token_ids) + 1)],
+    )
     assert llm.replay(longer).what.endswith("expected 'token_id:5' (5), got the end")
 
 

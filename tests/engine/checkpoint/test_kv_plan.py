@@ -66,7 +66,7 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     )
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
-    with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
+    with pytest.raises(ConfigError, match="the longest that fits is at most 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
 
 

@@ -161,10 +161,8 @@ def test_progress_is_told_beside_the_output(llm: LLM, capfd: pytest.CaptureFixtu
 
 
 def test_options_that_are_none_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 0 \(argument max_num_seqs\); swap_space: no such"):
-        LLM(max_num_seqs=0, swap_space=4)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"swap_space: no such setting, use kv_offload_memory, in GiB"):
-        LLM(trust_remote_code=True, swap_space=4)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 0 \(argument max_num_seqs\); max_seq_len: no such"):
+        LLM(max_num_seqs=0, max_seq_len=4)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"max_seq_len: no such setting, did you mean max_model_len\? \(argument"):
         LLM(max_seq_len=512)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="model: must be a folder, a file or a hub id, got 5"):

@@ -93,7 +93,7 @@ def test_words_and_structures_become_what_the_engine_knows(tokenizer: Tokenizer)
     assert sent.bad_words_ids == tuple(
         tuple(tokenizer.encode(form, add_special_tokens=False)) for form in ("fox", " fox")
     )
-    assert sent.grammar == json_grammar(schema)
+    assert sent.grammar == json_grammar({**schema, "additionalProperties": False})
     assert sent.logprobs == 4096
     same = StructuredOutputsParams(json=json.dumps(schema)).as_grammar()
     assert same == sent.grammar
