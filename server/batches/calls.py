@@ -57,7 +57,7 @@ class Asking:
         """One try. Where the application fails, that is status 500."""
         path, _, query = path.partition("?")
         length = (b"content-length", b"%d" % len(body))
-        headers = [(b"host", b"batch"), (b"content-type", b"application/json"), length]
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]
         own = {"path": path, "raw_path": path.encode(), "query_string": query.encode(), "headers": headers}
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         status, told, pieces = int(HTTPStatus.INTERNAL_SERVER_ERROR), dict[str, str](), list[bytes]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from quire.server.access.hosts import HostMiddleware, Hosts
 from quire.server.batches.calls import Asking
+from quire.server.config import ServerConfig
 
 
 class Busy:
@@ -76,3 +79,14 @@ async def test_who_leaves_has_no_answer_but_one_that_is_there() -> None:
     assert await asked(Busy(), left) is None, "nothing is asked any more"
     left = asyncio.Event()
     assert await asked(Busy(200, left=left), left) == 200
+
+
+async def test_a_server_s_own_calls_pass_its_check_of_hosts() -> None:
+    hosts = Hosts(ServerConfig())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        hosts.listen([listener])
+    app = HostMiddleware(Busy(200), hosts)
+    answer = await Asking(app, {"tenant": "someone"}, asyncio.Event()).answer("/v1/responses", b"{}")
+    assert answer is not None
+    assert answer.status == 200
