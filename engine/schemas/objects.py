@@ -123,16 +123,25 @@ def enough(plain: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
 
 def types_of(plain: Sequence[dict[str, Any]]) -> set[str]:
     """The types that a value of all these schemas may have."""
-    found = {*SCALARS, "object", "array"}
+    known = {*SCALARS, "object", "array"}
+    found = set(known)
     for one in plain:
-        kinds = one.get("type")
-        names = (
-            {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)} if kinds else found
-        )
+        names = set(type_names(one)) or found
         found &= {*names, "integer"} if "number" in names else names
-        if not names <= {*SCALARS, "object", "array"}:
+        if not names <= known:
             raise Undecided
     return found
+
+
+def type_names(schema: dict[str, Any]) -> list[str]:
+    """The types that a schema names; [] if it has no `type`. Raises Undecided for what is no type."""
+    value = schema.get("type")
+    if value is None:
+        return []
+    names = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise Undecided
+    return names
 
 
 def mixed(plain: Sequence[dict[str, Any]]) -> bool:
@@ -146,6 +155,5 @@ def may_hold_objects(schema: Schema) -> bool:
     """False for schemas of which it is plain that their values are neither objects nor lists."""
     if not isinstance(schema, dict):
         return False
-    kinds = schema.get("type")
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    return not (isinstance(kinds, list) and kinds and all(kind in SCALARS for kind in kinds))
+    names = type_names(schema)
+    return not names or not SCALARS.issuperset(names)

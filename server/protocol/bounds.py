@@ -109,7 +109,7 @@ def one_complaint(
 def _is_limit(count: int) -> int:
     if count == -1 or count >= 1:
         return count
-    raise ValueError("must be at least 1, or -1: as many as the context holds")
+    raise PydanticCustomError("limit", "must be at least 1, or -1: as many as the context holds")
 
 
 TokenLimit = Annotated[int, AfterValidator(_is_limit)]

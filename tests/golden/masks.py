@@ -11,7 +11,7 @@ _ID = re.compile(
 )
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 _LONG_HEX = re.compile(r"(?<![.\w])(?=[0-9]*[a-f])[0-9a-f]{16,}\b")
-_FINGERPRINT = re.compile(r'("(?:system_fingerprint|fingerprint|x-computed-by)":\s*)"[^"]*"')
+_FINGERPRINT = re.compile(r'("(?:system_fingerprint|fingerprint|digest|x-computed-by)":\s*)"[^"]*"')
 _TIME_FIELD = re.compile(
     r'("(?:created|created_at|modified_at|completed_at|in_progress_at|finalizing_at|expires_at|cancelled_at|failed_at'
     r"|started_at|missed_seconds|at|age|uptime|total_duration|load_duration|prompt_eval_duration|eval_duration|updated|retry_after"

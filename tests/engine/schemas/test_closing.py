@@ -167,6 +167,15 @@ def test_what_cannot_be_decided_stays_open_and_is_told(name: str) -> None:
         assert Draft202012Validator(found.schema).is_valid(good)
 
 
+@pytest.mark.parametrize("value", [True, 1e9, -1, 2**63, [["a"]], [1], {"a": 1}, "nonsense", None, []])
+@pytest.mark.parametrize("keyword", ["type", "properties", "required", "enum", "items", "allOf", "$ref", "dependencies"])
+def test_a_keyword_of_another_type_is_left_for_the_compiler_to_refuse(keyword: str, value: Any) -> None:
+    inner = {"properties": {"a": {"type": "string"}, "b": {keyword: value}}, keyword: value}
+    for schema in ({keyword: value}, inner, {"allOf": [inner, having("a")]}):
+        closed(schema)
+        closed(schema, by_name=True)
+
+
 def test_properties_keep_their_order() -> None:
     schema = {"allOf": [having("d", "c")], "properties": {"b": INTEGER, "a": INTEGER}, "required": ["z"]}
     assert list(closed(schema).schema["properties"]) == ["d", "c", "b", "a", "z"]
