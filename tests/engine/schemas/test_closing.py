@@ -168,7 +168,7 @@ def test_what_cannot_be_decided_stays_open_and_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1e9, -1, 2**63, [["a"]], [1], {"a": 1}, "nonsense", None, []])
-@pytest.mark.parametrize("keyword", ["type", "properties", "required", "enum", "items", "allOf", "$ref", "dependencies"])
+@pytest.mark.parametrize("keyword", ["type", "properties", "required", "enum", "items", "allOf", "$ref", "$defs"])
 def test_a_keyword_of_another_type_is_left_for_the_compiler_to_refuse(keyword: str, value: Any) -> None:
     inner = {"properties": {"a": {"type": "string"}, "b": {keyword: value}}, keyword: value}
     for schema in ({keyword: value}, inner, {"allOf": [inner, having("a")]}):
