@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open, TokenLimit
 from quire.server.protocol.common import GenerationBody
-from quire.server.protocol.tools import ToolCalls, ToolChoice, Tools
+from quire.server.protocol.tools import CustomToolCall, ToolCalls, ToolChoice, Tools
 
 
 class TextPart(Open):
@@ -64,7 +64,10 @@ class ChatMessage(Open):
     def as_dict(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
         if self.tool_calls:  # some templates read type and arguments without checking whether they are there
-            turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+            turn["tool_calls"] = [
+                call.as_function() if isinstance(call, CustomToolCall) else call.model_dump(exclude_none=True)
+                for call in self.tool_calls
+            ]
         return turn
 
 

@@ -13,6 +13,7 @@ from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import renderer_for, with_images
+from quire.server.resolve.tools import as_functions
 from quire.server.served_model import ServedModel
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
@@ -64,7 +65,7 @@ def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tu
         param, special = "messages", False
         text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
             [message.as_dict() for message in body.messages],
-            tools=[spec.as_dict() for spec in body.tools],
+            tools=[spec.as_dict() for spec in as_functions(body.tools, None)],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
