@@ -110,11 +110,6 @@ class ChatRequest(GenerationBody):
             implied["enable_thinking"] = False
         return implied
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """All variables of the template; chat_template_kwargs take precedence."""
-        return {**self.implied_variables, **self.chat_template_kwargs}
-
     @model_validator(mode="after")
     def logprobs_asked_for(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
