@@ -80,15 +80,17 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
+    conversation = body.conversation_id
+    stored_input = kept_items(items, "input", conversation=conversation is not None) if stored or conversation else ()
     fields = ResponseFields(
         repeated=as_json({**repeated(body, call.spec.params), "store": stored}),
         namespaces={full_name(space, tool.name): (space, tool.name) for space, tool in body.own_tools if space},
         sealed=ENCRYPTED in body.include,
         store=stored,
         background=body.background,
-        input=kept_items(items, "input") if stored or body.conversation_id else (),
+        input=stored_input,
         previous=body.previous_response_id,
-        conversation=body.conversation_id,
+        conversation=conversation,
     )
     return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES)
 
