@@ -36,6 +36,8 @@ class MessageFormat:
     tools: ToolFormat | None = None
     """None: calls are not looked for."""
     known: Mapping[str, Tool] = field(default_factory=dict)
+    custom: frozenset[str] = frozenset()
+    """Names of those that the caller knows as custom tools: their input is the only argument."""
     parallel: bool = True
     """False: only the first call is kept."""
     calls_only: bool = False

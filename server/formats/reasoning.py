@@ -231,26 +231,26 @@ class ReasoningParser:
         assert self._trial is not None
         trial = self._trial()
         first = next(len(mark) for mark in self._marks if source.text.startswith(mark))
-        searched = 0
+        begin = source.here()
         while True:
-            place = source.text.find(end, searched)
-            searched = max(0, len(source.text) - len(end))
+            place = source.text.find(end)
             count = place if place >= 0 else len(source.text) - held_back(source.text, (end,))
-            trial.push(source.text, count)
+            read = len(source.take(trial.push(source.text, count)))
             if trial.failed:
+                source.back(begin)
                 return max(trial.read, first)
-            follows = place >= 0 and source.text[place + len(end) :].strip()
-            if source.closed and not follows:
-                count = count if place >= 0 else len(source.text)
-                if trial.finish(source.text, count):
-                    source.text = source.text[:count]
-                    return 0
-                return count if place >= 0 else max(trial.read, first)
-            if follows:
-                return count
-            if place >= 0:
-                searched = place
+            count -= read
+            follows = place >= 0 and source.text[count + len(end) :].strip()
+            if follows or source.closed:
+                break
             yield
+        whole = trial.read + (count if place >= 0 else len(source.text))
+        calls = not follows and trial.finish(source.text[: whole - trial.read])
+        source.back(begin)
+        if calls:
+            source.text = source.text[:whole]
+            return 0
+        return whole if place >= 0 else max(trial.read, first)
 
     def _think(self, text: str) -> None:
         """Pass on thinking, without the white space around all of it."""

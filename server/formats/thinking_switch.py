@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
@@ -22,10 +22,15 @@ VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("thinking_mode", "enabled", "disabled"),
     ("thinking_option", "on", "off"),
     ("reasoning_mode", "on", "off"),
+    ("thinking_budget", -1, 0),
 )
 """Names that published templates give it, with the values for thinking and for none."""
 EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 """Names that they give to how much a model thinks."""
+WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The APIs' words for it, in order."""
+OFF_WORDS = ("no_think", "none", "off", "disabled")
+"""Words that templates have for no thinking in a variable of EFFORTS."""
 ALIASES = ("enable_thinking", "thinking")
 """Names under which clients switch thinking, whichever the template has."""
 
@@ -36,23 +41,36 @@ class ThinkingSwitch:
     """Variables with which the model thinks; empty where it does so by itself."""
     off: Mapping[str, Any] = field(default_factory=dict)
     """The same with which it does not; empty where it does not by itself, and where nothing switches it."""
-    efforts: tuple[str, ...] = ()
-    """Names of variables that say how much it thinks."""
+    efforts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By the name of a variable that says how much it thinks: the template's word for each of the APIs' words."""
     works: bool = False
     """Whether there is a variable that switches it."""
 
     @classmethod
     def of(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
-        efforts = tuple(name for name in EFFORTS if _has(template, name))
-        for name, on, off in VARIABLES:
+        found = cls._without_efforts(renderer, template)
+        efforts = {name: _words(renderer, name, found) for name in EFFORTS if _has(template, name)}
+        return replace(found, efforts=efforts)
+
+    @classmethod
+    def _without_efforts(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
+        words = [(name, "high", off) for name in EFFORTS for off in OFF_WORDS if _quotes(template, off)]
+        for name, on, off in (*VARIABLES, *words):
             if not _has(template, name):
                 continue
             default, thinks, not_ = (_rendered(renderer, one) for one in ({}, {name: on}, {name: off}))
-            if None not in (thinks, not_) and thinks != not_:
-                return cls(
-                    {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, efforts, True
-                )
-        return cls(efforts=efforts)
+            if None in (thinks, not_) or thinks == not_:
+                continue
+            if name in EFFORTS:  # what is named replaces the effort of a request
+                return cls({} if default != not_ else {name: on}, {name: off}, works=True)
+            return cls({} if default == thinks else {name: on}, {} if default == not_ else {name: off}, works=True)
+        return NO_SWITCH
+
+    def switched(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
+        """The variables for thinking or none. An effort has precedence over a variable that is one."""
+        if not thinks:
+            return dict(self.off)
+        return {name: value for name, value in self.on.items() if effort is None or name not in self.efforts}
 
     def variables(self, effort: str | None, given: Mapping[str, Any], template: str) -> dict[str, Any]:
         """The variables for an effort, "none" for no thinking, or for a client's own name of the switch."""
@@ -60,15 +78,36 @@ class ThinkingSwitch:
         for name in ALIASES:
             if isinstance(given.get(name), bool) and not _has(template, name):
                 wanted = given[name]
-        found = {} if wanted is None else dict(self.on if wanted else self.off)
-        return found if effort is None else {**found, **dict.fromkeys(self.efforts, effort)}
+        found = {} if wanted is None else self.switched(wanted, effort)
+        if effort is None:
+            return found
+        return {**{name: words[effort] for name, words in self.efforts.items()}, **found}
 
 
 NO_SWITCH = ThinkingSwitch()
 
 
+def _words(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
+    """The template's word for each of WORDS: the same, or where it refuses that the nearest, of two the greater."""
+    accepted = [
+        word
+        for word in WORDS
+        if _rendered(renderer, {**(switch.off if word == "none" else switch.on), name: word}) is not None
+    ]
+    places = {word: place for place, word in enumerate(WORDS)}
+
+    def nearest(word: str) -> str:
+        return min(accepted, key=lambda one: (abs(places[one] - places[word]), -places[one]), default=word)
+
+    return {word: nearest(word) for word in WORDS}
+
+
 def _has(template: str, name: str) -> bool:
     return re.search(rf"(?<![\w.'\"]){name}(?!\w)", template) is not None
+
+
+def _quotes(template: str, word: str) -> bool:
+    return f"'{word}'" in template or f'"{word}"' in template
 
 
 def _rendered(renderer: ChatRenderer, variables: dict[str, Any]) -> str | None:

@@ -34,8 +34,6 @@ class ResponseFields:
 
     repeated: bytes
     """The request's fields that the answer repeats: a JSON object, written once."""
-    custom: frozenset[str] = frozenset()
-    """Names of the custom tools."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """The namespace and the name in it, of the tools that have one."""
     sealed: bool = False
@@ -167,6 +165,10 @@ class GenerationSpec(CallSpec):
     """What an answer that is made again had before."""
     attempt: int = 0
     """How often the answer was made before."""
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        return frozenset() if self.message is None else self.message.custom
 
     @property
     def num_choices(self) -> int:

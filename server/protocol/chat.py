@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open, TokenLimit
 from quire.server.protocol.common import GenerationBody
-from quire.server.protocol.tools import ToolCalls, ToolChoice, Tools
+from quire.server.protocol.tools import CustomToolCall, ToolCalls, ToolChoice, Tools
 
 
 class TextPart(Open):
@@ -66,7 +66,10 @@ class ChatMessage(Open):
     def as_dict(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
         if self.tool_calls:  # some templates read type and arguments without checking whether they are there
-            turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+            turn["tool_calls"] = [
+                call.as_function() if isinstance(call, CustomToolCall) else call.model_dump(exclude_none=True)
+                for call in self.tool_calls
+            ]
         return turn
 
 
@@ -108,11 +111,6 @@ class ChatRequest(GenerationBody):
         if self.reasoning_effort == "none":
             implied["enable_thinking"] = False
         return implied
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """All variables of the template; chat_template_kwargs take precedence."""
-        return {**self.implied_variables, **self.chat_template_kwargs}
 
     @model_validator(mode="after")
     def logprobs_asked_for(self) -> ChatRequest:

@@ -12,9 +12,6 @@ from pydantic import Discriminator, Field, Tag
 from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, AtMost, TextOr
 from quire.server.protocol.common import Given
 
-CUSTOM_INPUT = "input"
-"""The one argument of a custom tool, as the model is shown it."""
-
 
 def full_name(namespace: str, name: str) -> str:
     """What the model calls a tool."""

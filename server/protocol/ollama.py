@@ -10,7 +10,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
 from quire.server.protocol.common import MAX_STOP_STRINGS, Given, ModelBody, RequestBody
 from quire.server.protocol.pooling import Texts
-from quire.server.protocol.tools import Tools
+from quire.server.protocol.tools import FunctionTools
 
 
 class OllamaFunction(Given):
@@ -78,7 +78,7 @@ class OllamaBody(ModelBody):
 
 class OllamaChatRequest(OllamaBody):
     messages: list[OllamaMessage] = Field(default_factory=list)
-    tools: Tools = Field(default_factory=list)
+    tools: FunctionTools = Field(default_factory=list)
 
 
 class OllamaGenerateRequest(OllamaBody):

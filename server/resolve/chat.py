@@ -115,6 +115,7 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
         include_reasoning=body.include_reasoning,
         tools=tools.format,
         known=tools.known,
+        custom=tools.custom,
         parallel=tools.parallel,
         calls_only=bool(tools.must_call),
         frame=frame,

@@ -120,7 +120,7 @@ def _said(detail: Any, value: Any) -> str:
     match detail:
         case {"type": "union_tag_invalid", "loc": ("tools", int())}:
             return _no_tool(value["type"])
-        case {"type": "literal_error", "loc": ("tools", int(), "type")} if isinstance(value, str):
+        case {"type": "literal_error", "loc": ("tools", int(), *_, "type")} if isinstance(value, str):
             return _no_tool(value)
         case {"type": "too_short", "loc": ("messages",)}:
             return "must not be empty"

@@ -238,7 +238,7 @@ def rendered(
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        variables={**thinking_variables(body, model), **body.template_variables},
+        variables={**body.implied_variables, **thinking_variables(body, model), **body.chat_template_kwargs},
     )
 
 

@@ -15,6 +15,7 @@ from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import renderer_for, summary, with_images
+from quire.server.resolve.tools import as_functions
 from quire.server.served_model import ServedModel
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
@@ -68,7 +69,7 @@ def _text(body: TokenizeRequest, model: ServedModel, config: ServerConfig) -> tu
         renderer = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template)
         made = renderer.render_conversation(
             [message.as_dict() for message in body.messages],
-            tools=[spec.as_dict() for spec in body.tools],
+            tools=[spec.as_dict() for spec in as_functions(body.tools, None)],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,

@@ -17,9 +17,11 @@ from quire.engine.types import Grammar
 from quire.server.formats.grammars import literal
 from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.tools import AllowedTools, NamedTool
+from quire.server.protocol.tools import AllowedTools, AnyTool, CustomToolSpec, NamedCustomTool, NamedFunction, ToolSpec
+from quire.server.resolve.custom_tools import function_of, holds_patterns
 
 PLACE = "tools[{}].function.parameters"
+CUSTOM_PLACE = "tools[{}].custom.format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ToolUse:
     format: ToolFormat | None = None
     """None: calls are not looked for."""
     known: Mapping[str, Tool] = field(default_factory=dict)
+    custom: frozenset[str] = frozenset()
+    """Names of custom tools: their input is the only argument of a function."""
     must_call: Sequence[Tool] = ()
     """The answer is a call of one of these; empty: the model decides."""
     strict: frozenset[str] = frozenset()
@@ -108,23 +112,25 @@ class ToolUse:
 
 def tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> ToolUse:
     """`close`: see ToolUse. Raises InvalidRequest naming the parameter."""
+    specs = as_functions(body.tools, None if body.tool_choice == "none" else format)
     known: dict[str, Tool] = {}
-    for index, spec in enumerate(body.tools):
+    for index, spec in enumerate(specs):
         function = spec.function
         if function.name in known:
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
         parameters = function.parameters if function.strict else with_sound_arguments(function.parameters)
         known[function.name] = Tool(function.name, _parameters(parameters, index))
-    specs, choice = body.tools, body.tool_choice
+    choice = body.tool_choice
     if isinstance(choice, AllowedTools):
-        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        allowed = [tool.name for tool in choice.allowed_tools.tools]
         if missing := next((name for name in allowed if name not in known), None):
             raise InvalidRequest(f"tool_choice: there is no tool named {missing}", param="tool_choice")
-        specs = [spec for spec in body.tools if spec.function.name in allowed]
+        specs = [spec for spec in specs if spec.name in allowed]
         known = {name: tool for name, tool in known.items() if name in allowed}
         choice = choice.allowed_tools.mode
-    if isinstance(choice, NamedTool) and choice.function.name not in known:
-        raise InvalidRequest(f"tool_choice: there is no tool named {choice.function.name}", param="tool_choice")
+    named = choice.name if isinstance(choice, NamedFunction | NamedCustomTool) else None
+    if named is not None and named not in known:
+        raise InvalidRequest(f"tool_choice: there is no tool named {named}", param="tool_choice")
     if choice == "required" and not known:
         raise InvalidRequest("tool_choice required needs tools to choose from", param="tool_choice")
     if choice == "none" or not known:
@@ -135,14 +141,37 @@ def tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True
             param="tools",
         )
     must_call: Sequence[Tool] = ()
-    if isinstance(choice, NamedTool):
-        must_call = [known[choice.function.name]]
+    if named is not None:
+        must_call = [known[named]]
     elif choice == "required":
         must_call = list(known.values())
-    parallel = body.parallel_tool_calls and not isinstance(choice, NamedTool)
-    places = {spec.function.name: PLACE.format(index) for index, spec in enumerate(body.tools)}
-    strict = frozenset(spec.function.name for spec in specs if spec.function.strict)
-    return ToolUse([spec.as_dict() for spec in specs], format, known, must_call, strict, parallel, close, places)
+    return ToolUse(
+        shown=[spec.as_dict() for spec in specs],
+        format=format,
+        known=known,
+        custom=frozenset(spec.name for spec in body.tools if isinstance(spec, CustomToolSpec)),
+        must_call=must_call,
+        strict=frozenset(spec.name for spec in specs if spec.function.strict),
+        parallel=body.parallel_tool_calls and named is None,
+        close=close,
+        places={spec.name: _place_of(spec, index) for index, spec in enumerate(body.tools)},
+    )
+
+
+def as_functions(tools: Sequence[AnyTool], format: ToolFormat | None) -> list[ToolSpec]:
+    """The tools as the model is shown them. Raises InvalidRequest for a custom tool's grammar that calls in this format
+    cannot be held to; None: they are not held."""
+    found = []
+    for index, spec in enumerate(tools):
+        if isinstance(spec, CustomToolSpec):
+            held = spec.custom.grammar is None or format is None or holds_patterns(format)
+            spec = ToolSpec(function=function_of(spec.custom, CUSTOM_PLACE.format(index), held=held))
+        found.append(spec)
+    return found
+
+
+def _place_of(spec: AnyTool, index: int) -> str:
+    return (CUSTOM_PLACE if isinstance(spec, CustomToolSpec) else PLACE).format(index)
 
 
 def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:

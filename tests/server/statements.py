@@ -16,6 +16,8 @@ AT_START = {
     "select max(at) from upgrade",
 }
 """Statements that run once, before the server answers: they may read whole tables."""
+STEP = 10
+"""Instructions that count as one."""
 _PLANNED = ("select", "insert", "update", "delete", "with", "replace")
 
 
@@ -49,7 +51,7 @@ class Watched(sqlite3.Connection):
 
 
 class Counted(Watched):
-    """Counts the instructions of each statement, too."""
+    """Counts the instructions of each statement, too, in steps of STEP."""
 
     counts: ClassVar[dict[str, int]] = {}
     """By statement: the most that one execution took."""
@@ -58,7 +60,7 @@ class Counted(Watched):
         super().__init__(*args, **options)
         self._statement = ""
         self._instructions = 0
-        self.set_progress_handler(self._count, 1)
+        self.set_progress_handler(self._count, STEP)
 
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         self._begin(statement)

@@ -6,8 +6,9 @@ import re
 
 from quire.server.formats.tools.format import ToolFormat, ToolParser, Tools
 
-PIECE = re.compile(r"[^>\n}]*[>\n}]")
-"""The text is read in these pieces, so that the place where it fails does not depend on how it came."""
+PIECE = re.compile(r"[^>\n}]{0,255}[>\n}]|[^>\n}]{256}")
+"""The text is read in these pieces, so that the place where it fails does not depend on how it came. They are short:
+what is not a whole piece yet is searched again when more comes."""
 
 
 class CallTrial:
@@ -21,16 +22,17 @@ class CallTrial:
         self.read = 0
         """Characters up to the piece that failed, or is to come."""
 
-    def push(self, text: str, count: int) -> None:
-        """`text`: all that has come; `count`: how many of its first characters are to be read."""
-        while not self.failed and (piece := PIECE.match(text, self.read, count)) is not None:
+    def push(self, text: str, count: int) -> int:
+        """`text`: what has come and was not read; `count`: how many of its first characters may be read. Returns how
+        many were."""
+        begin = self.read
+        while not self.failed and (piece := PIECE.match(text, self.read - begin, count)) is not None:
             self._push(piece[0])
+        return self.read - begin
 
-    def finish(self, text: str, count: int) -> bool:
-        """Whether these characters are complete calls."""
-        self.push(text, count)
-        if not self.failed:
-            self._push(text[self.read : count], final=True)
+    def finish(self, text: str) -> bool:
+        """`text`: the end, which was not read. Whether all of it is complete calls."""
+        self._push(text, final=True)
         return not self.failed and self._parser.all_complete
 
     def _push(self, piece: str, *, final: bool = False) -> None:

@@ -11,10 +11,11 @@ import msgspec
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import DATA, DONE, END, encode_json, encode_object
 from quire.server.formats.tools.sink import CallDelta
+from quire.server.generation.answers.custom_input import CustomInput, input_of
 from quire.server.generation.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
-from quire.server.generation.fold import Answer
+from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage
 from quire.server.generation.spec import GenerationSpec
 
@@ -166,6 +167,11 @@ class ChatWriter(ChunkWriter):
     AFTER_TEXT = b"}"
     UNFINISHED = b',"logprobs":null,"finish_reason":null'
 
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
+        self._inputs: dict[int, tuple[int, CustomInput]] = {}
+        """By choice: the custom tool's call that it has open, by its index, and the reader of its input."""
+
     def first(self) -> bytes:
         """The role of each choice, and the prompt's token ids, before the first step."""
         ids = self._spec.prompts[0].ids if self._spec.token_ids else None
@@ -175,19 +181,45 @@ class ChatWriter(ChunkWriter):
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Reasoning, content and each call are events of their own: some clients read only one of them in an event."""
-        if delta.reasoning or delta.calls:
-            rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
+        calls = self._calls(delta) if delta.calls or self._inputs else []
+        if delta.reasoning or delta.calls or calls:
+            rest = msgspec.structs.replace(delta, text="") if delta.calls or calls else delta
             more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids
-            return self._extra_events(delta) + (self._content_event(rest) if more else b"")
+            return self._extra_events(delta, calls) + (self._content_event(rest) if more else b"")
         return self._content_event(delta)
 
-    def _extra_events(self, delta: ChoiceDelta) -> bytes:
+    def _calls(self, delta: ChoiceDelta) -> list[dict[str, object]]:
+        """The deltas of calls that a delta shows."""
+        found = []
+        for call in delta.calls:
+            if call.name is not None:
+                found += self._end_input(delta.index)
+                if call.name in self._spec.custom_tools:
+                    self._inputs[delta.index] = call.index, CustomInput()
+            _, reader = self._inputs.get(delta.index, (0, None))
+            if reader is None:
+                found.append(_call_delta(call))
+            else:
+                piece = reader.push(call.arguments)
+                if piece or call.name is not None:
+                    found.append(_custom_delta(call, piece))
+        if delta.finish_reason is not None:
+            found += self._end_input(delta.index)
+        return found
+
+    def _end_input(self, choice: int) -> list[dict[str, object]]:
+        """What is left of the input of a choice's open call, if it is a custom tool's. The call is over."""
+        index, reader = self._inputs.pop(choice, (0, None))
+        rest = "" if reader is None else reader.push("", final=True)
+        return [_custom_delta(CallDelta(index), rest)] if rest else []
+
+    def _extra_events(self, delta: ChoiceDelta, calls: Sequence[dict[str, object]]) -> bytes:
         parts = []
         if delta.reasoning:
             parts.append(b'"reasoning":%b,"reasoning_content":%b' % ((encode_json(delta.reasoning),) * 2))
-        if delta.calls and delta.text:
+        if (delta.calls or calls) and delta.text:
             parts.append(self.TEXT + encode_json(delta.text))
-        parts += [b'"tool_calls":' + encode_json([_call_delta(call)]) for call in delta.calls]
+        parts += [b'"tool_calls":' + encode_json([call]) for call in calls]
         opening = self._opening_of(delta.index)
         return b"".join([opening + part + self._running for part in parts])
 
@@ -199,7 +231,7 @@ class ChatWriter(ChunkWriter):
         return self._closed(opening + self.TEXT + encode_json(delta.text) if delta.text else opening, delta)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
+        choices = [self._choice(answer, {"message": self._message(answer)}) for answer in answers]
         fields = self._fields("chat.completion")
         whole = {**fields, "choices": choices, **self._counts(usage), **self._prompt(answers[0])}
         return encode_object(whole, **self.receipted)
@@ -207,19 +239,19 @@ class ChatWriter(ChunkWriter):
     def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)
 
+    def _message(self, answer: Answer) -> dict[str, object]:
+        calls = [self._call(part) for part in answer.parts.all if part.kind == "call"]
+        message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
+        if calls:
+            message |= {"content": answer.text or None, "tool_calls": calls}
+        return message
 
-def _message(answer: Answer) -> dict[str, object]:
-    calls = [
-        {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
-        for part in answer.parts.all
-        if part.kind == "call"
-    ]
-    message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning:
-        message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
-    if calls:
-        message |= {"content": answer.text or None, "tool_calls": calls}
-    return message
+    def _call(self, part: Part) -> dict[str, object]:
+        if part.name in self._spec.custom_tools:
+            return {"id": part.id, "type": "custom", "custom": {"name": part.name, "input": input_of(part.text)}}
+        return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
 
 def _call_delta(call: CallDelta) -> dict[str, object]:
@@ -228,3 +260,10 @@ def _call_delta(call: CallDelta) -> dict[str, object]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _custom_delta(call: CallDelta, piece: str) -> dict[str, object]:
+    """The same of a custom tool's call, with a piece of its input."""
+    if call.name is None:
+        return {"index": call.index, "custom": {"input": piece}}
+    return {"index": call.index, "id": call.id, "type": "custom", "custom": {"name": call.name, "input": piece}}

@@ -9,7 +9,8 @@ from typing import Any
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_event, encode_json, encode_list, encode_object
 from quire.server.errors import failure
-from quire.server.generation.answers.items import CustomInput, OutputItems
+from quire.server.generation.answers.custom_input import CustomInput
+from quire.server.generation.answers.items import OutputItems
 from quire.server.generation.answers.writer import PartsWriter
 from quire.server.generation.fold import Answer, Part
 from quire.server.generation.generation import Usage

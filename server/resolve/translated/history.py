@@ -18,6 +18,8 @@ from quire.server.store.store import Item as StoredItem
 
 MAX_ITEMS = 10_000
 """Of a conversation, and of an input that is stored: some thousand turns of an agent with its calls."""
+MAX_ADDED_ITEMS = 1_000
+"""Of an input that is added to a conversation, in one transaction: nobody may see a part of it."""
 CONVERSATION = Bounds(MAX_ITEMS, 16 << 20)
 """As many bytes as one body may have by default: a response that names a conversation reads all of it."""
 MAX_BEFORE_BYTES = 16 << 20
@@ -98,8 +100,12 @@ def referred(folder: Path, owner: str, ids: Sequence[str], near: Sequence[Any]) 
     return known
 
 
-def kept_items(items: Sequence[Item], param: str) -> list[StoredItem]:
-    """Items of an input as they are stored and given back, each with an id. Raises InvalidRequest."""
+def kept_items(items: Sequence[Item], param: str, *, conversation: bool = False) -> list[StoredItem]:
+    """Items of an input as they are stored and given back, each with an id. `conversation`: they are added to one.
+    Raises InvalidRequest."""
+    if conversation and len(items) > MAX_ADDED_ITEMS:
+        message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
+        raise InvalidRequest(message, param=param)
     if len(items) > MAX_ITEMS:
         raise InvalidRequest(f"{param}: at most {MAX_ITEMS} items are stored: pass store false", param=param)
     kept, size = [], 0

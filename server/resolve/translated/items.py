@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from quire.server.protocol.items import (
-    CUSTOM_INPUT,
     CallOutput,
     Content,
     CustomToolCall,
@@ -63,9 +61,10 @@ def assistant(turns: list[Turn], *before: str) -> Turn:
 
 
 def call_of(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
-    arguments = item.arguments if isinstance(item, FunctionCall) else json.dumps({CUSTOM_INPUT: item.input})
     name = full_name(item.namespace, item.name)
-    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    if isinstance(item, FunctionCall):
+        return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments}}
+    return {"id": item.call_id, "type": "custom", "custom": {"name": name, "input": item.input}}
 
 
 def thought_of(item: Reasoning) -> str:

@@ -139,7 +139,7 @@ def thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, A
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
     if kind != "adaptive":
-        variables |= model.formats.thinking.on if kind == "enabled" else model.formats.thinking.off
+        variables |= model.formats.thinking.switched(kind == "enabled", body.effort)
     given = body.extensions().get("chat_template_kwargs", {})
     fields: dict[str, Any] = {"chat_template_kwargs": {**variables, **given} if isinstance(given, dict) else given}
     if thinking is not None:

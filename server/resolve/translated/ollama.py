@@ -169,8 +169,9 @@ def thinking(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
     if think is None:
         return {}
     fields: dict[str, Any] = {"include_reasoning": think is not False}
-    fields["chat_template_kwargs"] = dict(switch.off if think is False else switch.on)
-    if isinstance(think, str) and switch.efforts:
+    effort = think if isinstance(think, str) else None
+    fields["chat_template_kwargs"] = switch.switched(think is not False, effort)
+    if effort is not None and switch.efforts:
         fields["reasoning_effort"] = think
     return fields
 

@@ -39,7 +39,6 @@ from quire.server.resolve.translated.as_chat import (
     placed,
     prompt_tokens,
 )
-from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
 from quire.server.served_model import ServedModel
@@ -54,6 +53,7 @@ NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "function.parameters": "parameters",
+    "custom.format": "format",
 }
 """Names of a chat's fields, and what they are called here."""
 
@@ -80,16 +80,17 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
+    conversation = body.conversation_id
+    stored_input = kept_items(items, "input", conversation=conversation is not None) if stored or conversation else ()
     fields = ResponseFields(
         repeated=as_json({**repeated(body, call.spec.params), "store": stored}),
-        custom=frozenset(full_name(space, tool.name) for space, tool in body.own_tools if tool.type == "custom"),
         namespaces={full_name(space, tool.name): (space, tool.name) for space, tool in body.own_tools if space},
         sealed=ENCRYPTED in body.include,
         store=stored,
         background=body.background,
-        input=kept_items(items, "input") if stored or body.conversation_id else (),
+        input=stored_input,
         previous=body.previous_response_id,
-        conversation=body.conversation_id,
+        conversation=conversation,
     )
     return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES, places)
 
@@ -179,7 +180,7 @@ def as_chat(
     turns = placed(turns, places)
     if not turns:
         raise InvalidRequest(f"input must not be empty{body.misspelt()}", param="input")
-    tools, choice = tools_of(body, held=holds_patterns(model.formats.tools))
+    tools, choice = tools_of(body)
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": turns,
@@ -205,9 +206,8 @@ def as_chat(
     return validated(chat, ChatRequest)
 
 
-def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]], Any]:
-    """The tools that the model is shown, as a chat's, and the chat's tool_choice. `held`: texts are held to patterns.
-    Raises InvalidRequest."""
+def tools_of(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
+    """The tools and the tool_choice of a chat. Raises InvalidRequest."""
     tools: dict[str, FunctionTool | CustomTool] = {}
     for namespace, tool in body.own_tools:
         name = full_name(namespace, tool.name)
@@ -223,9 +223,16 @@ def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]
         choice = choice.mode
     elif isinstance(choice, ChosenTool):
         choice = {"type": "function", "function": {"name": choice.name}}
-    held = held or choice == "none"
-    functions = [function_of(name, tool, held=held) for name, tool in tools.items()]
-    return [{"type": "function", "function": function} for function in functions], choice
+    return [tool_of(name, tool) for name, tool in tools.items()], choice
+
+
+def tool_of(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    """A chat's tool of this name."""
+    fields = {**tool.model_dump(exclude={"type", "format"}, exclude_none=True), "name": name}
+    if isinstance(tool, CustomTool) and tool.grammar is not None:
+        grammar = {"syntax": tool.grammar.syntax, "definition": tool.grammar.definition}
+        fields["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": tool.type, tool.type: fields}
 
 
 def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ async def test_another_encoding_is_named_with_those_that_are_read(names: str) ->
         )
     assert answer.status_code == 415
     assert "zstd and gzip" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "zstd, gzip"
 
 
 @pytest.mark.parametrize("name", ["zstd", "gzip"])
@@ -178,3 +180,33 @@ def test_empty_members_without_end_are_refused() -> None:
         decoded(zstd.compress(b"") * (encodings_module.MOST_MEMBERS + 1), "zstd")
     with pytest.raises(InvalidRequest):
         decoded(zlib.compress(b"{}"), "gzip")
+
+
+UPLOAD = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n%b\r\n--b--\r\n'
+)
+
+
+async def upload(api: Api, content: bytes, name: str) -> Any:
+    headers = {"content-type": "multipart/form-data; boundary=b", "content-encoding": name}
+    return await api.http.post("/v1/files", content=encoded(UPLOAD % content, name), headers=headers)
+
+
+@pytest.mark.parametrize("name", ["zstd", "gzip"])
+async def test_an_encoded_upload_is_stored_decoded_and_a_bomb_leaves_nothing(name: str, tmp_path: Path) -> None:
+    content = b'{"a": 1}\n' * 1000
+    async with server(data_dir=tmp_path, max_stored_size=LARGEST / 2**30) as api:
+        stored = await upload(api, content, name)
+        assert stored.status_code == 200, stored.text
+        assert stored.json()["bytes"] == len(content)
+        assert (await api.http.get(f"/v1/files/{stored.json()['id']}/content")).content == content
+        for bomb in (bytes(LARGEST + 1), bytes(64 * LARGEST)):
+            refused = await upload(api, bomb, name)
+            assert refused.status_code == 413, refused.text
+            assert refused.json()["error"]["message"]
+        damaged = encoded(UPLOAD % content, name)[:-9]
+        headers = {"content-type": "multipart/form-data; boundary=b", "content-encoding": name}
+        assert (await api.http.post("/v1/files", content=damaged, headers=headers)).status_code == 400
+        assert [file["id"] for file in (await api.http.get("/v1/files")).json()["data"]] == [stored.json()["id"]]
+    assert len(list((tmp_path / "files").iterdir())) == 1

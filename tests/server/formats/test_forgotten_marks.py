@@ -10,6 +10,7 @@ import pytest
 from quire.server.formats.forms.form import CallForm
 from quire.server.formats.message import MessageParser
 from quire.server.formats.tools.table import tool_format
+from quire.server.formats.tools.trial import CallTrial
 from tests.server.formats.proof import Call, Read, Subject, read
 from tests.server.formats.templates import each, template
 from tests.server.formats.test_derived import PATHS, SHOWING, form_of, subject
@@ -199,3 +200,19 @@ def test_templates_of_ones_own_forget_too() -> None:
     text = '<run tool="clock">{"city": "x"}</run></all>'
     for pieces in ([text], list(text)):
         assert read(one.message_format(), pieces) == Read("", "", ONE)
+
+
+@pytest.mark.parametrize("filler", ["x", "x>", "}\n", "</"])
+def test_a_long_call_in_thinking_is_read_once(filler: str) -> None:
+    """What a trial leaves unread is searched again with each token: at most a short piece, however long the call is."""
+    format = subject(QWEN).message_format()
+    assert format.tools is not None
+    trial = CallTrial(format.tools, format.known)
+    begin, end = CALL.split("x")
+    unread = ""
+    for start in range(0, len(begin) + 5_000, 7):
+        unread += (begin + filler * 5_000)[start : start + 7]
+        unread = unread[trial.push(unread, len(unread)) :]
+        assert not trial.failed
+        assert len(unread) < 300
+    assert trial.finish(unread + end)

@@ -15,9 +15,8 @@ from quire.server.formats.forms.patterns import whole
 from quire.server.formats.tools.format import ToolFormat, ToolParser
 from quire.server.formats.tools.table import TABLE, NamedFormat
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.responses import CustomTool
+from quire.server.resolve.custom_tools import holds_patterns
 from quire.server.resolve.tools import ToolUse, tool_use
-from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from tests.server.formats.proof import Call
 from tests.server.formats.test_derived import SHOWING, compiler, form_of, subject
 from tests.server.formats.test_regular import FITS, FITS_NOT, PATCHES
@@ -31,10 +30,9 @@ HARD = "[ab</>\\n\"' \\]]{0,12}"
 
 def use_of(format: ToolFormat, syntax: str, definition: str) -> ToolUse:
     """A custom tool with this grammar, which must be called."""
-    grammar = {"type": "grammar", "syntax": syntax, "definition": definition}
-    tool = CustomTool.model_validate({"type": "custom", "name": "clock", "format": grammar})
-    function = function_of("clock", tool, held=holds_patterns(format))
-    asked = {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": function}]}
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    tool = {"type": "custom", "custom": {"name": "clock", "format": grammar}}
+    asked = {"messages": [{"role": "user"}], "tools": [tool]}
     return tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
 
 

@@ -183,7 +183,7 @@ async def test_templates_may_begin_the_thinking_or_forbid_it(
 
 async def test_reasoning_effort_goes_to_the_template() -> None:
     async with thinker("Yes.") as api:
-        for effort, end in (("low", "assistant\nlow"), ("none", "</think>\n\nnone")):
+        for effort, end in (("low", "assistant\n<think>\nlow"), ("none", "</think>\n\nnone")):
             response = await api.http.post(PATH, json={"messages": HELLO, "reasoning_effort": effort})
             assert "x-ignored-params" not in response.headers
             prompt = bytes(token for token in api.engine.seen[-1].prompt_ids if token < 256).decode()

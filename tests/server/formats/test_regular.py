@@ -137,6 +137,6 @@ async def test_where_no_grammar_can_hold_the_input_the_tool_is_refused() -> None
         answer = await api.http.post("/v1/responses", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools"
-        assert "format of patch" in answer.json()["error"]["message"]
+        assert "tools[0].format: the grammar of patch" in answer.json()["error"]["message"]
         free = await api.http.post("/v1/responses", json={**body, "tool_choice": "none"})
         assert free.status_code == 200, "no call is made"

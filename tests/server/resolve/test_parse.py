@@ -19,7 +19,7 @@ CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
 @pytest.mark.parametrize(
     ("model", "body", "said"),
     [
-        (ChatRequest, {"tool_choice": {"type": "function"}}, f"{CHOICES}; tool_choice.function: Field required"),
+        (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice.function: Field required"),
         (
             ChatRequest,
             {"tool_choice": {"function": {"nam": "x"}}},

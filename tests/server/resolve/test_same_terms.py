@@ -25,6 +25,12 @@ SWITCHES = {
     "enable_thinking": "{% if enable_thinking is defined and not enable_thinking %}OFF{% endif %}",
     "thinking": "{% if not thinking %}OFF{% endif %}",
     "skip_thinking": "{% if skip_thinking %}OFF{% endif %}",
+    "thinking_budget": "{% if thinking_budget is defined and thinking_budget == 0 %}OFF{% endif %}",
+    "reasoning_effort": (
+        "{% if reasoning_effort is defined and reasoning_effort not in ['high', 'low', 'no_think'] %}"
+        "{{ raise_exception('wrong') }}{% endif %}"
+        "{% if reasoning_effort is not defined or reasoning_effort == 'no_think' %}OFF{% endif %}"
+    ),
     "thinking_mode": "{% if thinking_mode is defined and thinking_mode == 'chat' %}OFF{% endif %}",
 }
 THINKING: list[tuple[str, dict[str, Any], bool]] = [
@@ -54,6 +60,22 @@ async def test_thinking_is_switched_by_the_variable_that_the_template_has(
         assert answer.status_code == 200, answer.text
         assert "OFF" not in prompt(api) if thinks else "OFF" in prompt(api)
         assert "x-ignored-params" not in answer.headers
+
+
+WORDS = [("minimal", "low"), ("low", "low"), ("medium", "high"), ("high", "high"), ("xhigh", "high"), ("max", "high")]
+
+
+@pytest.mark.parametrize(("effort", "word"), WORDS)
+async def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str, word: str) -> None:
+    """Tencent's Hy3 and Kimi K3 refuse words that the APIs have: each was a 400."""
+    effort_of = "{{ 'EFFORT=' ~ reasoning_effort }}"
+    async with speaker("x", chat_template=CHATML + SWITCHES["reasoning_effort"] + effort_of) as api:
+        await api.post(PATH, {"messages": HELLO, "reasoning_effort": effort})
+        assert f"EFFORT={word}" in prompt(api)
+        if effort != "minimal":
+            body = {"messages": HELLO, "max_tokens": 9, "thinking": {"type": "enabled"}}
+            await api.post("/v1/messages", {**body, "output_config": {"effort": effort}})
+            assert f"EFFORT={word}" in prompt(api)
 
 
 def test_a_variable_that_changes_nothing_is_no_switch() -> None:

@@ -265,7 +265,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "bnf", "definition": "x"}}]}, "tools", "tools[0]"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark"}}]}, "tools", "tools[0]"),
-    ({"tools": [lark('start: "(" start? ")"')]}, "tools", "format of patch: the grammar is not regular"),
+    (
+        {"tools": [lark('start: "(" start? ")"')]},
+        "tools",
+        "tools[0].format: the grammar of patch: the grammar",
+    ),
     ({"tools": [lark('begin: "x"')]}, "tools", "no rule named start"),
     ({"tools": [lark("(", "regex")]}, "tools", "tools"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),

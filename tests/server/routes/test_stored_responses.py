@@ -339,6 +339,20 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
         assert "is not stored here" in error["message"], "another key's"
 
 
+async def test_a_response_adds_so_many_items_to_its_conversation(tmp_path: Path) -> None:
+    """They are one transaction, which others wait for."""
+    said = [{"role": "user", "content": ""}] * 1000
+    async with storing(tmp_path) as api:
+        talk = await api.post("/v1/conversations", {})
+        items = f"/v1/conversations/{talk['id']}/items"
+        error = (await api.post(PATH, body([*said, said[0]], conversation=talk["id"]), 400))["error"]
+        assert (error["param"], error["message"][:21]) == ("input", "input: a request adds")
+        assert not (await api.http.get(items)).json()["data"]
+        await api.post(PATH, body([*said, said[0]]))
+        await api.post(PATH, body(said, conversation=talk["id"]))
+        assert (await api.http.get(items)).json()["has_more"]
+
+
 async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_ITEMS", 3)
     for room in (history, conversations):

@@ -17,6 +17,7 @@ from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import Port, serving
 from tests.server.resolve.test_tool_requests import HERMES, TOOLS, TWO
+from tests.server.routes.test_chat_custom_tools import PATCH, PATCHED
 
 EOS = 258
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -30,6 +31,7 @@ CALLS: dict[str, tuple[str, bytes | None, dict[str, Any]]] = {
     "stop": (CHAT, None, TEXT | {"stop": ["a", "bc"], "max_tokens": 400}),
     "usage": (CHAT, None, TEXT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     "tools": (CHAT, THOUGHT, TEXT | {"tools": TOOLS, "max_tokens": 400}),
+    "custom tool": (CHAT, PATCHED.encode(), TEXT | {"tools": [PATCH], "max_tokens": 400}),
     "completion": (COMPLETIONS, None, {"prompt": ["Hi", "Ho"], "max_tokens": 12, "echo": True}),
     "prompt": (COMPLETIONS, None, {"prompt": "Hi", "max_tokens": 12, "echo": True, "logprobs": 1}),
     "response": (

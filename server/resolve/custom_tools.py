@@ -1,4 +1,4 @@
-"""The tools of the Responses API as a chat's functions. A custom one's input is the only argument of its function."""
+"""Custom tools as functions that the model is shown: the input is the only argument."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.server.formats.regular import as_regex
 from quire.server.formats.tools.format import Tool, ToolFormat
-from quire.server.protocol.items import CUSTOM_INPUT
-from quire.server.protocol.responses import CustomTool, FunctionTool, GrammarFormat
+from quire.server.protocol.tools import CUSTOM_INPUT, CustomSpec, FunctionSpec, InputGrammar
 
 PROBE = "qpatternq"
 
 
-def holds_patterns(format: ToolFormat | None) -> bool:
+def holds_patterns(format: ToolFormat) -> bool:
     """Whether a grammar of calls in this format can enforce the `pattern` of a schema: it can where texts are written
     as JSON or verbatim."""
-    if format is None:
-        return False
     tool = Tool("f", parameters(PROBE))
     try:
         return PROBE in format.grammar([tool], False, json.dumps, must=True)
@@ -26,25 +23,23 @@ def holds_patterns(format: ToolFormat | None) -> bool:
         return False
 
 
-def function_of(name: str, tool: FunctionTool | CustomTool, *, held: bool) -> dict[str, Any]:
-    """A tool as a chat's function of this name. `held`: texts are held to patterns. Raises InvalidRequest."""
-    if isinstance(tool, FunctionTool):
-        return {**tool.model_dump(exclude={"type"}, exclude_none=True), "name": name}
-    told, grammar = tool.description or "", tool.grammar
+def function_of(tool: CustomSpec, place: str, *, held: bool) -> FunctionSpec:
+    """`place`: the field that has the grammar. `held`: texts are held to patterns. Raises InvalidRequest."""
+    description, grammar = tool.description or "", tool.grammar
     if grammar is None:
-        return {"name": name, "description": told, "parameters": parameters(None)}
-    told += f"\nThe input must match this grammar ({grammar.syntax}):\n{grammar.definition}"
+        return FunctionSpec(name=tool.name, description=description, parameters=parameters(None))
+    description += f"\nThe input must match this grammar ({grammar.syntax}):\n{grammar.definition}"
     if not held:
         wrong = "calls of this model have escapes of their own in strings, which no grammar can be held to"
-        raise InvalidRequest(f"tools: the format of {name}: {wrong}", param="tools")
+        raise InvalidRequest(f"{place}: the grammar of {tool.name}: {wrong}", param="tools")
     try:
         pattern = pattern_of(grammar)
     except InvalidRequest as error:
-        raise InvalidRequest(f"tools: the format of {name}: {error.message}", param="tools") from error
-    return {"name": name, "description": told.strip(), "parameters": parameters(pattern), "strict": True}
+        raise InvalidRequest(f"{place}: the grammar of {tool.name}: {error.message}", param="tools") from error
+    return FunctionSpec(name=tool.name, description=description.strip(), parameters=parameters(pattern), strict=True)
 
 
-def pattern_of(grammar: GrammarFormat) -> str:
+def pattern_of(grammar: InputGrammar) -> str:
     """A regular expression of all of the input. Raises InvalidRequest for a grammar that is not regular."""
     found = as_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
     return f"^(?:{found})$"
