@@ -34,7 +34,7 @@ async def test_variables_of_the_template_are_the_operator_s_until_a_request_says
         for more, expected in (
             ({}, "<False,high>"),
             ({"chat_template_kwargs": {"enable_thinking": True}}, "<True,high>"),
-            ({"reasoning_effort": "low"}, "<False,low>"),
+            ({"reasoning_effort": "low"}, "<True,low>"),
         ):
             response = await api.http.post("/v1/chat/completions", json={**CHAT, **more, "stream": stream})
             assert response.status_code == 200
