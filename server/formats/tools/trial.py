@@ -6,8 +6,8 @@ import re
 
 from quire.server.formats.tools.format import ToolFormat, ToolParser, Tools
 
-PIECE = re.compile(r"[^>\n}]*[>\n}]")
-"""The text is read in these pieces, so that the place where it fails does not depend on how it came."""
+PIECE_END = re.compile(r"[>\n}]")
+"""The text is read in pieces up to one of these, so that the place where it fails does not depend on how it came."""
 
 
 class CallTrial:
@@ -20,11 +20,17 @@ class CallTrial:
         """Something else stands there than calls of these tools."""
         self.read = 0
         """Characters up to the piece that failed, or is to come."""
+        self._searched = 0
+        """Characters among which no other piece ends."""
 
     def push(self, text: str, count: int) -> None:
         """`text`: all that has come; `count`: how many of its first characters are to be read."""
-        while not self.failed and (piece := PIECE.match(text, self.read, count)) is not None:
-            self._push(piece[0])
+        while not self.failed:
+            end = PIECE_END.search(text, max(self.read, self._searched), count)
+            if end is None:
+                self._searched = max(self._searched, count)
+                return
+            self._push(text[self.read : end.end()])
 
     def finish(self, text: str, count: int) -> bool:
         """Whether these characters are complete calls."""
