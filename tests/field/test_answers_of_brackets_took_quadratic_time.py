@@ -1,4 +1,5 @@
-"""A model that repeats brackets, line breaks or words where a call may stand: 40 to 100 KB took 19 to 42 s of the event loop.
+"""A model that repeats brackets, line breaks or words where a call may stand: 40 to 100 KB took 19 to 42 s of the event
+loop.
 Issue 56's hostile reading.
 
 Nothing here looks at the clock: the lengths are such that the quadratic readers took minutes, and a test may not.
