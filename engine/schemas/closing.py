@@ -237,7 +237,9 @@ class _Closing:
         for one in plain:  # what a member says of all its other properties holds for those that another member names
             more, own = one.get("additionalProperties"), mapping(one, "properties")
             if isinstance(more, dict) and "patternProperties" not in one:
-                for name in found.keys() - own.keys():
+                others = found.keys() - own.keys()
+                self._spend(len(others))
+                for name in others:
                     found[name].append(more)
         return {name: tuple(values) for name, values in found.items()}
 

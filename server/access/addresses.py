@@ -13,7 +13,7 @@ _PRIVATE = [
     *map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")),
     *map(ip_network, ("fc00::/7", "fe80::/10")),
 ]
-_HOST = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
+_HOST = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#@%,]*))(?::[0-9]*)?")
 
 
 def name_in(host: str) -> str | None:

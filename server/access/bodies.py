@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
-from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of
+from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of, in_thread
+from quire.server.access.turns import FairTurns
 from quire.server.budget import Budget
 
 FREE_BYTES = 64 * 1024
@@ -29,8 +30,6 @@ _SLOW_AFTER = 2.0
 """While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
 READ = "quire.body"
 """The scope's key of a Body that an application around this one has read."""
-_STEPS_IN_A_TURN = 4
-"""Steps of decoding between which nobody else has a turn: 256 KiB, which take a millisecond."""
 LONGEST = 300.0
 """Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
@@ -72,7 +71,7 @@ class Bodies:
         self._budget = Budget(max(budget, max_bytes))
         self._under_way: set[Body] = set()
         self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
-        self._decoding = asyncio.Lock()
+        self._decoding = FairTurns(1)
         """One body is decoded at a time: a decoder's memory is not in the budget."""
         self._cut_at = 0.0
         """When slow senders were cut off last, by the loop's clock."""
@@ -146,24 +145,18 @@ class Bodies:
     async def _decode(self, body: Body, encodings: list[str]) -> None:
         """Replace the pieces by what they stand for, which is counted before there is memory for it: nobody waits for
         room with a decoder."""
-        async with self._decoding:
+        async with self._decoding.turn(body.owner):
             size = sum([len(part) async for part in self._parts(body.pieces, encodings)])
         await self._hold(body, max(size, body.held))
         encoded, body.pieces, body.size = body.pieces, [], size
-        async with self._decoding:
+        async with self._decoding.turn(body.owner):
             async for part in self._parts(encoded, encodings):
                 body.pieces.append(part)
 
-    async def _parts(self, pieces: list[bytes], encodings: list[str]) -> AsyncIterator[bytes]:
-        decoder, steps = Decoder(encodings, self._max_bytes), 0
+    async def _parts(self, pieces: list[bytes], encodings: list[str]) -> AsyncGenerator[bytes]:
         try:
-            for piece in pieces:
-                for part in decoder.feed(piece):
-                    yield part
-                    steps += 1
-                    if steps % _STEPS_IN_A_TURN == 0:
-                        await asyncio.sleep(0)
-            decoder.end()
+            async for part in in_thread(_decoded(pieces, Decoder(encodings, self._max_bytes))):
+                yield part
         except BodyTooLarge:
             self._check_size(self._max_bytes + 1)
 
@@ -215,6 +208,12 @@ class Bodies:
         for body in self._under_way:
             if body.held and body.slow and body.deadline is not None and not body.deadline.expired():
                 body.deadline.reschedule(now)
+
+
+def _decoded(pieces: list[bytes], decoder: Decoder) -> Iterator[bytes]:
+    for piece in pieces:
+        yield from decoder.feed(piece)
+    decoder.end()
 
 
 def _check_type(headers: Headers) -> None:

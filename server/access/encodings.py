@@ -3,9 +3,11 @@ costs no more than a plain one of the largest size."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -16,6 +18,11 @@ from quire.engine.errors import InvalidRequest
 ENCODINGS = ("zstd", "gzip")
 STEP = 64 * 1024
 """Bytes that one step decodes at most."""
+_INPUT = 16 * 1024
+"""Bytes that one step reads at most: of blocks that stand for nothing so many take 4 ms."""
+_BATCH_SECONDS = 0.02
+_BATCH_PARTS = 16
+"""Of what a thread decodes at a time."""
 MOST_LAYERS = 3
 MOST_MEMBERS = 4096
 """Members of gzip, or frames of zstd, that follow one another in a body: each costs some time, though it be empty."""
@@ -52,10 +59,10 @@ class Decoder:
         self._left = most
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """What a piece adds to the body, at most STEP bytes at a time; all of it must be taken. Raises BodyTooLarge,
-        and InvalidRequest for a piece that is not of its encoding."""
-        for start in range(0, len(piece), STEP):  # what a step leaves of its input is copied
-            yield from self._through(piece[start : start + STEP], 0)
+        """What a piece adds to the body: a part for each step, which may be empty, as a step may be long and stand for
+        nothing. All of it must be taken. Raises BodyTooLarge, and InvalidRequest for a piece that is not of its
+        encoding."""
+        yield from self._through(piece, 0)
 
     def _through(self, piece: bytes, layer: int) -> Iterator[bytes]:
         if layer == len(self._layers):
@@ -64,13 +71,36 @@ class Decoder:
                 raise BodyTooLarge
             yield piece
             return
-        for part in self._layers[layer].feed(piece):
-            yield from self._through(part, layer + 1)
+        for start in range(0, len(piece), _INPUT):  # what a step leaves of its input is copied
+            for part in self._layers[layer].feed(piece[start : start + _INPUT]):
+                if part:
+                    yield from self._through(part, layer + 1)
+                else:
+                    yield part
 
     def end(self) -> None:
         """Raises InvalidRequest for a body that is cut off."""
         for layer in self._layers:
             layer.end()
+
+
+async def in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
+    """The parts that are not empty, which a thread decodes some at a time, while the event loop goes on."""
+    while (batch := await asyncio.to_thread(_batch, parts)) is not None:
+        for part in batch:
+            yield part
+
+
+def _batch(parts: Iterator[bytes]) -> list[bytes] | None:
+    """The next parts; None after the last one."""
+    ends = time.monotonic() + _BATCH_SECONDS
+    batch: list[bytes] = []
+    for part in parts:
+        if part:
+            batch.append(part)
+        if len(batch) == _BATCH_PARTS or time.monotonic() >= ends:
+            return batch
+    return batch or None
 
 
 class _Layer:
@@ -99,6 +129,7 @@ class _Layer:
                 if self._stream.eof:
                     break
                 part = self._step(b"")
+            yield b""
             piece = b""
             if self._stream.eof:
                 piece, self._stream = self._stream.unused_data, None

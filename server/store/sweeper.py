@@ -45,11 +45,8 @@ class Retention:
         if not self._seconds or latest < self._upgraded:
             return False
         place = self._place or (latest, 1 << 62)
-        query = """select created, rowid, owner, id, size, count from objects
-            where kind = 'response' and unfinished = 0 and (created, rowid) < (?, ?)
-            order by created desc, rowid desc limit ?"""
         with self._store.transaction() as connection:
-            rows = connection.execute(query, (*place, OBJECTS)).fetchall()
+            rows = _due(connection, *place)
             num_rows = num_bytes = 0
             for created, rowid, owner, id, size, count in rows:
                 if num_rows and (num_rows + count > BATCH_ROWS or num_bytes + size > BATCH_BYTES):
@@ -70,6 +67,17 @@ class Retention:
         text = "data_dir: %d stored responses will be deleted on %s, %g days from now, but for those that a later one "
         text += "continues; --response-retention-days sets the time, 0 keeps all"
         log.warning(text, count, day, self._seconds / DAY)
+
+
+def _due(connection: sqlite3.Connection, created: float, rowid: int) -> list[tuple[float, int, str, str, int, int]]:
+    """The next responses, the newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all that
+    were created at the same time: all that an earlier version stored."""
+    columns = "created, rowid, owner, id, size, count"
+    finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
+    same = f"{finished} and created = ? and rowid < ? order by rowid desc limit ?"
+    rows = connection.execute(same, (created, rowid, OBJECTS)).fetchall()
+    earlier = f"{finished} and created < ? order by created desc, rowid desc limit ?"
+    return rows + connection.execute(earlier, (created, OBJECTS - len(rows))).fetchall()
 
 
 def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:

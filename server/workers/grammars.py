@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections import OrderedDict
@@ -51,7 +52,8 @@ def check(given: bytes, model: ServedModel, config: ServerConfig) -> None:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and keeps the last verdicts."""
+    """Checks grammars in workers, and keeps the last verdicts. Threads make those that it tries itself: schemas may
+    take long to be closed."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
@@ -92,10 +94,11 @@ class GrammarChecker:
         answer = call.answer
         weakest = dict.fromkeys(answer.tools.loose, WEAKEST)
         for levels in (await self._levels(answer, tenant), weakest) if weakest else ():
-            weaker = with_answer(call, answer.weaker(levels), model)
+            weaker = await asyncio.to_thread(with_answer, call, answer.weaker(levels), model)
             if await self._verdict(weaker.grammars[-1][1], tenant) is None:
                 return weaker
-        parts = [(in_words_of_caller(place, None, call.names), schema) for place, schema in answer.tools.schemas]
+        schemas = await asyncio.to_thread(lambda: answer.tools.schemas)
+        parts = [(in_words_of_caller(place, None, call.names), schema) for place, schema in schemas]
         await self.check([last], tenant, parts)
         return call
 
@@ -105,7 +108,8 @@ class GrammarChecker:
         for number, name in enumerate(answer.tools.loose):
             found[name] = WEAKEST if number >= _MOST_PARTS else 0
             while found[name] < WEAKEST:
-                if await self._verdict(answer.weaker(found).tools.schema(name), tenant) is None:
+                schema = await asyncio.to_thread(answer.weaker(found).tools.schema, name)
+                if await self._verdict(schema, tenant) is None:
                     break
                 found[name] += 1
         return found

@@ -50,6 +50,7 @@ OTHERS = (
     *("localhost@evil.example", "localhost:8000@evil.example", "evil.example#localhost", "[::1]evil.example"),
     *("localhost:8000:evil.example", "localhost:80a", "[::1", "::1]", "[evil.example]", "localhost,evil.example"),
     *("localhost evil.example", "localhost\tevil", "r1.127.0.0.1.nip.io", "xn--localhost-", "[::ffff:8.8.8.8]", "*"),
+    *("127.0.0.1%evil.example", "evil.example/.local", "evil.example#.local", "evil.example .local", "evil@x.local"),
 )
 
 

@@ -34,6 +34,8 @@ class MendedJson:
 
     def __init__(self) -> None:
         self._closing: list[str] = []
+        self._open = dict.fromkeys(CLOSING.values(), 0)
+        """How many of `_closing` are each bracket: brackets that close nothing may be many."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         """What the text goes on with; "end": a comma, or what closes the object or list."""
         self._first = True
@@ -110,6 +112,7 @@ class MendedJson:
         if character in "{[" and self._expected != "key":
             before = self._before_value()
             self._closing.append(CLOSING[character])
+            self._open[CLOSING[character]] += 1
             self._expected, self._first = ("key" if character == "{" else "value"), True
             return before + character, place + 1
         if character in "\"'":
@@ -156,12 +159,14 @@ class MendedJson:
         return missing
 
     def _closed(self, bracket: str) -> str:
-        if bracket not in self._closing:
+        if not self._open[bracket]:
             return ""
         written = self._comma[1:] + self._missing_value()
         self._comma, self._first = "", False
         while (closing := self._closing.pop()) != bracket:
+            self._open[closing] -= 1
             written += closing
+        self._open[bracket] -= 1
         self._expected = "end"
         self.done = not self._closing
         return written + bracket

@@ -5,6 +5,7 @@ A parser decides nothing before it has the text that decides it, so the result d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -14,6 +15,10 @@ Steps = Generator[None, None, Result]
 
 LONGEST_NAME = 256
 """Most characters of a tool's name and its surroundings. Text is held back no longer than that."""
+MOST_SPACE = 1024
+"""White space in a row among the marks of a call; more is what a model repeats, and is read again with each piece."""
+
+SPACE = re.compile(r"\s*")
 
 
 class Source:
@@ -120,8 +125,11 @@ def loose_end(text: str, wanted: str) -> int | None:
     ends before that is decided."""
     place = 0
     for character in wanted:
-        while place < len(text) and text[place].isspace():
-            place += 1
+        space = SPACE.match(text, place)
+        assert space is not None, "it may be empty"
+        if space.end() - place > MOST_SPACE:
+            return -1
+        place = space.end()
         if place == len(text):
             return None
         if text[place] != character:

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
-from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of
+from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of, in_thread
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.peers import Unanswered
@@ -191,10 +191,14 @@ async def _received(request: Request, upload: _Upload) -> AsyncIterator[tuple[Up
         decoder = Decoder(encodings, MAX_FILE_BYTES)
         try:
             async for piece in request.stream():
-                for part in decoder.feed(piece):
+                if not encodings:
+                    await upload.count(len(piece))
+                    yield piece
+                    await asyncio.sleep(0)
+                    continue
+                async for part in in_thread(decoder.feed(piece)):
                     await upload.count(len(part))
                     yield part
-                    await asyncio.sleep(0)
             decoder.end()
         except BodyTooLarge:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None

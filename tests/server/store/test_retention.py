@@ -4,6 +4,8 @@ time from the first start of this one."""
 from __future__ import annotations
 
 import logging
+import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from quire.server.store.data import Data, open_data
 from quire.server.store.garbage import BATCH_ROWS
 from quire.server.store.store import Put, Stored
 from quire.server.store.sweeper import DAY
+from tests.server.statements import Counted
 from tests.server.store.test_calls import call
 from tests.server.store.test_store import BIG, conversation, item, response
 from tests.server.store.version_2 import write_version_2
@@ -118,3 +121,27 @@ def test_what_an_earlier_version_stored_has_its_days_from_the_first_start(
     clock.sweep(data, 1.01)
     assert there(data, "1", "2", "3", "4") == (["3", "4"] if retention else ["1", "2", "3", "4"])
     data.close()
+
+
+def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
+    """The most that a statement takes while so many responses of an earlier version are due, and all are continued."""
+    folder.mkdir()
+    before = {str(number): str(number - 1) if number else None for number in range(count)}
+    write_version_2(folder, before, at=BEGIN - 1000 * DAY, items=0)
+    data = open_data(folder, BIG, retention=DAY)
+    clock.now += DAY + 1
+    data.store.put(A, following("new", str(count - 1)))
+    Counted.counts.clear()
+    clock.sweep(data)
+    assert there(data, *before) == [*before]
+    data.close()
+    return max(times for text, times in Counted.counts.items() if text.startswith("select created, rowid"))
+
+
+def test_what_was_created_at_the_same_time_is_not_visited_once_more(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an upgraded store each step passed over all that stays of an earlier version."""
+    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Counted))
+    few, many = (instructions_of_a_pass(tmp_path / str(count), clock, count) for count in (200, 1200))
+    assert many < 1.5 * few
