@@ -18,7 +18,7 @@ _MOST = 45_000_000
 """Parameters of a model that is tried."""
 
 _SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
     **dict.fromkeys(("dense_intermediate_size", "ffn_hidden_size"), 128),
@@ -93,6 +93,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
+    "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),

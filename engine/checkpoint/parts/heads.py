@@ -38,7 +38,7 @@ def _has_own_head(kind: str, folder: Path) -> bool:
         heads, tables = _stored_ends(kind, folder)
     except (ModelError, OSError):
         return False
-    if not heads or not tables:
+    if not heads.keys() - {"bias"} or not tables:  # BERT's head has a bias of its own beside the embedding's matrix
         return False
     if heads.keys() != {"weight"}:  # a bias, or the codes of a quantized head
         return True

@@ -78,4 +78,5 @@ class GivenPositions(nn.Module):
 def takes_length(module: nn.Module) -> bool:
     """Whether it looks up positions by a length."""
     names = inspect.signature(module.forward).parameters
-    return "Positional" in type(module).__name__ and {"past_key_values_length", "position_ids"} <= names.keys()
+    lengths = {"cache_length", "past_key_values_length"}  # the second up to transformers 5.23
+    return "Positional" in type(module).__name__ and "position_ids" in names and not lengths.isdisjoint(names)

@@ -35,6 +35,19 @@ class _Unconverted:
     """Stored name, the rule's pattern for it, tensor."""
 
 
+class _Unreplaced:
+    """A class's model for its rules, which ask it for parameters: as they were before modules of it were replaced."""
+
+    def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+        self._model, self._state = model, state
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 class Conversion:
     """Of a class's model on the meta device, made before any module of it is replaced."""
 
@@ -43,9 +56,10 @@ class Conversion:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
-        self._model, self._prefix = model, model.base_model_prefix
+        self._prefix = model.base_model_prefix
         state = model.state_dict()
         self._known: dict[str, Tensor] = state
+        self._model = _Unreplaced(model, state)
         self._canonical = _canonical(model)
         unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._unexpected = [re.compile(pattern) for pattern in unexpected]

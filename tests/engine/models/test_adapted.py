@@ -205,7 +205,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
     ("kind", "reason"),
     [
         ("rwkv", "keeps a state that is no keys and values"),
-        ("codegen", "does not attend through transformers' attention interface"),
+        ("openai-gpt", "does not attend through transformers' attention interface"),
         ("doge", "changes its mask"),
     ],
 )

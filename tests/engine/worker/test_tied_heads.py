@@ -15,6 +15,8 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.parameters import Parameter
 from quire.engine.worker.loading.loader import load_weights
 from tests.engine.parity import edit_json, largest_difference, random_prompt
+from tests.every_class import outcome
+from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
 PROMPT = random_prompt(20)
@@ -104,3 +106,10 @@ def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
     stream = [(name, torch.full((2, 2), float(index))) for index, name in enumerate(order)]
     with pytest.raises(ModelError, match="differs from the embedding"):
         load_weights(table, stream, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["xmod", "bert-generation"])
+def test_bias_alone_is_no_head_of_its_own(kind: str, tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, kind)
+    assert {name for name in load_file(tmp_path / "model.safetensors") if "lm_head" in name} >= {"lm_head.bias"}
+    assert outcome(kind).by == "transformers"

@@ -187,6 +187,7 @@ PARAMETERS |= {
     "phi4:14b": 14.66,
     "deepseek-r1:7b": 7.62,
 }
+PARAMETERS |= {"gemma4:31b": 30.7, "nemotron3-nano:30b": 31.6, "lfm2.5:1.2b": 1.17}
 PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118, "bge-reranker:m3": 0.568}
 """Billions, as the models' cards say, of models that read images without their towers (Gemma 4 E2B: 5.1 with some
 450 M of towers): shapes that are mistyped would not give them."""
@@ -264,8 +265,8 @@ def test_a_short_name_is_planned_without_a_network(
     ("name", "advice"),
     [
         ("llama3", "did you mean llama3.2:1b or llama3.2:3b or llama3.1:8b?"),
-        ("gemma4", "write it with a size: gemma4:e2b or gemma4:e4b"),
-        ("qwen3.5", "write it with a size: qwen3.5:4b or qwen3.5:9b or qwen3.5:35b"),
+        ("gemma4", "write it with a size: gemma4:e2b or gemma4:e4b or gemma4:26b or gemma4:31b"),
+        ("qwen3.5", "write it with a size: qwen3.5:4b or qwen3.5:9b or qwen3.5:27b or qwen3.5:35b"),
         ("phi", "did you mean phi4:14b?"),
         ("deepseek-r1:70b", "did you mean deepseek-r1:7b?"),
     ],
