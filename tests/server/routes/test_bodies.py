@@ -79,7 +79,7 @@ async def test_errors_do_not_depend_on_where_they_are_found(api: Api) -> None:
     for call, _, _ in BAD_INPUTS:
         path, body = call
         here, there = await sent(api, path, body, 0), await sent(api, path, body, SMALL_BYTES)
-        assert here[0][0] == 400
+        assert here[0][0] == 400, call
         assert here == there
 
 
