@@ -21,13 +21,13 @@ class OwnerThreads:
         """By owner: who waits while another call of the owner goes on."""
 
     async def run(self, owner: str, function: Callable[..., Result], *args: object) -> Result:
-        """What the function returns, called in a thread: one call of an owner at a time, in their order."""
+        """What the function returns, called in a thread: one call of an owner at a time, in their order. A call goes on
+        when its caller is cancelled, and the owner's next one waits for its end all the same."""
         loop = asyncio.get_running_loop()
         await self._take_turn(owner, loop)
-        try:
-            return await loop.run_in_executor(self.pool, function, *args)
-        finally:
-            self._give_turn(owner)
+        call = loop.run_in_executor(self.pool, function, *args)
+        call.add_done_callback(lambda _: self._give_turn(owner))
+        return await asyncio.shield(call)
 
     async def _take_turn(self, owner: str, loop: asyncio.AbstractEventLoop) -> None:
         if owner not in self._waiting:
