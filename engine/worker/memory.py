@@ -55,10 +55,10 @@ def check_memory(config: EngineConfig, device: torch.device) -> None:
     asked = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(asked and asked * config.data_parallel_size, host_memory_bytes(), "this machine")
-    elif device.type == "cuda":
+    elif device.type == "cuda" and asked is not None:
         gpus = config.tensor_parallel_size
         where = "the GPU" if gpus == 1 else f"the {gpus} GPUs"
-        check_kv_memory(asked, torch.cuda.get_device_properties(device).total_memory * gpus, where)
+        check_kv_memory(asked, torch.cuda.mem_get_info(device)[1] * gpus, where)
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
