@@ -24,7 +24,7 @@ def test_throughput_counts_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixt
         "--output-json",
         str(out),
     ]
-    assert main(["bench", "throughput", *arguments]) == 0
+    assert main(["bench", "throughput", *sizes, "--output-json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (3, 48, 24)
     assert result["total_num_tokens"] == 72
