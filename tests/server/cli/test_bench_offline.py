@@ -14,16 +14,7 @@ pytestmark = pytest.mark.slow
 
 def test_throughput_counts_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    arguments = [
-        "--num-prompts",
-        "3",
-        "--random-input-len",
-        "16",
-        "--random-output-len",
-        "8",
-        "--output-json",
-        str(out),
-    ]
+    sizes = ["--num-prompts", "3", "--random-input-len", "16", "--random-output-len", "8"]
     assert main(["bench", "throughput", *sizes, "--output-json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert (result["num_requests"], result["prompt_tokens"], result["output_tokens"]) == (3, 48, 24)
