@@ -203,7 +203,8 @@ class _Vocabulary:
         )
 
         tokens = sorted(self._ids, key=len, reverse=True)
-        renderer = ChatRenderer({"default": template}, self._roles, any_role=True)
+        # Without adaptation: a text that is moved away from its call into a message of its own is no part of an answer.
+        renderer = ChatRenderer({"default": template}, self._roles, any_role=True, adapts=False)
         question = {"role": "user", "content": "quireq"}
         answer = {"role": "assistant", "content": _ANSWER}
         last = _special_run(_rendered(renderer, [question, answer]), tokens)

@@ -133,8 +133,11 @@ class Subject:
     def _rendered(self, messages: list[Any], *, prompt: bool) -> str:
         if self.by_quire:
             return self.formats.renderer.render(messages, tools=self.tools, add_generation_prompt=prompt)
+        # FireFunction's template takes tools as JSON in a variable of its own.
+        functions = json.dumps([tool["function"] for tool in self.tools or ()], indent=4)
+        variables: dict[str, Any] = {"functions": functions, "datetime": "2026-11-29", **SPECIAL}
         rendered, _ = render_jinja_template(
-            [messages], self.tools, chat_template=self.template, add_generation_prompt=prompt, **SPECIAL
+            [messages], self.tools, chat_template=self.template, add_generation_prompt=prompt, **variables
         )
         return str(rendered[0])
 

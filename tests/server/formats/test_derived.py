@@ -34,7 +34,6 @@ NONE_SHOWN = {
     "LFM2-8B-A1B": "pythonic",
     "LFM2.5-Instruct": "pythonic",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
-    "fireworks-ai-llama-3-firefunction-v2": "hermes",
     "google-gemma-2-2b-it": "hermes",
     "ibm-granite-granite-3.3-2B-Instruct": "granite",
     "llama-cpp-rwkv-world": "hermes",
@@ -209,8 +208,6 @@ def test_templates_that_show_no_calls_have_a_format_and_say_why(name: str) -> No
     text = PATHS[name].read_text(encoding="utf-8")
     with pytest.raises(NotDerived):
         derive_calls(ChatRenderer({"default": text}, SPECIAL))
-    if "firefunction" in name:
-        return
     assert subject(name).formats.tools_from.startswith(NONE_SHOWN[name])
 
 
