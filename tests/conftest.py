@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests.variants import examples
+from tests.made_once import keep_in
+from tests.tiers import examples
 
 # As engine/worker/startup.py does it: oneDNN reads this once, in tests maybe before an engine starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -22,16 +23,19 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
 torch.set_num_threads(1)
 
-# Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
-hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
-hypothesis.settings.load_profile("untimed")
-
 # A shell's background job ignores SIGINT, and would hand that down to the servers that tests end by Ctrl-C. A handler
 # that does nothing is not handed down.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 
-pytest_plugins = ["tests.selection"]
+pytest_plugins = ["tests.tiers"]
+
+
+def pytest_sessionstart() -> None:
+    # Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
+    hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
+    hypothesis.settings.load_profile("untimed")
+
 
 HELD = 60.0
 """Seconds after its own timeout at which a test's process is ended: it stands in native code, which hears no signal."""
@@ -76,6 +80,14 @@ def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
 def pytest_timeout_cancel_timer() -> Generator[None, Any, Any]:
     faulthandler.cancel_dump_traceback_later()
     return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    folder.mkdir(exist_ok=True)
+    keep_in(folder)
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
         "small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the "
         "logits, where that is above 1), in ragged batches, prompts in chunks, with cached prefixes. `same bits`: a "
         "request has the same bits alone, beside others and behind a cached prefix. `python -m tests.every_class` "
-        "writes this table, the nightly tests try it again."
+        "writes this table, `make test-all` tries it again."
     )
     lines = [
         "# Every causal language model of transformers",

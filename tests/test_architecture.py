@@ -166,6 +166,18 @@ OTHERS_PRIVATE = {
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 16
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_freed() -> Iterator[None]:
+    """For they are half a gigabyte, which the garbage collector would look through in every later test."""
+    yield
+    tree_of.cache_clear()
+
+
 @dataclass(frozen=True)
 class Import:
     file: Path
@@ -217,7 +229,7 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 
 def _imports(path: Path) -> Iterator[Import]:
-    nodes: list[tuple[ast.AST, bool]] = [(ast.parse((ROOT / path).read_text(encoding="utf-8")), False)]
+    nodes: list[tuple[ast.AST, bool]] = [(tree_of(path), False)]
     for node, outside in nodes:
         lazy = outside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         lazy = lazy or _for_type_checkers(node)
@@ -396,7 +408,7 @@ def is_private(name: str) -> bool:
 
 @cache
 def classes_of(path: Path) -> dict[str, ClassOfOurs]:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = tree_of(path)
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire."):
@@ -446,7 +458,7 @@ def test_nothing_private_is_used_in_another_file() -> None:
         if path.parts[0] not in ("engine", "server"):
             continue
         own = {name for each in classes_of(path).values() for name in each.private}
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and is_private(node.attr) and not of_self(node) and node.attr not in own:
                 allowed = {node.attr, ast.unparse(node)} & OTHERS_PRIVATE.keys()
                 if not allowed and not ast.unparse(node).startswith("super()."):
@@ -474,7 +486,7 @@ def test_no_function_outgrows_a_screen() -> None:
     long = []
     for path in python_files():
         if path.parts[0] != "tests":
-            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     count = (node.end_lineno or node.lineno) - node.lineno + 1
                     if count > MAX_FUNCTION_LINES:

@@ -71,7 +71,7 @@ def test_the_folder_they_are_made_from_can_be_served(tmp_path: Path) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "broken",
-    [pytest.param(each, marks=() if each.name in FEW else pytest.mark.nightly, id=each.name) for each in TRIED],
+    [pytest.param(each, marks=() if each.name in FEW else pytest.mark.slow, id=each.name) for each in TRIED],
 )
 def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None:
     folder = str(broken.make(tmp_path / "model"))

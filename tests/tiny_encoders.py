@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
+from tests.made_once import made_once
 from tests.tiny_models import VOCAB
 
 SHAPE: dict[str, Any] = {
@@ -39,6 +41,17 @@ ENCODERS: dict[str, dict[str, Any]] = {
 def save_tiny_encoder(path: Path, family: str, *, labels: int | None = None, **overrides: Any) -> Path:
     """Write a random model of the family to `path`, with a head for so many labels. Its weights are larger than usual,
     so that attention is not flat."""
+    return made_once(
+        path,
+        partial(_save_tiny_encoder, family=family, labels=labels, **overrides),
+        family,
+        ENCODERS[family],
+        labels,
+        overrides,
+    )
+
+
+def _save_tiny_encoder(path: Path, family: str, labels: int | None = None, **overrides: Any) -> None:
     torch.manual_seed(4321)
     options = SHAPE | ENCODERS[family] | overrides
     if labels is not None:
@@ -52,4 +65,3 @@ def save_tiny_encoder(path: Path, family: str, *, labels: int | None = None, **o
         else:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
     model.save_pretrained(path)
-    return path

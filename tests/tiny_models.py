@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.made_once import made_once
 
 VOCAB = 320
 
@@ -556,6 +559,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
     """Write a random model of the family to `path`. Its weights are larger than usual, so that text is not flat."""
+    return made_once(
+        path, partial(_save, family=family, dtype=dtype, **overrides), family, FAMILIES[family], dtype, overrides
+    )
+
+
+def _save(path: Path, family: str, dtype: torch.dtype, **overrides: Any) -> None:
     torch.manual_seed(1234)
     options = SHAPE | FAMILIES[family] | overrides
     config = AutoConfig.for_model(options.pop("model_type"), **options)
@@ -584,4 +593,3 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, mean=1.0, std=0.2)
     model.to(dtype).save_pretrained(path)
-    return path

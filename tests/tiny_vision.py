@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, S
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
+from tests.made_once import made_once
 from tests.texts import BYTES
 from tests.tiny_models import SHAPE
 
@@ -41,6 +43,10 @@ PREPARING = {
 
 def save_tiny_vision(path: Path, **overrides: Any) -> Path:
     """Write model, tokenizer and template to `path`. The tokenizer has one token per byte, and SmolVLM's marks."""
+    return made_once(path, partial(_save_tiny_vision, **overrides), "tiny vision", overrides)
+
+
+def _save_tiny_vision(path: Path, **overrides: Any) -> None:
     torch.manual_seed(5)
     tower = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = SmolVLMConfig(
@@ -68,7 +74,6 @@ def save_tiny_vision(path: Path, **overrides: Any) -> Path:
     backend.save(str(path / "tokenizer.json"))
     told = {"bos_token": "<|bos|>", "eos_token": "<end_of_utterance>", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(told))
-    return path
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from tests.made_once import made_once
 from tests.texts import BYTES
 from tests.tiny_models import SHAPE
 
@@ -383,6 +385,10 @@ def config_of(name: str, **overrides: Any) -> Any:
 def save_family(path: Path, name: str, **overrides: Any) -> Path:
     """Write model, tokenizer and template to `path`. The tokenizer has one token per byte, and the family's marks.
     overrides: of the text part's config.json."""
+    return made_once(path, partial(_save_family, name=name, **overrides), FAMILIES[name], overrides)
+
+
+def _save_family(path: Path, name: str, **overrides: Any) -> None:
     family, config = FAMILIES[name], config_of(name, **overrides)
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(config)
@@ -410,7 +416,6 @@ def save_family(path: Path, name: str, **overrides: Any) -> Path:
     backend.save(str(path / "tokenizer.json"))
     told = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "chat_template": family.template}
     (path / "tokenizer_config.json").write_text(json.dumps(told))
-    return path
 
 
 def image_processor(name: str) -> Any:

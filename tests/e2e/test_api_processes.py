@@ -133,7 +133,7 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         assert found == 1 + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log") as (server, client):

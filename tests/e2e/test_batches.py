@@ -80,7 +80,7 @@ def kill_all(server: Server) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize(("count", "kills"), [(120, 3), pytest.param(2000, 6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("count", "kills"), [(120, 3), pytest.param(2000, 6, marks=pytest.mark.slow)])
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_request_has_one_result_whatever_is_killed(count: int, kills: int, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from quire.engine.config import DEMO_MODEL
 from tests.e2e.server import Server
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ async def turn(client: httpx.AsyncClient, prompt: list[int], on_chunk: Any = Non
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "falcon_h1", *nightly("zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3")]
+    "family", ["qwen3_5", "falcon_h1", *slow("zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3")]
 )
 async def test_forty_turns_with_guesses_hits_and_two_kills(family: str, tmp_path: Path) -> None:
     model = ("--model", str(served(tmp_path, family)), "--served-model-name", "m", *FLAGS)

@@ -20,9 +20,9 @@ from benchmarks.attacks import Attack
 from tests.e2e.hostile import TENANTS, Watched, attacked, unnoticed, watched_server
 from tests.server.api import make_app
 from tests.server.fake import FakeEngine, hashed
-from tests.variants import examples
+from tests.tiers import examples
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 MAX_BLOCK = 0.3
 """Seconds of processor time that the event loop may spend without a turn."""

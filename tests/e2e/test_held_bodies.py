@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.attacks import ASKED, CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Attack, encoded
 from tests.e2e.hostile import LAX, MAX_GROWTH, TENANTS, Watched, honest, watched_server
-from tests.variants import nightly
+from tests.tiers import slow
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ HELD = [
     Attack("a response that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, stream=True)),
     Attack("a response, streamed", RESPONSES, lambda: asked(900_000, stream=True), (200,)),
     Attack("one in the background", RESPONSES, lambda: asked(900_000, background=True), (200,)),
-    *nightly(
+    *slow(
         Attack("a response", RESPONSES, lambda: asked(900_000), (200,)),
         Attack("one in the background that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, background=True)),
         Attack(

@@ -26,7 +26,7 @@ from tests.e2e.server import Server, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.e2e.test_ranks import marked, ranks_of, wait_until
 from tests.engine.nodes import gathering, member_config, told
-from tests.variants import nightly
+from tests.tiers import slow
 
 MISSING = Cpu().missing
 pytestmark = [
@@ -102,7 +102,7 @@ def kill_engine(made: Machines) -> None:
     kill_first(made.server.engine_pids())
 
 
-@pytest.mark.parametrize("ranks", [2, *nightly(4)])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machines: Callable[..., Machines]) -> None:
     made = await asyncio.to_thread(machines, ranks)
     server, rng = made.server, random.Random(ranks)
@@ -160,7 +160,7 @@ def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: 
     assert stopped not in ranks_of(made.marks[1])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_nobody_waits_for_a_stopped_rank_of_another_machine(machines: Callable[..., Machines]) -> None:
     """As long as a step may take, two minutes."""
     made = machines()

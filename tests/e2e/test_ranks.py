@@ -26,7 +26,7 @@ from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.engine.harness import request, run
-from tests.variants import nightly
+from tests.tiers import slow
 
 MISSING = Cpu().missing
 pytestmark = [
@@ -124,7 +124,7 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("tensor", 2), ("pipeline", 2), *nightly(("tensor", 4), ("pipeline", 3), ("decode-context", 2))]
+    ("how", "ranks"), [("tensor", 2), ("pipeline", 2), *slow(("tensor", 4), ("pipeline", 3), ("decode-context", 2))]
 )
 async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: Start) -> None:
     server, mark = started(ranks, how=how)

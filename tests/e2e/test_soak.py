@@ -22,7 +22,7 @@ from tests.e2e.streams import COMPLETIONS, KINDS
 
 CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
 USERS = 24

@@ -18,7 +18,7 @@ import pytest
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer
-from tests.variants import nightly
+from tests.tiers import slow
 
 MISSING = Cpu().missing
 pytestmark = [
@@ -106,7 +106,7 @@ async def responded(client: httpx.AsyncClient) -> Any:
     return [part["text"] for item in output for part in item["content"]]
 
 
-@pytest.mark.parametrize("name", ["worker", "rank", *nightly("forker", "engine", "stage", "replica", "api process")])
+@pytest.mark.parametrize("name", ["worker", "rank", *slow("forker", "engine", "stage", "replica", "api process")])
 async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path: Path) -> None:
     kind = PROCESSES[name]
     if name in ("rank", "stage") and MISSING is not None:
@@ -142,7 +142,7 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
         server.process.wait()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 async def test_api_processes_say_that_the_process_behind_them_is_stopped(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--threads", "2", "--api-server-count", "2")
     try:

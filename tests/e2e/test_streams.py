@@ -125,7 +125,7 @@ def content(reader: Reader) -> dict[int, list[Any]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("count", "kills", "processes"),
-    [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.nightly), pytest.param(64, 3, 2, marks=pytest.mark.nightly)],
+    [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.slow), pytest.param(64, 3, 2, marks=pytest.mark.slow)],
 )
 async def test_streams_outlive_all_processes(count: int, kills: int, processes: int, tmp_path: Path) -> None:
     """`processes`: that speak HTTP; of several one is killed alone, too."""

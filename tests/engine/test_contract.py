@@ -12,8 +12,8 @@ from quire.engine.loop import Engine
 from quire.engine.types import PoolingParams, Request, ThinkingBudget
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import nightly
 
 SETTINGS = (
     {"temperature": 0.0},
@@ -59,7 +59,7 @@ OTHERS = ("phi3-longrope", "ministral3", "granite", "olmo2", "hunyuan_v1_dense",
         ("bfloat16", "cpu", "cpu", "lfm2"),
         ("bfloat16", "cpu", "cpu", "qwen3_5"),
         ("bfloat16", "cpu", "cpu", "deepseek_v3"),
-        *nightly(*(("bfloat16", "cpu", "cpu", family) for family in (*OTHERS, "gpt2", "mpt", "gpt_neox"))),
+        *slow(*(("bfloat16", "cpu", "cpu", family) for family in (*OTHERS, "gpt2", "mpt", "gpt_neox"))),
         pytest.param("bfloat16", "reference", "cpu", "qwen3", marks=pytest.mark.slow),
         *(pytest.param("bfloat16", name, "cuda", "qwen3", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
     ],

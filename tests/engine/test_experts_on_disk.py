@@ -24,8 +24,8 @@ from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import QUANTIZED, one_thread
 from tests.gguf_models import write_gguf
 from tests.quantized_models import quantize_checkpoint, stack_mxfp4
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 __all__ = ["one_thread", "thread_ranks"]
 MISSING = Cpu().missing
@@ -129,7 +129,7 @@ def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", *nightly("nemotron_h-latent")])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", *slow("nemotron_h-latent")])
 def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16)
     expected = answers(engine(path, **settings))

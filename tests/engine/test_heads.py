@@ -224,7 +224,7 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_pa
     assert again.stats.draft_tokens > 0
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
     """Trained on some of its stories, a head is right about others: more than a third of the drafts are accepted."""

@@ -33,8 +33,8 @@ from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known, model
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
+from tests.tiers import examples
 from tests.tiny_models import save_tiny_model
-from tests.variants import examples
 
 FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"]
 

@@ -30,9 +30,9 @@ from quire.engine.types import Grammar, Request, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Right, always, answers, known
+from tests.tiers import examples
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
-from tests.variants import examples
 
 EXAMPLES = int(os.environ.get("QUIRE_LOSSLESS_EXAMPLES", examples(40)))
 JSON = Grammar("json", '{"type": "array", "items": {"enum": ["once", "upon", "a time"]}, "minItems": 4, "maxItems": 9}')

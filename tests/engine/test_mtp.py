@@ -176,7 +176,7 @@ def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -
     assert recorded_guesses(packed, **options) == recorded_guesses(path, **options)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     path, requests, options = model(folder, "qwen3_5"), traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
     wanted = known(run(started(path, None, **options), requests))
@@ -251,7 +251,7 @@ def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Pat
     assert started(path, load_format="dummy").info.weight_bytes > started(path, None).info.weight_bytes
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
     """In a model made deeper, so that guesses pay: trained on some stories, it is right about others."""

@@ -32,8 +32,8 @@ from tests.engine.worker.test_graphs import fake_flash, picked
 from tests.engine.worker.test_prompt_graphs import few_sizes, traffic
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.test_join_ranks import together
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 __all__ = ["fake_flash", "few_sizes", "one_thread", "operators", "thread_ranks"]
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash", "few_sizes")
-@pytest.mark.parametrize(("failing", "ordered"), [(1, True), *nightly((None, False), (0, False))])
+@pytest.mark.parametrize(("failing", "ordered"), [(1, True), *slow((None, False), (0, False))])
 def test_small_steps_with_prompts_hold_the_sums(
     failing: int | None, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

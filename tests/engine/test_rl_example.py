@@ -65,7 +65,7 @@ def test_a_reward_model_judges_as_transformers_does(tmp_path: Path) -> None:
     assert max(step.mismatch for step in run(parsed(few))) < 1e-3
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_ranks_of_deepspeed_train_together(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     few = ["--steps=3", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1"]

@@ -16,8 +16,8 @@ from quire.engine.types import Request
 from tests.engine.harness import request, run
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import disk
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import nightly
 
 TALKS, TURNS = 6, 4
 SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
@@ -103,7 +103,7 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
     assert made.stats.kept_blocks == 0
 
 
-@pytest.mark.parametrize("family", ["mamba2", *nightly("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
+@pytest.mark.parametrize("family", ["mamba2", *slow("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
 def test_a_kept_conversation_with_states_comes_back_from_tiers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

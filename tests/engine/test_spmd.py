@@ -67,8 +67,8 @@ from tests.engine.test_ranks import (
 from tests.engine.test_speculation import CHEAP, always
 from tests.engine.worker.test_graphs import fake_flash, picked, traffic
 from tests.kernels.fake_capture import FakeCapture
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 __all__ = ["fake_flash", "one_thread", "thread_ranks"]
 pytestmark = [
@@ -87,8 +87,8 @@ def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> 
 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.parametrize("ranks", [2, *nightly(4)])
-@pytest.mark.parametrize("family", [*SHAPES[:2], *nightly(*SHAPES[2:])])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("family", [*SHAPES[:2], *slow(*SHAPES[2:])])
 def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
     """In chunks, after preemptions, with seeds, penalties, log probabilities of answers and prompts."""
     path = save_tiny_model(tmp_path, family)
@@ -191,8 +191,8 @@ DIVIDED = ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v2-lite"]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.parametrize("ranks", [2, *nightly(4)])
-@pytest.mark.parametrize("family", [*DIVIDED[:2], *nightly(*DIVIDED[2:])])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("family", [*DIVIDED[:2], *slow(*DIVIDED[2:])])
 def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
     """Alone and together, in chunks, after preemptions, behind what is cached."""
     path = save_tiny_model(tmp_path, family)
@@ -284,7 +284,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash")
-@pytest.mark.parametrize(("ranks", "ordered"), [*nightly((2, False), (4, True)), (2, True)])
+@pytest.mark.parametrize(("ranks", "ordered"), [*slow((2, False), (4, True)), (2, True)])
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
     compute what steps without graphs do, bit by bit."""

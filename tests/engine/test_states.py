@@ -32,9 +32,9 @@ from tests.engine.test_ranks import MISSING, one_thread
 from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
+from tests.tiers import examples, slow
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
-from tests.variants import examples, nightly
 
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
@@ -139,7 +139,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
         ("qwen3_5", 48),
         ("mamba2", 48),
         ("falcon_h1", 48),
-        *nightly(("jamba", 48), ("zamba2", 48), ("lfm3", 16)),
+        *slow(("jamba", 48), ("zamba2", 48), ("lfm3", 16)),
     ],
 )
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
@@ -221,7 +221,7 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         ("qwen3_5", "auto"),
         ("falcon_h1", "int8"),
         ("mamba2", "auto"),
-        *nightly(("jamba", "int8"), ("zamba2", "auto"), ("lfm3", "auto"), ("lfm3", "int8")),
+        *slow(("jamba", "int8"), ("zamba2", "auto"), ("lfm3", "auto"), ("lfm3", "int8")),
     ],
 )
 def test_states_come_back_from_tiers_with_their_pages(
@@ -360,7 +360,7 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("family", ["qwen3_5", *nightly("mamba2", "jamba", "qwen3-next", "lfm2")])
+@pytest.mark.parametrize("family", ["qwen3_5", *slow("mamba2", "jamba", "qwen3-next", "lfm2")])
 def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
     options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
     made = Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
@@ -405,7 +405,7 @@ def written(tensors: list[torch.Tensor]) -> set[int]:
         ("qwen3_5", 0),
         ("mamba2", 4),
         ("jamba", 4),
-        *nightly(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4)),
+        *slow(("falcon_h1", 4), ("zamba2", 4), ("nemotron_h-latent", 4)),
     ],
 )
 def test_sequences_take_the_memory_that_the_plan_says(

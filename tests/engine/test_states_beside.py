@@ -34,8 +34,8 @@ from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import known
 from tests.engine.vectors import same, vectors
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import nightly
 
 BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
 LARGE = ["qwen3_5", "qwen3-next", "falcon_h1", "granite-hybrid", "nemotron_h-latent", "mamba2", "mamba", "jamba"]
@@ -134,7 +134,7 @@ def with_tokenizer(folder: Path, family: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "lfm3", *nightly(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
+    "family", ["qwen3_5", "lfm3", *slow(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
 )
 def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
     """Tokens that a grammar leaves no choice about are guesses, and states are put back behind wrong ones."""
@@ -156,7 +156,7 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "zamba2", "lfm2", *nightly("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")]
+    "family", ["qwen3_5", "zamba2", "lfm2", *slow("nemotron_h-latent", "falcon_h1", "jamba", "lfm3")]
 )
 def test_choices_and_beams(family: str, tmp_path: Path) -> None:
     """They share a prompt's pages and its snapshot."""
@@ -184,7 +184,7 @@ def test_choices_and_beams(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", *nightly("falcon_h1", "zamba2", "nemotron_h-latent", "mamba")])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", *slow("falcon_h1", "zamba2", "nemotron_h-latent", "mamba")])
 async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
     """No snapshot outlives the weights that it was computed with, nor a sleep."""
     first, second = save_tiny_model(tmp_path / "first", family), tmp_path / "second"

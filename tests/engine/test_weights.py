@@ -29,9 +29,9 @@ from quire.engine.offline.in_process import InProcessLink
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
 from tests.quantized_models import gptq, quantize_checkpoint
+from tests.tiers import slow
 from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 LONG = 2000
 """Tokens of answers that are open when something happens."""
@@ -342,8 +342,8 @@ async def test_no_request_ends_for_weights_that_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [float("nan"), *nightly(float("inf"), float("-inf"))])
-@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
+@pytest.mark.parametrize("number", [float("nan"), *slow(float("inf"), float("-inf"))])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 async def test_what_is_no_number_is_refused(
     number: float, dtype: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

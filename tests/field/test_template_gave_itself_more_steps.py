@@ -50,6 +50,7 @@ LONG = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_body_costs_more_each_time(name: str) -> None:
     with pytest.raises(ModelError, match="steps"):

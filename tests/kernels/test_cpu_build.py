@@ -112,7 +112,7 @@ def test_the_environment_chooses_the_instruction_set() -> None:
     assert "QUIRE_CPU_ISA='mmx' is not one of plain, avx2" in refused.stderr
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), random shapes."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu.backend import Cpu
 from tests.kernels.ragged import attend, random_part
-from tests.variants import examples
+from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.kernels.cpu.backend import Cpu
-from tests.variants import examples
+from tests.tiers import examples
 
 ROW = st.tuples(
     st.sampled_from([0.1, 0.7, 1.0, 2.0]),

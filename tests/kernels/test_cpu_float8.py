@@ -14,7 +14,7 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.quantization.float8 import Float8Linear
 from quire.kernels.quantized import Float8Weight, GroupedWeight
-from tests.variants import examples
+from tests.tiers import examples
 
 _LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) for isa in native.runnable()]
 compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))

@@ -19,7 +19,7 @@ from quire.kernels.cpu.quantized import QuantizedLinear
 from quire.kernels.quantized import GroupedWeight
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
-from tests.variants import examples
+from tests.tiers import examples
 
 SHAPES = [(64, 64, 64), (130, 192, 32), (65, 768, 16), (200, 256, 128), (17, 30, 30), (96, 576, 64), (1, 2, 2)]
 """Outputs, inputs, inputs that share a scale."""

@@ -13,7 +13,7 @@ from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts
-from tests.variants import nightly
+from tests.tiers import slow
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """transformers' rule computes float64 in float32 too."""
@@ -41,7 +41,7 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     return normed.flatten(1) * torch.nn.functional.silu(z)
 
 
-SIZES = [(2, 4, 12, 32), (1, 1, 128, 128), *nightly((3, 3, 6, 80), (2, 6, 64, 16))]
+SIZES = [(2, 4, 12, 32), (1, 1, 128, 128), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
-from tests.variants import examples
+from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}

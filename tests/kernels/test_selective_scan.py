@@ -17,7 +17,7 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts, whole
-from tests.variants import NIGHT, nightly
+from tests.tiers import runs_rest, slow
 
 TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """transformers' scan has its rates in float32."""
@@ -52,7 +52,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm(x).detach()
 
 
-SIZES = [(2, 12, 80), *nightly((2, 12, 32), (1, 16, 64), (3, 34, 16))]
+SIZES = [(2, 12, 80), *slow((2, 12, 32), (1, 16, 64), (3, 34, 16))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +78,7 @@ def test_the_reference_in_float64() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, dtype: torch.dtype) -> None:
-    for seed in range(8 if NIGHT else 2):
+    for seed in range(8 if runs_rest() else 2):
         shape = made(2, 12, 80, torch.Generator().manual_seed(2), norm=bool(seed % 2))
         cut_at_random(cpu, shape, dtype, seed)
         cut_at_random(Reference(), shape, dtype, seed)

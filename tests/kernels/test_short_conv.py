@@ -14,7 +14,7 @@ from quire.kernels.cpu.backend import Cpu
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
-from tests.variants import nightly
+from tests.tiers import slow
 
 CPU = torch.device("cpu")
 PIECE, SLOTS, PAGES = 16, 5, 40
@@ -82,7 +82,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("channels", "width", "bias"), [(64, 3, False), (200, 4, True), *nightly((7, 2, True))])
+@pytest.mark.parametrize(("channels", "width", "bias"), [(64, 3, False), (200, 4, True), *slow((7, 2, True))])
 def test_whole_prompts(cpu: Cpu, channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     conv = made(channels, width, bias=bias, generator=generator)

@@ -17,7 +17,7 @@ from quire.kernels.recurrent.state_space import StateSpace
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts, whole
-from tests.variants import nightly
+from tests.tiers import slow
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """transformers' scan computes float64 in float32 too."""
@@ -52,9 +52,9 @@ RULES: list[dict[str, Any]] = [
     {},
     {"norm": False, "limits": (0.3, 1.1)},
     {"norm_first": True},
-    *nightly({"norm": False}, {"limits": (0.0, 0.8)}),
+    *slow({"norm": False}, {"limits": (0.0, 0.8)}),
 ]
-SIZES = [(2, 4, 12, 32), (1, 2, 128, 64), *nightly((3, 3, 6, 80), (2, 6, 64, 16))]
+SIZES = [(2, 4, 12, 32), (1, 2, 128, 64), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -134,12 +134,12 @@ SUITES = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("suite", SUITES)
 def test_promise_2(suite: str, machine: Machine) -> None:
     assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
-    chosen = ["-p", "no:cacheprovider", "-m", "not gpu and not slow and not nightly", *SUITES[suite]]
+    chosen = ["-p", "no:cacheprovider", "-m", "not gpu and not slow", *SUITES[suite]]
     done = machine.run("-m", "pytest", *chosen, timeout=1700, QUIRE_LOSSLESS_EXAMPLES="5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

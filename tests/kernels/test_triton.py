@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.variants import nightly
+from tests.tiers import slow
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = 99 * 1024
@@ -59,7 +59,7 @@ FEW = {"test_attention", "test_fused", "test_linear", "test_sampling"}
 
 @pytest.mark.parametrize(
     "path",
-    [each for path in FILES for each in ([path] if path.stem in FEW else nightly(path))],
+    [each for path in FILES for each in ([path] if path.stem in FEW else slow(path))],
     ids=lambda path: path.stem,
 )
 def test_under_the_interpreter(path: Path) -> None:
@@ -104,7 +104,7 @@ def assert_norms_sum_alike(kernels: list[dict[str, Any]]) -> None:
     assert rounding == alone
 
 
-@pytest.mark.parametrize("capability", nightly(*OTHERS))
+@pytest.mark.parametrize("capability", slow(*OTHERS))
 def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
     """They compile, and fit in the shared memory of the smallest."""
     *kernels, last = [json.loads(line) for line in compiled[capability].result().splitlines()]
@@ -116,7 +116,7 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
     assert_norms_sum_alike(kernels)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
     """They compile, spill next to nothing, fit, use the tensor cores and asynchronous copies, and compile once."""
     *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]

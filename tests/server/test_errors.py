@@ -336,6 +336,7 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("path", ABSENT)
 async def test_what_others_have_and_this_server_has_not_is_told_so(api: Api, path: str) -> None:
     """And no endpoint that happens to be written alike is recommended in its place."""

@@ -34,9 +34,9 @@ from tests.simulation.replicas import Replicas
 from tests.simulation.server import Program, ServerProcess
 from tests.simulation.several import SharedServer
 from tests.simulation.test_simulation import simulate
-from tests.variants import NIGHT, nightly
+from tests.tiers import runs_rest, slow
 
-SEEDS = 1000 if NIGHT else 150
+SEEDS = 1000 if runs_rest() else 150
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -197,7 +197,7 @@ def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
         (asks_that_end_what_asks, Replicas),
         (ends_not_taken_up, Replicas),
         (streams_that_begin_without_the_journal, Replicas),
-        *nightly(
+        *slow(
             (empty_answers_of_whom_is_taken_over, Replicas),
             (asks_that_end_what_asks, SharedServer),
             (nobody_takes_over, Replicas),
@@ -226,7 +226,7 @@ def test_a_planted_fault_of_several_is_found(
         a_token_left_out,
         tails_not_read,
         calls_not_written,
-        *nightly(ends_not_kept_on_a_full_disk, sizes_not_set_back),
+        *slow(ends_not_kept_on_a_full_disk, sizes_not_set_back),
     ],
 )
 def test_a_planted_fault_is_found(

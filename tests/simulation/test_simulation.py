@@ -26,7 +26,7 @@ from tests.simulation.replicas import Replicas
 from tests.simulation.server import AppProcess, Connection, Program, ServerProcess
 from tests.simulation.several import OfSeveral, SharedServer, in_place
 from tests.simulation.wire import Network
-from tests.variants import nightly
+from tests.tiers import slow
 
 PACES = (1, 1, 1, 20)
 """Of engines: by the last one a stream lasts for so long that much befalls it."""
@@ -295,7 +295,7 @@ FOUND_BY_SEVERAL = (
 )
 
 
-@pytest.mark.parametrize("seed", [*range(100), *nightly(*range(100, 200)), *FOUND])
+@pytest.mark.parametrize("seed", [*range(30), *slow(*range(30, 200)), *FOUND])
 def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 
@@ -307,14 +307,14 @@ def test_several(kind: type[Server], seed: int, tmp_path: Path, api_programs: Se
     simulate(seed, tmp_path, api_programs, kind)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(2, 100))
 def test_hundreds(hundred: int, tmp_path: Path, program: Program) -> None:
     _simulate_hundred(hundred, tmp_path, [program], ServerProcess)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(15))
 @pytest.mark.parametrize("kind", KINDS_OF_SEVERAL)

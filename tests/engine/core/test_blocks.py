@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core.blocks import BlockPool, block_hash, root_hash
-from tests.variants import examples
+from tests.tiers import examples
 
 
 def test_hashes_chain_and_salts_separate() -> None:

@@ -15,7 +15,7 @@ from quire.engine.core.fairness import BEHIND, LATELY, OUTPUT_COST, SHORT, FairQ
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence
 from quire.engine.types import Request, SamplingParams
-from tests.variants import examples
+from tests.tiers import examples
 
 
 def request(

@@ -22,7 +22,7 @@ from quire.engine.core.fairness import FairQueue
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.types import Image, PoolingParams, Request, RequestOutput, SamplingParams, Span
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
-from tests.variants import examples
+from tests.tiers import examples
 
 SLOTS = 3
 CONTEXT = 40

@@ -25,7 +25,7 @@ from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, 
 from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run
-from tests.variants import examples
+from tests.tiers import examples
 
 MOST_DELAY = 0.001
 

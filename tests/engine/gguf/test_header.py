@@ -19,8 +19,8 @@ from quire.engine.gguf.files import read_gguf
 from quire.engine.gguf.header import read_header
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf, write_gguf
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def everything(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1000, *nightly(9000)])
+@pytest.mark.parametrize("count", [1000, *slow(9000)])
 def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path: Path) -> None:
     """Bytes, lengths and ends of a real header changed at random: it is read, or refused in one line."""
     generator, whole = random.Random(count), bytearray(model.read_bytes())

@@ -16,7 +16,7 @@ from quire.engine.link.engine_messages import Ready
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
-from tests.variants import examples
+from tests.tiers import examples
 
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 3)),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.link.replay import MAX_LONE_CRASHES, TOKENS_TO_CLEAR, Replay
-from tests.variants import examples
+from tests.tiers import examples
 
 KILLS = st.lists(st.booleans(), max_size=60)
 """By step: whether the engine is killed from outside."""

@@ -12,7 +12,7 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.lora.queue import AdapterQueue
 from quire.engine.types import Adapter, Request, SamplingParams
 from tests.engine.fake_device import BLOCK, NUM_BLOCKS, FakeDevice
-from tests.variants import examples
+from tests.tiers import examples
 
 
 class FakeLoader:

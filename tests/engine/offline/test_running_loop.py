@@ -34,7 +34,7 @@ async def test_it_answers_inside_of_a_running_loop() -> None:
     beside.cancel()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")

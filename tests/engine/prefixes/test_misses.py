@@ -16,7 +16,7 @@ from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefixes.misses import Misses
 from quire.engine.prefixes.rewrites import common_prefix, equal_pieces
 from quire.engine.types import Adapter, PrefixReport, Request, SamplingParams, Span
-from tests.variants import examples
+from tests.tiers import examples
 
 UNIT, ROOM = 16, 10_000
 

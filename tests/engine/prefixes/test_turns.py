@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.engine.prefixes.turns import LastTurns
 from quire.engine.types import Request, SamplingParams, Span
-from tests.variants import examples
+from tests.tiers import examples
 
 
 def request(name: str, count: int, tenant: str = "", **more: object) -> Request:

@@ -22,7 +22,7 @@ from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
-from tests.variants import examples
+from tests.tiers import examples
 
 N = 3
 ACTIONS = st.one_of(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.engine.replicas.router import MOST_AHEAD, PIECE, Router, prefix_pieces
 from quire.engine.types import Adapter, Request, SamplingParams
-from tests.variants import examples
+from tests.tiers import examples
 
 ALL = range(2)
 

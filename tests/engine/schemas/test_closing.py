@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from quire.engine.schemas.closing import closed
-from tests.variants import examples
+from tests.tiers import examples
 
 INTEGER = {"type": "integer"}
 NODE = {"type": "object", "properties": {"v": INTEGER, "next": {"$ref": "#/$defs/Node"}}, "required": ["v"]}

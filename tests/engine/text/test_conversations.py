@@ -32,7 +32,7 @@ from tests.engine.text.shapes import (
 )
 from tests.server.formats.templates import OWN
 from tests.texts import CHATML, SHARED, byte_level_tokenizer, sentence_piece_tokenizer, shared
-from tests.variants import examples
+from tests.tiers import examples
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 PUBLISHED = sorted((SHARED / "templates").glob("*.jinja"))

@@ -36,6 +36,7 @@ from quire.engine.worker.sampling.sampler import HostChanges
 from quire.engine.worker.sampling.sampling_rules import LogitChanges
 from tests.engine.harness import Answer, request, run
 from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 EOS = [258, 256]
@@ -125,8 +126,9 @@ class RandomSchema:
         return {"type": "string", "format": self.random.choice(["date", "time", "date-time", "ipv4", "uuid"])}
 
 
-def test_two_hundred_schemas_are_always_obeyed(model: Path) -> None:
-    schemas = {str(seed): RandomSchema(seed).schema() for seed in range(200)}
+@pytest.mark.parametrize("count", [60, *slow(200)])
+def test_random_schemas_are_always_obeyed(count: int, model: Path) -> None:
+    schemas = {str(seed): RandomSchema(seed).schema() for seed in range(count)}
     settings = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.5, "frequency_penalty": 1.0})
     answers = run(
         start(model),
@@ -136,7 +138,7 @@ def test_two_hundred_schemas_are_always_obeyed(model: Path) -> None:
         ],
     )
     finished = [name for name, answer in answers.items() if answer.finish_reason == "stop"]
-    assert len(finished) > 150
+    assert len(finished) > count * 3 // 4
     for name in finished:
         jsonschema.validate(json.loads(text(answers[name])), schemas[name], format_checker=CHECK_FORMATS)
     assert {answers[name].finish_reason for name in answers.keys() - finished} <= {"length"}

@@ -16,7 +16,7 @@ from quire.engine.types import Request, SamplingParams
 from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
-from tests.variants import examples
+from tests.tiers import examples
 
 
 class WithTiers(SchedulerMachine):

@@ -11,7 +11,7 @@ from quire.engine.core.blocks import BlockPool, block_hash, root_hash
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.sessions import KEEP_SECONDS, Sessions
 from quire.engine.types import Request, SamplingParams
-from tests.variants import examples
+from tests.tiers import examples
 
 PAGE = 16
 

@@ -35,9 +35,9 @@ from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import always
 from tests.engine.worker.test_never_waits import KINDS, Agreeing, QuietRanks, capture
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
-from tests.variants import nightly
 
 pytest.importorskip("triton.backends.nvidia", reason="there is no Triton for this platform")
 
@@ -132,10 +132,10 @@ def start(
     [
         ("gpt_oss", {}),
         ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
-        *nightly(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
-        *nightly(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
-        *nightly(("lfm2", {}), ("llama", {"enable_lora": True}), ("qwen3_5", {}), ("falcon_h1", {}), ("jamba", {})),
-        *nightly(("deepseek_v2-lite", {}), ("deepseek_v2-lite", {"deterministic": True})),
+        *slow(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
+        *slow(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
+        *slow(("lfm2", {}), ("llama", {"enable_lora": True}), ("qwen3_5", {}), ("falcon_h1", {}), ("jamba", {})),
+        *slow(("deepseek_v2-lite", {}), ("deepseek_v2-lite", {"deterministic": True})),
         ("gpt_oss", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ],
@@ -154,9 +154,9 @@ def test_steps_launch_nothing_else(
     [
         ("eagle3", "llama", {}),
         ("draft_model", "llama", {}),
-        *nightly(("medusa", "llama", {}), ("eagle", "llama", {})),
-        *nightly(("mtp", "qwen3_5", {}), ("mtp", "glm4_moe", {}), ("mtp", "deepseek_v3", {})),
-        *nightly(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
+        *slow(("medusa", "llama", {}), ("eagle", "llama", {})),
+        *slow(("mtp", "qwen3_5", {}), ("mtp", "glm4_moe", {}), ("mtp", "deepseek_v3", {})),
+        *slow(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
     ],
 )
 def test_what_drafts_launches_nothing_else(
@@ -324,7 +324,7 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gfx942", *nightly("gfx1100")])
+@pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
 def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import driver
 

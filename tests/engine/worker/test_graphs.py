@@ -44,9 +44,9 @@ from tests.engine.test_heads import Recorded, drafter_of, made_head
 from tests.engine.test_speculation import always
 from tests.kernels.fake_capture import FakeCapture, Refusing
 from tests.kernels.fake_flash import FakeFlashAttn
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
-from tests.variants import nightly
 from tests.vision_families import save_family
 
 
@@ -150,7 +150,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", *nightly("qwen2_5_vl", "mistral3")])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", *slow("qwen2_5_vl", "mistral3")])
 def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rotated by what follows from the images; a last token within one is no graph's, from the cache too."""
     path = save_family(tmp_path, name)
@@ -309,7 +309,7 @@ def few() -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize(
-    ("method", "idle"), [("eagle3", False), ("mtp", False), *nightly(("medusa", False), ("eagle", True))]
+    ("method", "idle"), [("eagle3", False), ("mtp", False), *slow(("medusa", False), ("eagle", True))]
 )
 def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same guesses, from hidden states that graphs leave, by graphs behind these; the same in their pages; and of

@@ -49,8 +49,8 @@ from tests.engine.images.test_families import about
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import nightly
 from tests.vision_families import FAMILIES, save_family
 
 pytest.importorskip("triton", reason="there is no Triton for this platform")
@@ -179,7 +179,7 @@ def test_each_kind_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["triton", "flash", *nightly("flash3", "flash4", "torch_varlen")])
+@pytest.mark.parametrize("backend", ["triton", "flash", *slow("flash3", "flash4", "torch_varlen")])
 def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))
@@ -216,7 +216,7 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
+@pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa")])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
     """Following a step and guessing, but for the one wait for the guesses."""
@@ -301,7 +301,7 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     [
         ("qwen3_5", "triton", {"advance_delta", "advance_pieces", "finish", "_conv_kernel"}),
         ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend_expanded"}),
-        *nightly(
+        *slow(
             ("qwen3_5", "torch_varlen", {"advance_delta"}),
             ("falcon_h1", "triton", {"advance_space"}),
             ("jamba", "triton", {"advance_scan"}),
@@ -328,7 +328,7 @@ def test_states_and_latents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *nightly(("qwen3-moe", "flash"))])
+@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
 def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
     """Routed, sorted and multiplied without a look at the host, in graphs too, once their addresses are known."""
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
@@ -344,9 +344,9 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["triton", *nightly("flash")])
+@pytest.mark.parametrize("backend", ["triton", *slow("flash")])
 @pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("name", [*SHOWN, *nightly(*(each for each in FAMILIES if each not in SHOWN))])
+@pytest.mark.parametrize("name", [*SHOWN, *slow(*(each for each in FAMILIES if each not in SHOWN))])
 def test_images(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str, parts: bool
 ) -> None:
@@ -381,7 +381,7 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", *nightly("gemma2", "gpt_oss", "deepseek_v2-dense")])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
 def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Their parts of attention are computed, exchanged and merged in prompts and in graphs."""
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
@@ -401,7 +401,7 @@ def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "graphs"),
-    [("llama", "triton", True), *nightly(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
+    [("llama", "triton", True), *slow(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
 )
 def test_layers_from_the_host(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
@@ -485,8 +485,8 @@ class QuietRanks(SpmdRanks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [*nightly(False), True])
-@pytest.mark.parametrize(("rank", "in_order"), [(0, True), *nightly((0, False)), (1, True)])
+@pytest.mark.parametrize("graphs", [*slow(False), True])
+@pytest.mark.parametrize(("rank", "in_order"), [(0, True), *slow((0, False)), (1, True)])
 def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
     """`rank`: whose picks are taken, its own or the first one's."""
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))

@@ -25,8 +25,8 @@ from quire.kernels.recurrent import recurrence
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
-from tests.variants import nightly
 
 __all__ = ["fake_flash"]
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa", "mtp")])
+@pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa", "mtp")])
 def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By graphs behind these: the same states and guesses, the same in their pages."""
     found = []

@@ -21,12 +21,12 @@ from tests.kernels import test_state_space
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import Kept, Row, Shape, given, on, parts
 from tests.kernels.triton.test_recurrent import KINDS, TOLERANCE, space
-from tests.variants import nightly
+from tests.tiers import slow
 
 NEAR = 3e-4
 """Of a state token by token, relative to the largest of its numbers: halves have 16 bits, a bfloat16 has 8. An H100's
 sums are up to 1.1e-4 of the largest result away from float64's."""
-PIECED = ["delta", "space", *nightly("delta of Qwen3.5", "space of Granite, without a norm", "space, normed first")]
+PIECED = ["delta", "space", *slow("delta of Qwen3.5", "space of Granite, without a norm", "space, normed first")]
 
 
 def near(got: Tensor, wanted: Tensor) -> bool:

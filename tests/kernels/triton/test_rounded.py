@@ -31,8 +31,8 @@ from tests.kernels.ragged import error
 from tests.kernels.triton.conftest import INTERPRETED
 from tests.kernels.triton.few_bits import float8, grouped, rounded, there
 from tests.kernels.triton.test_products import scaled_mm
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
-from tests.variants import nightly
 
 FORMS = [Eights(integers, by_blocks, paired=0) for integers, by_blocks in product((False, True), repeat=2)]
 SHAPES = [(3, 128), (5, 200), (2, 1090)]
@@ -320,7 +320,7 @@ def test_the_trial(form: Eights, device: torch.device, monkeypatch: pytest.Monke
     [
         ("llama", "fp8"),
         ("starcoder2", "int8"),
-        *nightly(("gemma2", "int8"), ("qwen3_5", "fp8"), ("deepseek_v2-lite", "fp8"), ("falcon_h1", "int8")),
+        *slow(("gemma2", "int8"), ("qwen3_5", "fp8"), ("deepseek_v2-lite", "fp8"), ("falcon_h1", "int8")),
     ],
 )
 def test_a_model_has_the_same_bits(

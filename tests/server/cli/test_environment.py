@@ -24,7 +24,7 @@ from quire.engine.processes.socket_folder import SocketFolder
 from tests.broken_folders import copy_demo
 from tests.e2e.server import free_port
 from tests.server.cli.processes import needs_proc
-from tests.variants import nightly
+from tests.tiers import slow
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def completion(base: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-SINGLY = nightly(*(((descriptor,),) for descriptor in range(3)))
+SINGLY = slow(*(((descriptor,),) for descriptor in range(3)))
 
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), *SINGLY], ids=str)
@@ -109,7 +109,7 @@ def hang_up_until_it_ends(process: subprocess.Popen[bytes]) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("tenths", [0, 8, *nightly(*range(1, 20))])
+@pytest.mark.parametrize("tenths", [0, 8, *slow(*range(1, 20))])
 def test_hangups_without_end_end_a_start_cleanly(tenths: int) -> None:
     with started() as (process, _):
         while not _catches(process.pid, signal.SIGHUP):  # before, the interpreter has not run a line of ours
@@ -118,7 +118,7 @@ def test_hangups_without_end_end_a_start_cleanly(tenths: int) -> None:
         hang_up_until_it_ends(process)
 
 
-@pytest.mark.parametrize("turn", [0, *nightly(*range(1, 10))])
+@pytest.mark.parametrize("turn", [0, *slow(*range(1, 10))])
 def test_hangups_without_end_drain_a_server_cleanly(turn: int) -> None:
     """The first one lets open requests end; those after it change nothing."""
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -253,7 +253,7 @@ def test_a_deleted_directory_and_no_home_are_no_reason_not_to_serve(tmp_path: Pa
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("name", ["new\nline", *nightly("mödel 日本", "'\"; -x")], ids=range(3))
+@pytest.mark.parametrize("name", ["new\nline", *slow("mödel 日本", "'\"; -x")], ids=range(3))
 def test_names_of_folders_that_shells_and_terminals_do_not_like(name: str, tmp_path: Path) -> None:
     folder = copy_demo(tmp_path / name)
     ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}

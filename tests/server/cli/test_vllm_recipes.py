@@ -141,6 +141,7 @@ def test_a_parser_of_a_plugin_is_auto_and_one_of_nobody_is_refused(capsys: pytes
 SWITCHES = [name for name, field in ServerConfig.model_fields.items() if field.annotation in (bool, bool | None)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_every_switch_takes_true_and_false(name: str) -> None:
     flag = "--" + name.replace("_", "-")

@@ -90,7 +90,7 @@ def form_of(name: str) -> CallForm:
     return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
@@ -98,7 +98,7 @@ def test_calls_that_transformers_renders_are_read_back_however_they_are_cut(name
     check_read_back(name, data, cuts=5)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWING)
 @settings(slowly, max_examples=SETS)
 @given(data=st.data())
@@ -119,7 +119,7 @@ def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
     assert read(format, list(text)) == whole, text
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
@@ -172,7 +172,7 @@ def fits(name: str, text: str, *, must: bool) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", SHOWING)
 def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name: str) -> None:
     one, form = subject(name), form_of(name)

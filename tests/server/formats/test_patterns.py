@@ -59,7 +59,7 @@ def written(name: str, text: str) -> str:
     return turn
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in SHOWING if name not in NOT_HELD])
 def test_what_a_template_renders_is_allowed_where_it_matches(name: str) -> None:
     one, form = subject(name), form_of(name)
@@ -76,13 +76,14 @@ def test_what_a_template_renders_is_allowed_where_it_matches(name: str) -> None:
         assert not allowed or inputs_of(use, turn) == [text], turn
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [name for name in SHOWING if name not in NOT_HELD])
 def test_what_a_grammar_lets_through_is_read_as_what_matches(name: str) -> None:
     one = subject(name)
     check_walks(compiler(name), one.tokenizer, use_of(form_of(name), "regex", HARD))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_formats_with_names_let_nothing_else_through(row: NamedFormat, kind: str) -> None:

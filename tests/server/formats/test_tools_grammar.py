@@ -110,7 +110,7 @@ def check_arguments(name: str, arguments: str, xml: bool) -> None:
         assert (name, values) == ("clock", {})
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("choice", ["required", "weather", "one"])
@@ -172,6 +172,7 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
         assert not fits(lead + calls.replace("weather", "whether").replace("clock", "block"))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_calls_beside_a_format_of_the_content(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import byte_level_tokenizer
-from tests.variants import examples
+from tests.tiers import examples
 
 COMPLETIONS = "/v1/completions"
 pieces = st.sampled_from(["<|bos|>", "<|im_start|>", "<|im_end|>", "a", "é", "日", " ", "\n"])

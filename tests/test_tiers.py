@@ -7,15 +7,17 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.selection import spread
+from tests.tiers import SHARDS, shard_of, spread
 from tests.tree import ROOT
 
 MANY = """
 import pytest
+from hypothesis import given, strategies as st
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(5))
@@ -27,6 +29,9 @@ def test_matrix(number): pass
 def test_slow(number): pass
 
 def test_alone(): pass
+
+@given(st.integers())
+def test_property(number): pass
 """
 HANGING = """
 import threading
@@ -35,11 +40,11 @@ def test_before(): pass
 
 def test_that_hangs(): threading.Event().wait()
 """
-MARKERS = "-o", "markers=slow\nnightly\nfew(n)"
+MARKERS = "-o", "markers=slow\nfew(n)"
 
 
 def command(folder: Path, *options: str) -> list[str]:
-    own = ("-p", "tests.selection", "-p", "no:cacheprovider", "-c", "/dev/null", *MARKERS, "--rootdir", str(folder))
+    own = ("-p", "tests.tiers", "-p", "no:cacheprovider", "-c", "/dev/null", *MARKERS, "--rootdir", str(folder))
     return [sys.executable, "-m", "pytest", *own, *options, str(folder)]
 
 
@@ -57,42 +62,39 @@ def test_few_are_spread(cases: int, few: int) -> None:
 
 
 @pytest.mark.slow
-def test_each_test_runs_by_one_of_three_commands(tmp_path: Path) -> None:
+def test_each_test_runs_in_one_tier(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(MANY)
-    assert "3 passed, 6 deselected" in run(tmp_path, "-m", "not slow and not nightly")
-    assert "3 passed, 6 deselected" in run(tmp_path, "-m", "slow and not nightly")
-    assert "3 passed, 6 deselected" in run(tmp_path, "-m", "nightly")
+    assert "4 passed, 6 deselected" in run(tmp_path, "-m", "not slow")
+    assert "7 passed, 3 deselected" in run(tmp_path, "--rest"), "a property runs in both, with more examples"
 
 
 @pytest.mark.slow
-def test_slices_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
+def test_shards_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text(MANY)
-    said = [run(tmp_path, "-m", "slow", "--slice", f"{part}/2") for part in (1, 2)]
-    ran = [set(re.findall(r"test_.\.py \(3\)", each.partition("\nslice ")[2])) for each in said]
+    said = [run(tmp_path, "--rest", "--shard", f"{shard}/2") for shard in (1, 2)]
+    ran = [set(re.findall(r"test_.\.py \(7\)", each.partition("\nshard ")[2])) for each in said]
     assert all(ran)
     assert not ran[0] & ran[1]
     assert len(ran[0] | ran[1]) == 5
 
 
-@pytest.mark.slow
-def test_what_failed_in_a_slice_is_tried_again_in_it(tmp_path: Path) -> None:
-    for name in "abcde":
-        (tmp_path / f"test_{name}.py").write_text(
-            "def test_that_fails(): assert False\n\ndef test_that_passes(): pass\n"
-        )
-    for part in ("1/2", "2/2"):
-        options = ("--slice", part, "-p", "cacheprovider", "-o", f"cache_dir={tmp_path / 'cache'}")
-        failed = re.search(r"\d failed", run(tmp_path, *options))
-        assert failed
-        assert f"= {failed[0]}" in run(tmp_path, *options, "--last-failed")
+def test_the_table_names_files_tests_or_every_case() -> None:
+    table = {"a.py": 3, "a.py::test_long": 2, "b.py::test_many": 0}
+    assert shard_of("a.py::test_x[1]", 4, table) == 3
+    assert shard_of("a.py::test_long[1]", 4, table) == 2
+    assert {shard_of(f"b.py::test_many[{case}]", 4, table) for case in range(50)} == {1, 2, 3, 4}
+    assert len({shard_of(f"b.py::test_other[{case}]", 4, table) for case in range(50)}) == 1
 
 
-@pytest.mark.slow
-def test_none_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    (tmp_path / "test_many.py").write_text(MANY)
-    assert "9 skipped" in run(tmp_path, "--begin-within", "1e-9")
-    assert "9 passed" in run(tmp_path, "--begin-within", "100")
+def test_the_table_names_what_is_there() -> None:
+    count = re.search(r"^SHARDS := (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert count, "the last of these are the clients"
+    for name, shard in tomllib.loads(SHARDS.read_text()).items():
+        file, _, test = name.partition("::")
+        assert (ROOT / file).is_file(), name
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), name
+        assert 0 <= shard < int(count[1]), name
 
 
 @pytest.mark.slow

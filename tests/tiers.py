@@ -1,0 +1,141 @@
+"""The two tiers of tests, and the shards of the second. DEVELOPERS.md says how they are used.
+
+`make test` runs what is not marked `slow`. `make test-all` runs the rest (`--rest`): what is marked `slow`, and every
+hypothesis test again with all its examples. `@pytest.mark.few(n)`: of a test's cases n run in `make test`, spread over
+all of them, the first among them; the others are slow.
+
+`--shard K/N` runs one part of N. Which part a test belongs to stands in tests/shards.toml, or follows from its file's
+name.
+"""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+SHARDS = Path(__file__).with_name("shards.toml")
+_rest = False
+
+
+def runs_rest() -> bool:
+    """Whether this is a run of the second tier, in which tests that choose how much they try may try all."""
+    return _rest
+
+
+def examples(count: int) -> int:
+    """For hypothesis' `max_examples`: all of them in the second tier, an eighth in the first."""
+    return count if _rest else max(count // 8, 6)
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Cases for parametrize that are slow; a tuple is one case of several arguments. Where any few cases do for the
+    first tier: `pytest.mark.few`."""
+    mark = pytest.mark.slow
+    return [
+        pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark) for case in cases
+    ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("quire")
+    group.addoption("--rest", action="store_true", help="what `make test` leaves out, with all examples of properties")
+    group.addoption("--shard", metavar="K/N", help="the K-th of N parts of what else was chosen")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases that `few` leaves out; before -m looks at the marks."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("few")
+        assert mark is not None
+        first_tier = set(spread(len(cases), *mark.args))
+        for i, item in enumerate(cases):
+            if i not in first_tier:
+                item.add_marker(pytest.mark.slow)
+
+
+def spread(cases: int, few: int) -> list[int]:
+    """`few` places among `cases`, the first among them, at most all."""
+    return sorted({i * (cases - 1) // max(few - 1, 1) for i in range(few)})
+
+
+def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
+    """Which of `count` shards, from 1 on, a test belongs to. The table names files or tests; 0: each case by its own
+    name, as of a test with many long ones. A file that it does not name goes by its name, so that a new file moves no
+    other, and --last-failed finds a test in its shard again."""
+    file, test = nodeid.partition("::")[0], nodeid.partition("[")[0]
+    shard = table.get(test, table.get(file))
+    if shard:
+        return shard
+    return zlib.crc32((file if shard is None else nodeid).encode()) % count + 1
+
+
+class Deselecting:
+    """Keeps a part of what was collected, after -m and -k have chosen."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.rest = bool(config.getoption("--rest"))
+        self.shard = config.getoption("--shard")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        chosen = set(self._chosen(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+    def _chosen(self, items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
+        if self.rest:
+            items = [item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("hypothesis")]
+        if not self.shard:
+            return items
+        number, count = map(int, self.shard.split("/"))
+        table = tomllib.loads(SHARDS.read_text())
+        return [item for item in items if shard_of(item.nodeid, count, table) == number]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Says what ran, by files."""
+        ended = [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]
+        files = Counter(report.nodeid.partition("::")[0] for report in ended)
+        ran = ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
+        terminalreporter.write_line(f"shard {self.shard or '1/1'}: {ran}")
+
+
+class Running:
+    """The tests that have begun and not ended, also those in pytest-xdist's processes. Whoever ends a run by SIGTERM is
+    told which they are."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, None] = {}
+
+    @pytest.hookimpl(tryfirst=True)  # before anybody says that it has begun
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.tests[nodeid] = None
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.tests.pop(nodeid, None)
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        pytest.exit(f"ended by SIGTERM during {', '.join(self.tests) or 'no test'}", returncode=124)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _rest
+    _rest = bool(config.getoption("--rest"))
+    if config.getoption("--rest") or config.getoption("--shard"):
+        config.pluginmanager.register(Deselecting(config))
+    if not hasattr(config, "workerinput"):  # this is no process of pytest-xdist's, which does not hear of all tests
+        running = Running()
+        config.pluginmanager.register(running)
+        signal.signal(signal.SIGTERM, running.end)
