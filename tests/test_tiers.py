@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,15 @@ def test_each_test_runs_in_one_tier(tmp_path: Path) -> None:
 def test_shards_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text(MANY)
-    said = [run(tmp_path, "--rest", "--shard", f"{shard}/2") for shard in (1, 2)]
-    ran = [set(re.findall(r"test_.\.py \(7\)", each.partition("\nshard ")[2])) for each in said]
+    said = [run(tmp_path, "--rest", "--shard", f"{shard}/2", "-v") for shard in (1, 2)]
+    ran = [re.findall(r"(test_\w\.py::\S+) PASSED", each) for each in said]
     assert all(ran)
-    assert not ran[0] & ran[1]
-    assert len(ran[0] | ran[1]) == 5
+    assert not {*ran[0]} & {*ran[1]}
+    assert len({*ran[0], *ran[1]}) == 5 * 7
+    for each, names in zip(said, ran, strict=True):
+        files = Counter(name.partition("::")[0] for name in names)
+        told = dict(re.findall(r"(test_\w\.py) \((\d+)\)", each.partition("\nshard ")[2]))
+        assert {file: int(count) for file, count in told.items()} == files
 
 
 def test_the_table_names_files_tests_or_every_case() -> None:
@@ -85,6 +90,7 @@ def test_the_table_names_files_tests_or_every_case() -> None:
     assert shard_of("a.py::test_long[1]", 4, table) == 2
     assert {shard_of(f"b.py::test_many[{case}]", 4, table) for case in range(50)} == {1, 2, 3, 4}
     assert len({shard_of(f"b.py::test_other[{case}]", 4, table) for case in range(50)}) == 1
+    assert len({shard_of(f"tests/e2e/c.py::test_{name}", 4, table) for name in range(50)}) == 1
 
 
 def test_the_table_names_what_is_there() -> None:

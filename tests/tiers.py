@@ -4,8 +4,8 @@
 hypothesis test again with all its examples. `@pytest.mark.few(n)`: of a test's cases n run in `make test`, spread over
 all of them, the first among them; the others are slow.
 
-`--shard K/N` runs one part of N. Which part a test belongs to stands in tests/shards.toml, or follows from its file's
-name.
+`--shard K/N` runs one part of N. Which part a test belongs to follows from its name, or stands in
+tests/shards.toml.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ def spread(cases: int, few: int) -> list[int]:
 
 
 def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
-    """Which of `count` shards, from 1 on, a test belongs to. The table names files or tests; 0: each case by its own
-    name, as of a test with many long ones. A file that it does not name goes by its name, so that a new file moves no
-    other, and --last-failed finds a test in its shard again."""
+    """Which of `count` shards, from 1 on, a test belongs to: all its cases go to one, by its name, so that a new test
+    moves no other. All of a file in tests/e2e go together, because they share a server. The table says it of files and
+    tests for which this does not do; 0: each case goes by its own name, as of a test with many long ones."""
     file, test = nodeid.partition("::")[0], nodeid.partition("[")[0]
     shard = table.get(test, table.get(file))
     if shard:
         return shard
-    return zlib.crc32((file if shard is None else nodeid).encode()) % count + 1
+    unit = nodeid if shard == 0 else file if file.startswith("tests/e2e/") else test
+    return zlib.crc32(unit.encode()) % count + 1
 
 
 class Deselecting:
