@@ -10,12 +10,10 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
 from tests.made_once import keep_in
-from tests.tiers import examples
 
 # As engine/worker/startup.py does it: oneDNN reads this once, in tests maybe before an engine starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -29,13 +27,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 
 pytest_plugins = ["tests.tiers"]
-
-
-def pytest_sessionstart() -> None:
-    # Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
-    hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
-    hypothesis.settings.load_profile("untimed")
-
 
 HELD = 60.0
 """Seconds after its own timeout at which a test's process is ended: it stands in native code, which hears no signal."""

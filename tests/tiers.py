@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import hypothesis
 import pytest
 
 SHARDS = Path(__file__).with_name("shards.toml")
@@ -42,6 +43,12 @@ def slow(*cases: Any) -> list[Any]:
     return [
         pytest.param(*case, marks=mark) if isinstance(case, tuple) else pytest.param(case, marks=mark) for case in cases
     ]
+
+
+def pytest_sessionstart() -> None:
+    # Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
+    hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
