@@ -14,6 +14,12 @@ import msgspec
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call
 
+_SPAN = (
+    "Span(start={0.start!r}, count={0.count!r}, digest={0.digest!r}, kind={0.kind!r}, whole={0.whole!r}, "
+    "offset={0.offset!r})"
+)
+"""What the digest in the journal has of an image's tokens: text that must stay as it is, whatever our names become."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -76,7 +82,7 @@ def given(spec: GenerationSpec, here: Here) -> str:
         digest.update(b"%d:" % len(prompt.ids))
         digest.update(array("I", prompt.ids).tobytes())
         for span in prompt.spans:
-            digest.update(repr(span).encode())
+            digest.update(_SPAN.format(span).encode())
     return digest.hexdigest()
 
 
