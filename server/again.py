@@ -11,14 +11,9 @@ from dataclasses import replace as replaced
 
 import msgspec
 
+from quire.engine.types import Span
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call
-
-_SPAN = (
-    "Span(start={0.start!r}, count={0.count!r}, digest={0.digest!r}, kind={0.kind!r}, whole={0.whole!r}, "
-    "offset={0.offset!r})"
-)
-"""What the digest in the journal has of an image's tokens: text that must stay as it is, whatever our names become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +77,14 @@ def given(spec: GenerationSpec, here: Here) -> str:
         digest.update(b"%d:" % len(prompt.ids))
         digest.update(array("I", prompt.ids).tobytes())
         for span in prompt.spans:
-            digest.update(_SPAN.format(span).encode())
+            digest.update(_written(span).encode())
     return digest.hexdigest()
+
+
+def _written(span: Span) -> str:
+    """What the journal's digests have of an image's tokens; it stays as it is, whatever our names become."""
+    place = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
+    return f"Span({place}, kind={span.kind!r}, whole={span.whole!r}, offset={span.offset!r})"
 
 
 def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:
