@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import msgspec
@@ -42,13 +43,16 @@ from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Image, Span
 from quire.engine.worker.ranks.remote import JOINS, Answer, Join, answers_of, orders_of
+from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.writing.formats import written_format
 from quire.kernels.reference import Reference
 from quire.server.access.tenants import KeyEntry
 from quire.server.adapters import adapters_of
 from quire.server.again import Here, given
+from quire.server.cli.bench.saved import result
 from quire.server.cli.bench.serve import make_parser
-from quire.server.cli.bench.stats import Summary
+from quire.server.cli.bench.stats import Answer as Timed
+from quire.server.cli.bench.stats import Summary, summarize
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.plan.rates import rates
 from quire.server.cli.verify import Check
@@ -141,11 +145,8 @@ def listed() -> dict[str, Any]:
 
 
 def types() -> dict[str, list[str]]:
-    return {section: lines_of_type(kind) for section, kind in TYPES.items()}
-
-
-def models() -> dict[str, list[str]]:
-    return {section: lines_of_model(kind) for section, kind in MODELS.items()}
+    found = {section: lines_of_type(kind) for section, kind in TYPES.items()}
+    return found | {section: lines_of_model(kind) for section, kind in MODELS.items()}
 
 
 def modules() -> dict[str, list[str]]:
@@ -213,7 +214,7 @@ def caches(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     rates()
     model_path(EngineConfig(model=DEMO_MODEL, hf_overrides={"rope_theta": 1}))
     files = [*folder.glob("quire/*"), *folder.rglob("config.json")]
-    names = [re.sub("[0-9a-f]{16,}", "#", str(path.relative_to(folder))) for path in files]
+    names = [re.sub("[0-9a-f]{16,}", "*", f"CACHE/{path.relative_to(folder)}") for path in files]
     rates_file = folder / "quire" / "rates.json"
     kept = json.loads(rates_file.read_bytes()) if rates_file.exists() else {}
     return {"caches": [*sorted(names), *lines_of_value(kept, {""})]}
@@ -224,13 +225,15 @@ def commands(folder: Path) -> dict[str, list[str]]:
     chat.save(folder / "chat.json")
     formats = [written_format(name, Reference()) for name in ("int8", "fp8", "int4")]
     quantized = [[*lines_of_value(each.config(["lm_head"])), *(each.layout(64, 64) or {})] for each in formats]
+    bench, answer = make_parser().parse_args(["--save-detailed"]), Timed([0.1, 0.2], 3, 2)
     sockets = SocketFolder()
     paths = [sockets.engine, sockets.http, sockets.hub, *sockets.engine.parent.iterdir()]
     sockets.close()
     return {
+        "quire bench --save-result": sorted(result(bench, "model", [answer], summarize([answer], 1.0))),
         "quire chat: /save": lines_of_value(json.loads((folder / "chat.json").read_text())),
         "quire quantize: quantization_config and tensors": sorted({line for each in quantized for line in each}),
-        "quire bench --json: settings": sorted(vars(make_parser().parse_args([]))),
+        "quire bench --json: settings": sorted(vars(bench)),
         "folder of sockets": [f"{paths[0].parent.name[:6]}*", *sorted(path.name for path in paths)],
     }
 
@@ -293,16 +296,11 @@ def errors() -> dict[str, list[str]]:
     return {"errors": [*sorted(found), *sorted(bodies)], "errors: types and codes of no class": more}
 
 
-def digests() -> dict[str, list[str]]:
-    """What the journal's `given` is made of, which the next version computes again."""
-    spans = (Span(3, 2, b"digest", whole=True, offset=1),)
-    prompt = type("Prompt", (), {"ids": [1, 2, 3], "spans": spans})
-    spec: Any = type("Spec", (), {"prompts": [prompt]})
-    return {"journal: pins.given": [given(spec, Here("fp", True, "weights"))]}
-
-
 def others() -> dict[str, list[str]]:
+    spans = [Span(3, 2, b"digest", whole=True, offset=1)]
+    spec: Any = SimpleNamespace(prompts=[SimpleNamespace(ids=[1, 2, 3], spans=spans)])
     return {
+        "journal: pins.given": [given(spec, Here("fingerprint", True, "weights"))],
         "machines: queues of the store": [JOINS, orders_of(3), answers_of(3)],
         "GET /v1/engine/events: a tier": fields_of(TierStats),
     }
@@ -348,14 +346,13 @@ def _objects(method: Callable[..., Any]) -> Iterator[str]:
 
 
 def python() -> dict[str, list[str]]:
-    """What programs import, and classes of users have."""
-    found = [line for name in quire.__all__ for line in members_of(name, getattr(quire, name))]
+    """What programs import, and what classes of users are asked for."""
+    classes = [*members_of("scheduler", Scheduler), *members_of("executor", SingleProcess)]
+    promised = re.compile(r"(?:scheduler\.place|executor\.runner)\b")
     return {
-        "Python: quire": found,
+        "Python: quire": [line for name in quire.__all__ for line in members_of(name, getattr(quire, name))],
         "Python: a tier of --kv-offload-tier": list(members_of("tier", Tier)),
-        "Python: a class of --scheduler-cls": [
-            line for line in members_of("scheduler", Scheduler) if ".place(" in line
-        ],
+        "Python: classes of --scheduler-cls and --executor-cls": list(filter(promised.match, classes)),
     }
 
 
@@ -378,7 +375,7 @@ async def test_what_is_written_has_the_names_of_the_list(
         (tmp_path / name).mkdir()
         return tmp_path / name
 
-    found = types() | models() | modules() | logs() | texts() | errors() | digests() | others() | python() | run.names
+    found = types() | modules() | logs() | texts() | errors() | others() | python() | run.names
     found |= tail(folder("tail")) | data_folder(folder("data"), caplog) | kv_tier(folder("kv")) | commands(tmp_path)
     found |= caches(folder("cache"), monkeypatch) | variables(monkeypatch) | await ray(folder("ray"))
     known = {section: each["names"] for section, each in listed()["section"].items()}
@@ -394,8 +391,10 @@ def test_structs_on_the_disk_are_those_of_the_list(run: Written) -> None:
 
 def test_each_file_that_writes_names_of_fields_says_where_they_are_listed() -> None:
     """Names of attributes become names that are written where a struct is encoded as it is."""
-    found, known, sections = files_with(FIELD_NAMES, (*CODE, "deploy")), listed()["files"], listed()["section"]
-    told = f"\nIt writes or reads names of fields or classes: who reads them? A row of [files] in {LIST.name} says it."
-    assert sorted({*known["listed"], *known["internal"]}) == found, told
-    missing = {path: section for path, found in known["listed"].items() for section in found if section not in sections}
-    assert missing == {}
+    known, sections, told = listed()["files"], listed()["section"], "Files with names of fields or classes"
+    found = files_with(FIELD_NAMES, (*CODE, "deploy"))
+    wrong = list(differences({told: [*known["listed"], *known["internal"]]}, {told: found}))
+    assert not wrong, "\n".join(
+        [*wrong, f"Who reads what such a file writes? A row of [files] in {LIST.name} says it."]
+    )
+    assert {section for of in known["listed"].values() for section in of} <= sections.keys()

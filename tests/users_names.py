@@ -240,5 +240,5 @@ def differences(known: dict[str, list[str]], found: dict[str, list[str]]) -> Ite
     """Names by section that the list has and nobody writes, or that are written and not in the list."""
     for section in dict.fromkeys((*known, *found)):
         before, now = known.get(section, []), found.get(section, [])
-        yield from (f"{section}: `{name}` of the list is not written any more" for name in before if name not in now)
-        yield from (f"{section}: `{name}` is written, and not in the list" for name in now if name not in before)
+        yield from (f"{section}: `{name}` is listed, and not written any more" for name in before if name not in now)
+        yield from (f"{section}: `{name}` is written, and not listed" for name in now if name not in before)

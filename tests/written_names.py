@@ -20,6 +20,7 @@ from tests.users_names import lines_of_value, names_in
 
 Names = dict[str, list[str]]
 """By section."""
+_SECONDS = 60
 _NUMBER = re.compile(r"[0-9a-f]{16,}|\d+")
 _ASKED = {"model": NAME, "prompt": "Hi", "max_tokens": 3}
 _LINE = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": _ASKED}
@@ -35,12 +36,12 @@ class Written:
 async def written(folder: Path, watched: Callable[[Api], AsyncGenerator[bytes]]) -> Written:
     """`watched`: the events of the engine's page."""
     data, receipts = folder / "data", folder / "receipts.jsonl"
-    async with open_api(
-        FakeEngine(hashed(b"abcdefghijklmnop"), step_seconds=0.002), data_dir=data, receipt_log=receipts
-    ) as api:
+    engine = FakeEngine(hashed(b"abcdefghijklmnop"), max_model_len=2**16, step_seconds=0.002)
+    async with asyncio.timeout(_SECONDS), open_api(engine, data_dir=data, receipt_log=receipts) as api:
         names = await _stored(api) | await _told(api, watched(api))
-        files = [path.relative_to(data) for path in data.rglob("*") if path.is_file()]
-    names["--data-dir: files"] = sorted({_masked(str(path)).replace("sqlite#", "sqlite3") for path in files})
+        files = [*data.rglob("*")]
+    files = [path.relative_to(data) for path in (*files, *data.rglob("*")) if path.name != "files"]
+    names["--data-dir: files"] = sorted({_masked(str(path)).replace("sqlite*", "sqlite3") for path in files})
     keys = {"receipts": _keys(map(json.loads, receipts.read_bytes().splitlines()))}
     with closing(sqlite3.connect(data / "responses.sqlite3")) as database:
         names |= _tables(database)
@@ -62,7 +63,7 @@ def _keys(objects: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _masked(text: str) -> str:
-    return _NUMBER.sub("#", text)
+    return _NUMBER.sub("*", text)
 
 
 async def _stored(api: Api) -> Names:
@@ -76,10 +77,9 @@ async def _stored(api: Api) -> Names:
     file = (await api.http.post("/v1/files", files=upload, data={"purpose": "batch"})).json()
     wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     batch = await api.post("/v1/batches", wanted)
-    async with asyncio.timeout(30):
-        while batch["status"] != "completed":
-            await asyncio.sleep(0.01)
-            batch = (await api.http.get(f"/v1/batches/{batch['id']}")).json()
+    while batch["status"] != "completed":
+        await asyncio.sleep(0.01)
+        batch = (await api.http.get(f"/v1/batches/{batch['id']}")).json()
     answers = [await api.http.get(f"/v1/files/{batch[name]}/content") for name in ("output_file_id", "error_file_id")]
     results = [json.loads(line) for each in answers for line in each.text.splitlines()]
     for each in results:
@@ -101,9 +101,9 @@ async def _stored(api: Api) -> Names:
 
 
 async def _told(api: Api, events: AsyncGenerator[bytes]) -> Names:
-    """What operators are told. Which phases and kinds of events there are depends on the moment."""
+    """What operators are told while two choices are computed. Which phases there are depends on the moment."""
     await asyncio.sleep(1.1)  # the statistics have whole seconds
-    answer = asyncio.create_task(api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 300, "n": 2}))
+    answer = asyncio.create_task(api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 50_000, "n": 2}))
     await api.engine.sent.wait()
     async with aclosing(events):
         hello, state = _event(await anext(events)), _event(await anext(events))
@@ -111,8 +111,10 @@ async def _told(api: Api, events: AsyncGenerator[bytes]) -> Names:
             state = _event(await anext(events))
     state["data"]["history"] = []
     trace = (await api.http.get("/v1/engine/trace", params={"seconds": 0.05})).json()
-    done = await answer
-    explained = await api.http.get(f"/v1/requests/{done['id']}/explain")
+    name = state["data"]["engine"]["requests"][0]["id"].rpartition("-")[0]
+    await api.http.delete(f"/v1/requests/{name}")
+    await answer
+    explained = await api.http.get(f"/v1/requests/{name}/explain")
     recent = await api.http.get("/v1/engine/requests")
     told: dict[str, tuple[Any, set[str]]] = {
         "GET /v1/engine/events: hello": (hello, {"data.info.adaptable"}),
@@ -121,12 +123,15 @@ async def _told(api: Api, events: AsyncGenerator[bytes]) -> Names:
         "GET /v1/engine/requests": (recent.json(), {"data[].phases_ms"}),
         "GET /v1/requests/ID/explain": (explained.json(), {"phases_ms", "sequences[].phases_ms"}),
     }
-    return {section: list(names_in(lines_of_value(value, free))) for section, (value, free) in told.items()}
+    return {
+        section: list(dict.fromkeys(name.removesuffix("[]") for name in names_in(lines_of_value(value, free))))
+        for section, (value, free) in told.items()
+    }
 
 
 def _event(event: bytes) -> dict[str, Any]:
     name, data = event.decode().removesuffix("\n\n").split("\n")
-    return {name: "", "data": json.loads(data.removeprefix("data: "))}
+    return {name.replace(": ", " "): "", "data": json.loads(data.removeprefix("data: "))}
 
 
 def _tables(database: sqlite3.Connection) -> Names:
