@@ -14,10 +14,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,16 +49,15 @@ from quire.kernels.reference import Reference
 from quire.server.access.tenants import KeyEntry
 from quire.server.adapters import adapters_of
 from quire.server.again import Here, given
-from quire.server.cli.bench.saved import result
-from quire.server.cli.bench.serve import make_parser
-from quire.server.cli.bench.stats import Answer as Timed
-from quire.server.cli.bench.stats import Summary, summarize
+from quire.server.cli.bench import saved, serve, stats
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.plan.rates import rates
 from quire.server.cli.verify import Check
 from quire.server.config import ServerConfig
+from quire.server.durable import STANDING
 from quire.server.errors import failure
 from quire.server.fleet.added_models import AddedModels
+from quire.server.generation.background import Background
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.logs import FIELDS, JsonFormatter
 from quire.server.routes.engine import facts
@@ -67,8 +66,9 @@ from quire.server.store.calls import Pins
 from quire.server.store.data import Standing
 from quire.server.store.garbage import Kind as Garbage
 from quire.server.store.progress import End, Progress
-from quire.server.store.shared import METHODS
+from quire.server.store.shared import METHODS, TOPIC
 from quire.server.store.tail import Tail
+from quire.server.streams import Streams
 from quire.server.workers import pool
 from tests.server.api import Api
 from tests.server.forked import ForkedChild
@@ -104,7 +104,7 @@ TYPES: dict[str, Any] = {
     "phases of a request": TimelinePhase,
     "quire verify --json: a check": Check,
     "quire replay --json": Verdict,
-    "quire bench --json: figures": Summary,
+    "quire bench --json: figures": stats.Summary,
 }
 """What is kept or sent by the names of a type's fields."""
 MODELS: dict[str, Any] = {"settings": ServerConfig, "--api-key-file: a table": KeyEntry}
@@ -225,12 +225,12 @@ def commands(folder: Path) -> dict[str, list[str]]:
     chat.save(folder / "chat.json")
     formats = [written_format(name, Reference()) for name in ("int8", "fp8", "int4")]
     quantized = [[*lines_of_value(each.config(["lm_head"])), *(each.layout(64, 64) or {})] for each in formats]
-    bench, answer = make_parser().parse_args(["--save-detailed"]), Timed([0.1, 0.2], 3, 2)
+    bench, answer = serve.make_parser().parse_args(["--save-detailed"]), stats.Answer([0.1, 0.2], 3, 2)
     sockets = SocketFolder()
     paths = [sockets.engine, sockets.http, sockets.hub, *sockets.engine.parent.iterdir()]
     sockets.close()
     return {
-        "quire bench --save-result": sorted(result(bench, "model", [answer], summarize([answer], 1.0))),
+        "quire bench --save-result": sorted(saved.result(bench, "model", [answer], stats.summarize([answer], 1.0))),
         "quire chat: /save": lines_of_value(json.loads((folder / "chat.json").read_text())),
         "quire quantize: quantization_config and tensors": sorted({line for each in quantized for line in each}),
         "quire bench --json: settings": sorted(vars(bench)),
@@ -326,23 +326,22 @@ async def ray(folder: Path) -> dict[str, list[str]]:
     async with asyncio.timeout(10):
         await said.wait()
     await link.close()
+    topics: list[str] = [TOPIC, STANDING]
+    peers: Any = SimpleNamespace(answering=lambda topic, answer: topics.append(topic))
+    Background(peers)
+    await Streams(peers, 0.0, peers, None).close()
     pickled = [Call("GET", "/", b"", [], None, b""), Head(200, []), Question(1, "topic", b"")]
     kinds = [f"{lines_of_pickle(pickle.dumps(each))[-1]} {len(fields_of(type(each)))}" for each in pickled]
     return {
         "Ray: pickles, with the number of their values": kinds,
         "Ray: methods of Members, with the number of their arguments": [f"{name} {n}" for name, n in asked.items()],
         "Ray: the journal's file": [LIFE],
+        "Ray: topics of questions": topics,
         "Ray: methods of the journal, with the number of their arguments": [
             f"{each.__qualname__} {len(inspect.signature(each).parameters) - 1}" for each in METHODS
         ],
-        "Ray: objects in these": sorted({each for method in METHODS for each in _objects(method)}),
+        "Ray: objects in these": sorted({each for method in METHODS for each in objects_in(method)}),
     }
-
-
-def _objects(method: Callable[..., Any]) -> Iterator[str]:
-    """The fields of each object among a method's arguments and in what it returns."""
-    for kind in get_type_hints(method).values():
-        yield from (", ".join(names) for names in objects_in(kind))
 
 
 def python() -> dict[str, list[str]]:

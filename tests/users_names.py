@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, is_typeddict
+from typing import Any, get_type_hints, is_typeddict
 
 from msgspec import Struct, inspect
 from pydantic import TypeAdapter
@@ -130,14 +130,14 @@ def fields_of(kind: Any) -> list[str]:
     return [field.encode_name for field in info.fields]
 
 
-def objects_in(kind: Any) -> Iterator[list[str]]:
-    """The fields of each object that msgspec writes of a type: of itself, and of what is in it."""
-    waiting = [inspect.type_info(kind)]
+def objects_in(method: Callable[..., Any]) -> Iterator[str]:
+    """The fields of each object that msgspec writes of a method's arguments and of what it returns."""
+    waiting = [inspect.type_info(kind) for kind in get_type_hints(method).values()]
     for info in waiting:
         if (fields := getattr(info, "fields", None)) is not None:
             waiting += [field.type for field in fields]
             if isinstance(info, inspect.DataclassType) or not getattr(info, "array_like", True):
-                yield [field.encode_name for field in fields]
+                yield ", ".join(field.encode_name for field in fields)
         waiting += getattr(info, "types", ()) or getattr(info, "item_types", ())
         waiting += [getattr(info, name) for name in ("type", "item_type", "value_type") if hasattr(info, name)]
 
