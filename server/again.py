@@ -11,6 +11,7 @@ from dataclasses import replace as replaced
 
 import msgspec
 
+from quire.engine.types import Span
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call
 
@@ -76,8 +77,14 @@ def given(spec: GenerationSpec, here: Here) -> str:
         digest.update(b"%d:" % len(prompt.ids))
         digest.update(array("I", prompt.ids).tobytes())
         for span in prompt.spans:
-            digest.update(repr(span).encode())
+            digest.update(_written(span).encode())
     return digest.hexdigest()
+
+
+def _written(span: Span) -> str:
+    """What the journal's digests have of an image's tokens; it stays as it is, whatever our names become."""
+    place = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
+    return f"Span({place}, kind={span.kind!r}, whole={span.whole!r}, offset={span.offset!r})"
 
 
 def computed_by(resumed: Resumed, here: Here) -> tuple[str, ...]:

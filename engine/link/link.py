@@ -20,7 +20,7 @@ from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.errors import EngineError, EngineGone, QuireError
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.engine.link.link")
 _T = TypeVar("_T")
 _M = TypeVar("_M")
 

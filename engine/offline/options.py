@@ -17,7 +17,7 @@ from quire.engine.config_types import needless_parts
 from quire.engine.errors import ConfigError
 from quire.engine.settings.reader import load
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("quire.engine.offline.options")
 _F = TypeVar("_F", bound=Callable[..., None])
 
 

@@ -24,7 +24,7 @@ from quire.engine.receipts.hashes import ModelHashes
 from quire.engine.replicas.replicas import processes
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("quire.engine.offline.running")
 
 
 class RunningEngine:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from quire.server.cli.several import SeveralModels
     from quire.server.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.server.cli.serve")
 WATCH_SECONDS = 0.5
 _OF_MEMORY = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 """What the engine names when it has too little memory; it may name them for other reasons too."""

@@ -13,7 +13,7 @@ from quire.engine.errors import ConfigError
 from quire.server.adapters import keep
 from quire.server.fleet.config import FleetConfig, ModelEntry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.server.fleet.added_models")
 
 _FILE, _WHAT = "models.json", "the added models"
 

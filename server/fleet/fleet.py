@@ -32,7 +32,7 @@ from quire.server.fleet.config import FleetConfig, ModelEntry
 from quire.server.runtime import Runtime
 from quire.server.served_model import not_served
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.server.fleet.fleet")
 
 State = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenModel = Callable[[ModelEntry], AbstractAsyncContextManager[Runtime]]

@@ -15,7 +15,7 @@ from quire.server.cli.models.downloaded import Downloaded, cached, models
 from quire.server.cli.plan.machine import this_machine
 from quire.server.fleet.config import Bounds, FleetConfig, fleet_of
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE = Path("cache")
 """What --models names where it is no file."""

@@ -1,0 +1,399 @@
+"""Names that are written to disk, or sent to users or to another version of Quire, are users' names, and stay as they
+are: tests/users_names.toml lists them. This test writes, reads what it wrote, and compares."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+import quire
+from deploy.ray.call import Call, Head
+from deploy.ray.link import JournalLink
+from deploy.ray.members import LIFE, Question
+from quire.engine.checkpoint.overrides import model_path
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.core.blocks import block_hash, root_hash
+from quire.engine.core.history import TimelinePhase
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.stats import TierStats
+from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.receipts.receipt import Receipt
+from quire.engine.receipts.replay import Verdict
+from quire.engine.settings.reader import load
+from quire.engine.tiers.disk import DiskTier
+from quire.engine.tiers.identity import WeightFiles
+from quire.engine.tiers.outside import OutsideTier
+from quire.engine.tiers.tier import Tier
+from quire.engine.types import Image, Span
+from quire.engine.worker.ranks.remote import JOINS, Answer, Join, answers_of, orders_of
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.writing.formats import written_format
+from quire.kernels.reference import Reference
+from quire.server.access.tenants import KeyEntry
+from quire.server.adapters import adapters_of
+from quire.server.again import Here, given
+from quire.server.cli.bench import saved, serve, stats
+from quire.server.cli.chat.conversation import Chat
+from quire.server.cli.plan.rates import rates
+from quire.server.cli.verify import Check
+from quire.server.config import ServerConfig
+from quire.server.durable import STANDING
+from quire.server.errors import failure
+from quire.server.fleet.added_models import AddedModels
+from quire.server.generation.background import Background
+from quire.server.observe.live_view import LiveViewStream
+from quire.server.observe.logs import FIELDS, JsonFormatter
+from quire.server.routes.engine import facts
+from quire.server.store.batches import Batch
+from quire.server.store.calls import Pins
+from quire.server.store.data import Standing
+from quire.server.store.garbage import Kind as Garbage
+from quire.server.store.progress import End, Progress
+from quire.server.store.shared import METHODS, TOPIC
+from quire.server.store.tail import Tail
+from quire.server.streams import Streams
+from quire.server.workers import pool
+from tests.server.api import Api
+from tests.server.forked import ForkedChild
+from tests.tree import ROOT
+from tests.users_names import (
+    CODE,
+    differences,
+    fields_of,
+    files_with,
+    importable,
+    kinds_in,
+    lines_of_model,
+    lines_of_pickle,
+    lines_of_type,
+    lines_of_value,
+    literals,
+    members_of,
+    names_in,
+    objects_in,
+    sources,
+)
+from tests.written_names import Written, written
+
+TYPES: dict[str, Any] = {
+    "journal: calls.pins": Pins,
+    "journal: calls.progress": Progress,
+    "batches.data": Batch,
+    "garbage.kind": Garbage,
+    "receipts": Receipt,
+    "machines: who joins": Join,
+    "machines: what it is answered": Answer,
+    "Ray: what a replica says when it joins": Standing,
+    "phases of a request": TimelinePhase,
+    "quire verify --json: a check": Check,
+    "quire replay --json": Verdict,
+    "quire bench --json: figures": stats.Summary,
+}
+"""What is kept or sent by the names of a type's fields."""
+MODELS: dict[str, Any] = {"settings": ServerConfig, "--api-key-file: a table": KeyEntry}
+MODULES: dict[str, tuple[str, ...]] = {
+    "--models: the file": ("server.fleet.config",),
+    "POST /v1/models/load and unload": ("server.fleet.app",),
+    "batches: a line": ("server.batches.lines",),
+    "batches: read of answers": ("server.batches.output",),
+    "quire bench: read of other servers": ("server.cli.bench.serve",),
+    "quire quantize: a line of samples": ("server.cli.quantize.calibration",),
+    "model's files": (
+        *("engine.checkpoint.fields", "engine.checkpoint.pooling", "engine.checkpoint.safetensors"),
+        *("engine.checkpoint.parts.inner_fields", "engine.checkpoint.parts.quantized", "engine.images.fields"),
+        *("engine.text.tokenizer_files", "engine.layers.schemes.floats"),
+    ),
+    "adapter's files": ("engine.lora.files",),
+}
+"""Modules whose structs and typed dictionaries others write and we read."""
+LIST = ROOT / "tests" / "users_names.toml"
+FIELD_NAMES = (
+    r"msgspec\.(?:json|msgpack)\.(?:en|de)code\(.*\w|msgspec\.(?:json|msgpack)\.(?:En|De)coder\(|msgspec\.convert\("
+    r"|(?<!def )\b_?asdict\(|\.model_(?:dump|validate)|pickle\.(?:dump|load)|torch\.save\("
+    r"|__struct_fields__|__qualname__"
+)
+"""What makes names of attributes, or of classes, names that are written or read."""
+ADVICE = """
+If it is our own name that changed, give the field its old name where it is written: msgspec.field(name=...), rename=
+of the struct, alias of the pydantic model, or a literal. What is new belongs into tests/users_names.toml. What is
+gone, or is written otherwise, is a change for users: the next version must still read what this one wrote, or say so
+in CHANGELOG.md, with a new number of the format where there is one."""
+
+
+def listed() -> dict[str, Any]:
+    return tomllib.loads(LIST.read_text(encoding="utf-8"))
+
+
+# What each section of the list is compared with
+
+
+def types() -> dict[str, list[str]]:
+    found = {section: lines_of_type(kind) for section, kind in TYPES.items()}
+    return found | {section: lines_of_model(kind) for section, kind in MODELS.items()}
+
+
+def modules() -> dict[str, list[str]]:
+    """The names alone: what their values may be, golden plans, specs and tokens tell."""
+    found: dict[str, list[str]] = {}
+    for section, names in MODULES.items():
+        kinds = [kind for name in names for kind in kinds_in(importlib.import_module(f"quire.{name}"))]
+        found[section] = sorted({name for kind in kinds for name in fields_of(kind)})
+    return found
+
+
+def tail(folder: Path) -> dict[str, list[str]]:
+    """The records of a journal's tail, of which the first 52 bytes tell the boot and what is written."""
+    writer = Tail(folder, "process")
+    writer.begin("owner", "id", 2)
+    writer.add(1, 0, 7, [8, 9], End("stop", "x", with_token=True))
+    writer.add_step([1, 9, 10])
+    (path,) = folder.iterdir()
+    content, at, records = path.read_bytes(), 36 + 2 * 8, list[str]()
+    while length := int.from_bytes(content[at : at + 4], "little"):
+        record = content[at + 8 : at + 8 + length]
+        text = json.dumps(msgspec.msgpack.decode(record), default=bytes.hex)
+        records.append(f"{text} {content[at + 4 : at + 8].hex()}")
+        at += 8 + length
+    writer.close()
+    return {"journal: tail-PROCESS": [path.name, f"{len(content)} bytes", *records]}
+
+
+def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, list[str]]:
+    """What is kept of models and adapters that were added; of these no folder has any, so what is read is logged."""
+    settings: Any = None
+    AddedModels(settings, folder).add("small", {"model": "/small"})
+    models = [f"{path.name}: {path.read_text()}" for path in folder.iterdir()]
+    (folder / "adapters.json").write_text('{"mine": "0a"}')
+    with adapters_of(ServerConfig(enable_lora=True), {}, lambda: (), folder, device="cpu"):
+        read = ["adapters.json" for record in caplog.records if record.args and "mine" in record.args]
+    return {"--data-dir: what was added": sorted([*models, *read, *(f"{each.name}/" for each in folder.glob("*/"))])}
+
+
+def kv_tier(folder: Path) -> dict[str, list[str]]:
+    """Files of pages, with a header before each page; and what pages are found by."""
+    identity, root = b"i" * 16, root_hash("salt")
+    outside = OutsideTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
+    outside.put(b"d" * 16, b"page")
+    outside.close()
+    (path,) = (folder / "kv").rglob("6464*")
+    config = EngineConfig(model=DEMO_MODEL)
+    (folder / "memory").mkdir()
+    WeightFiles(config).hash(folder / "memory")
+    (memory,) = (folder / "memory").iterdir()
+    return {
+        "--kv-offload-dir": [
+            *(str(path.relative_to(folder)), path.read_bytes().hex(), memory.name),
+            *lines_of_value(json.loads(memory.read_text()), {""}),
+            *(f"root {root.hex()}", f"block {block_hash(root, [1, 2], b'image').hex()}"),
+            f"image {Image.of(1, 1, b'rgb', (2, 3)).digest.hex()}",
+        ]
+    }
+
+
+def caches(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    measured = b'{"bandwidth": 1e9, "flops": 1e10}'
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    patch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=measured))
+    rates()
+    model_path(EngineConfig(model=DEMO_MODEL, hf_overrides={"rope_theta": 1}))
+    files = [*folder.glob("quire/*"), *folder.rglob("config.json")]
+    names = [re.sub("[0-9a-f]{16,}", "*", f"CACHE/{path.relative_to(folder)}") for path in files]
+    rates_file = folder / "quire" / "rates.json"
+    kept = json.loads(rates_file.read_bytes()) if rates_file.exists() else {}
+    return {"caches": [*sorted(names), *lines_of_value(kept, {""})]}
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    chat: Any = Chat(None, "model", {})  # type: ignore[arg-type]
+    chat.save(folder / "chat.json")
+    formats = [written_format(name, Reference()) for name in ("int8", "fp8", "int4")]
+    quantized = [[*lines_of_value(each.config(["lm_head"])), *(each.layout(64, 64) or {})] for each in formats]
+    bench, answer = serve.make_parser().parse_args(["--save-detailed"]), stats.Answer([0.1, 0.2], 3, 2)
+    sockets = SocketFolder()
+    paths = [sockets.engine, sockets.http, sockets.hub, *sockets.engine.parent.iterdir()]
+    sockets.close()
+    return {
+        "quire bench --save-result": sorted(saved.result(bench, "model", [answer], stats.summarize([answer], 1.0))),
+        "quire chat: /save": lines_of_value(json.loads((folder / "chat.json").read_text())),
+        "quire quantize: quantization_config and tensors": sorted({line for each in quantized for line in each}),
+        "quire bench --json: settings": sorted(vars(bench)),
+        "folder of sockets": [f"{paths[0].parent.name[:6]}*", *sorted(path.name for path in paths)],
+    }
+
+
+def logs() -> dict[str, list[str]]:
+    record = logging.makeLogRecord({"name": "quire", "msg": "m", **dict.fromkeys(FIELDS, "x")})
+    try:
+        raise ValueError
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    loggers = {found for text in sources().values() for found in re.findall(r"getLogger\(([^)\s]+)\)", text)}
+    return {
+        "--log-format json": lines_of_value(json.loads(JsonFormatter().format(record))),
+        "loggers": sorted(loggers),
+    }
+
+
+def texts() -> dict[str, list[str]]:
+    """What stands in the code as texts alone."""
+    headers = (
+        r"[Xx]-[A-Za-z]+(?:-[A-Za-z]+)*|[Ii]dempotency-[Kk]ey|[Ll]ast-[Ee]vent-[Ii]d|[Rr]etry-[Aa]fter|traceparent"
+    )
+    gateway = sources(("deploy",))["deploy/ray/gateway.py"]
+    replica = re.findall(r'self\._replica\.(?:broadcast\("(\w+)"|(\w+)\.remote)', gateway)
+    return {
+        "headers": literals(headers, ("server", "deploy"), ".py"),
+        "attributes of OpenTelemetry": literals(
+            r"gen_ai\.[a-z0-9_.]+|quire\.(?:request_id|sequence)|llm_request", ("server/observe",)
+        ),
+        "browser's storage": literals(r"quire\.[a-z]+\.?", ("server/web",), ".js"),
+        "environment variables": literals("QUIRE_[A-Z_]*"),
+        "Ray: methods of Replica": sorted({name for names in replica for name in names if name}),
+    }
+
+
+def variables(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """By which variables settings are read, beside those of the section `environment variables`."""
+    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+        patch.delenv(name)
+    patch.setenv("QUIRE_MAX_MODEL_LEN", "77")
+    found = load(ServerConfig, {}).model_dump()
+    return {"environment variables: settings": [name for name, value in found.items() if value == 77]}
+
+
+def errors() -> dict[str, list[str]]:
+    """Status, type and code of each kind of error, and the bodies of the APIs."""
+    kinds, found = [QuireError], set[str]()
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each.__module__.startswith("quire.")]
+        headers = {"headers": {}} if "headers" in inspect.signature(kind).parameters else {}
+        told = failure(kind("message", **headers))
+        found.add(f"{told.status} {told.kind} {told.code}")
+    bodies = {
+        f"{path} {told.status}: {line}"
+        for path in ("/v1/completions", "/v1/messages", "/api/chat", "/v1/systemone")
+        for told in (failure(QuireError("message")), failure(InvalidRequest("message", param="field")).on(path))
+        for line in lines_of_value(json.loads(told.body(path)))
+    }
+    more = literals("[a-z_]+_(?:error|large|supported|url)", ("server/routes/failures.py", "server/errors.py"))
+    return {"errors": [*sorted(found), *sorted(bodies)], "errors: types and codes of no class": more}
+
+
+def others() -> dict[str, list[str]]:
+    spans = [Span(3, 2, b"digest", whole=True, offset=1)]
+    spec: Any = SimpleNamespace(prompts=[SimpleNamespace(ids=[1, 2, 3], spans=spans)])
+    return {
+        "journal: pins.given": [given(spec, Here("fingerprint", True, "weights"))],
+        "machines: queues of the store": [JOINS, orders_of(3), answers_of(3)],
+        "GET /v1/engine/events: a tier": fields_of(TierStats),
+    }
+
+
+async def ray(folder: Path) -> dict[str, list[str]]:
+    """What a gateway, replicas and the journal send one another, which an update replaces one by one."""
+    (folder / LIFE).write_text("life")
+    asked, said = dict[str, int](), asyncio.Event()
+
+    async def call(method: str, *values: object) -> object:
+        is_new = method not in asked
+        asked[method] = len(values)
+        if method == "say":
+            said.set()
+        if method == "questions" and not is_new:
+            await asyncio.Event().wait()
+        return {"join": "life", "questions": [Question(1, "topic", b"")], "ask": [b"answer"]}.get(method)
+
+    link = JournalLink("replica", call)
+    await link.begin(folder)
+    await link.ask("data", b"")
+    async with asyncio.timeout(10):
+        await said.wait()
+    await link.close()
+    topics: list[str] = [TOPIC, STANDING]
+    peers: Any = SimpleNamespace(answering=lambda topic, answer: topics.append(topic))
+    Background(peers)
+    await Streams(peers, 0.0, peers, None).close()
+    pickled = [Call("GET", "/", b"", [], None, b""), Head(200, []), Question(1, "topic", b"")]
+    kinds = [f"{lines_of_pickle(pickle.dumps(each))[-1]} {len(fields_of(type(each)))}" for each in pickled]
+    return {
+        "Ray: pickles, with the number of their values": kinds,
+        "Ray: methods of Members, with the number of their arguments": [f"{name} {n}" for name, n in asked.items()],
+        "Ray: the journal's file": [LIFE],
+        "Ray: topics of questions": topics,
+        "Ray: methods of the journal, with the number of their arguments": [
+            f"{each.__qualname__} {len(inspect.signature(each).parameters) - 1}" for each in METHODS
+        ],
+        "Ray: objects in these": sorted({each for method in METHODS for each in objects_in(method)}),
+    }
+
+
+def python() -> dict[str, list[str]]:
+    """What programs import, and what classes of users are asked for."""
+    classes = [*members_of("scheduler", Scheduler), *members_of("executor", SingleProcess)]
+    promised = re.compile(r"(?:scheduler\.place|executor\.runner)\b")
+    return {
+        "Python: quire": [line for name in quire.__all__ for line in members_of(name, getattr(quire, name))],
+        "Python: a tier of --kv-offload-tier": list(members_of("tier", Tier)),
+        "Python: classes of --scheduler-cls and --executor-cls": list(filter(promised.match, classes)),
+    }
+
+
+@pytest.fixture(scope="module")
+async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Written]:
+    """A server that answered, with its data folder."""
+
+    def watched(api: Api) -> AsyncGenerator[bytes]:
+        return LiveViewStream(api.runtime.live_view).events(facts(api.runtime, api.runtime.model))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "Child", ForkedChild)
+        yield await written(tmp_path_factory.mktemp("run"), watched)
+
+
+async def test_what_is_written_has_the_names_of_the_list(
+    run: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def folder(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    found = types() | modules() | logs() | texts() | errors() | others() | python() | run.names
+    found |= tail(folder("tail")) | data_folder(folder("data"), caplog) | kv_tier(folder("kv")) | commands(tmp_path)
+    found |= caches(folder("cache"), monkeypatch) | variables(monkeypatch) | await ray(folder("ray"))
+    known = {section: each["names"] for section, each in listed()["section"].items()}
+    found |= {section: importable(names) for section, names in known.items() if section == "Python: paths in documents"}
+    assert not (wrong := list(differences(known, found))), "\n".join([*wrong, ADVICE])
+
+
+def test_structs_on_the_disk_are_those_of_the_list(run: Written) -> None:
+    for section, keys in run.keys.items():
+        outer = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in names_in(listed()["section"][section]["names"]))
+        assert list(outer) == keys, f"{section}: what was read from the disk has other keys than the list{ADVICE}"
+
+
+def test_each_file_that_writes_names_of_fields_says_where_they_are_listed() -> None:
+    """Names of attributes become names that are written where a struct is encoded as it is."""
+    known, sections, told = listed()["files"], listed()["section"], "Files with names of fields or classes"
+    found = files_with(FIELD_NAMES, (*CODE, "deploy"))
+    wrong = list(differences({told: [*known["listed"], *known["internal"]]}, {told: found}))
+    assert not wrong, "\n".join(
+        [*wrong, f"Who reads what such a file writes? A row of [files] in {LIST.name} says it."]
+    )
+    assert {section for of in known["listed"].values() for section in of} <= sections.keys()
