@@ -90,7 +90,7 @@ def test_the_table_names_files_tests_or_every_case() -> None:
     assert shard_of("a.py::test_long[1]", 4, table) == 2
     assert {shard_of(f"b.py::test_many[{case}]", 4, table) for case in range(50)} == {1, 2, 3, 4}
     assert len({shard_of(f"b.py::test_other[{case}]", 4, table) for case in range(50)}) == 1
-    assert len({shard_of(f"tests/e2e/c.py::test_{name}", 4, table) for name in range(50)}) == 1
+    assert len({shard_of(f"tests/e2e/test_curl.py::test_{name}", 4, table) for name in range(50)}) == 1
 
 
 def test_the_table_names_what_is_there() -> None:
