@@ -15,7 +15,7 @@ COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 CLIENTS := $(VENV)/clients
 AGENTS  := $(VENV)/agents
 ESLINT  := $(VENV)/eslint
-CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernels/cpu/*/*.cpp tests/kernels/*.cpp)
+CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernels/cpu/*/*.h quire/kernels/cpu/*/*.cpp tests/kernels/*.cpp)
 
 # The first Python of at least 3.11; name another with PYTHON=...
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
@@ -37,12 +37,12 @@ help:
 install: $(READY)
 
 # What serving needs, and with it the kernels. TORCH_INDEX= another index of PyTorch's builds: see deploy/install_torch.py.
-$(SERVES): pyproject.toml constraints.txt deploy/install_torch.py $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*/*.cpp kernels/cpu/*/*.h)
+$(SERVES): pyproject.toml constraints.txt deploy/install_torch.py $(wildcard setup.py quire/kernels/cpu/*.cpp quire/kernels/cpu/*.h quire/kernels/cpu/*/*.cpp quire/kernels/cpu/*/*.h)
 	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
 		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
-	@$(BIN)/python kernels/cpu/build.py & kernels=$$!; $(BIN)/python deploy/install_torch.py && \
+	@$(BIN)/python quire/kernels/cpu/build.py & kernels=$$!; $(BIN)/python deploy/install_torch.py && \
 		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e . && wait $$kernels
 	@$(COMPILED)
 	@touch $@
@@ -56,7 +56,7 @@ $(READY): pyproject.toml constraints.txt | $(SERVES)
 
 # For the instruction sets that this machine has but does not load, which `make test-all` tries too.
 all-kernels: $(READY)
-	@$(BIN)/python kernels/cpu/build.py all
+	@$(BIN)/python quire/kernels/cpu/build.py all
 
 # On a machine with an NVIDIA GPU, with the Python (3.11 or newer) and the PyTorch that are there: no environment is made.
 # WHEELS=directory: packages that this Python lacks, unpacked beside the project first.
@@ -192,7 +192,7 @@ lint-javascript:
 else
 lint-javascript: $(ESLINT)/.ready
 	@node $(ESLINT)/node_modules/eslint/bin/eslint.js --config $(ESLINT)/eslint.config.mjs \
-		server/web/js tests/clients/node tests/web/eslint.config.mjs
+		quire/server/web/js tests/clients/node tests/web/eslint.config.mjs
 endif
 
 $(ESLINT)/.ready: tests/web/package.json tests/web/package-lock.json tests/web/eslint.config.mjs
@@ -211,6 +211,6 @@ wheel: $(READY)
 	@$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/cpu/*.so
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis quire/kernels/cpu/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -f $(READY) $(SERVES)

@@ -1,6 +1,6 @@
 """Every causal language model of transformers, tried: a small random one of each is served by an engine and compared
 with transformers' own numbers in float64. `python -m tests.every_class` writes what it found to
-engine/checkpoint/adapted/tried.toml, which the product reads, and to docs/models_table.md.
+quire/engine/checkpoint/adapted/tried.toml, which the product reads, and to docs/models_table.md.
 
 `python -m tests.every_class NAME ...` tries some and prints what it found.
 """
@@ -36,7 +36,7 @@ from tests.tiny_classes import KINDS, save_tiny_class
 from tests.tiny_models import VOCAB
 from tests.tree import ROOT
 
-TRIED = ROOT / "engine" / "checkpoint" / "adapted" / "tried.toml"
+TRIED = ROOT / "quire" / "engine" / "checkpoint" / "adapted" / "tried.toml"
 TABLE = ROOT / "docs" / "models_table.md"
 _LENGTHS = (1, 7, 33, 50, 90)
 _ANSWER = 6

@@ -20,7 +20,7 @@ import pytest
 from tests.tree import ROOT, source_files
 
 LINKED = {"server", "engine", "kernels", "configs"}
-"""What the links in quire/ lead to: imported as quire.server and so on, never by these names alone."""
+"""The folders of quire/ that have links at the top: imported as quire.server and so on, never by these names alone."""
 HEAVY = {"torch", "transformers", "flash_attn", "triton"}
 ADAPTED = "engine.models.adapted"
 
@@ -200,9 +200,8 @@ def our_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """As it is imported: `quire.server.app` for server/app.py."""
-    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    return f"quire.{name}" if path.parts[0] in LINKED else name
+    """As it is imported: `quire.server.app` for quire/server/app.py."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def part_of(module: str) -> str | None:
@@ -290,7 +289,7 @@ def test_everything_is_imported_below_the_root() -> None:
 def test_a_folder_is_no_package_of_its_own(name: str) -> None:
     """Else a program that runs at the root would have each module, and each class, twice."""
     ran = subprocess.run(
-        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT / "quire", capture_output=True, text=True, check=False
     )
     assert ran.returncode == 1
     assert f"import it as quire.{name.partition('.')[0]}" in ran.stderr
@@ -353,8 +352,8 @@ def _heavy_imports(path: Path) -> list[str]:
     wrong = []
     for found in imports(path):
         top = found.module.split(".")[0]
-        fallback = path == Path("engine/text/tokenizer.py") and found.lazy
-        fallback = fallback or path.parent == Path(*ADAPTED.split("."))
+        fallback = path == Path("quire/engine/text/tokenizer.py") and found.lazy
+        fallback = fallback or path.parent == Path("quire", *ADAPTED.split("."))
         if top == "transformers":
             if not fallback:
                 wrong.append(
@@ -362,7 +361,7 @@ def _heavy_imports(path: Path) -> list[str]:
                     "engine/models/adapted, which is imported where transformers' class computes a model"
                 )
         elif found.module.startswith(f"quire.{ADAPTED}") and not (
-            found.lazy or path.parent == Path(*ADAPTED.split("."))
+            found.lazy or path.parent == Path("quire", *ADAPTED.split("."))
         ):
             wrong.append(f"{found}: it imports transformers; `import_module` does so where a model needs it")
         elif top in HEAVY and part in ("quire", "server", "control"):
@@ -412,7 +411,7 @@ def classes_of(path: Path) -> dict[str, ClassOfOurs]:
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire."):
-            stem = Path(*(node.module or "").split(".")[1:])
+            stem = Path(*(node.module or "").split("."))
             file = next(
                 (each for each in (stem.with_suffix(".py"), stem / "__init__.py") if (ROOT / each).exists()), None
             )
@@ -455,7 +454,7 @@ def inherited(of: ClassOfOurs) -> Iterator[ClassOfOurs]:
 def test_nothing_private_is_used_in_another_file() -> None:
     wrong = []
     for path in our_files():
-        if path.parts[0] not in ("engine", "server"):
+        if path.parts[1] not in ("engine", "server"):
             continue
         own = {name for each in classes_of(path).values() for name in each.private}
         for node in ast.walk(tree_of(path)):

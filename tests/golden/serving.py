@@ -32,7 +32,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="')
 
 def write_agents_model(folder: Path) -> Path:
     """A tiny random model with the demonstration model's tokenizer and template and room for agents' long prompts."""
-    demo = ROOT / "configs" / "demo"
+    demo = ROOT / "quire" / "configs" / "demo"
     size = json.loads((demo / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     logging.disable_progress_bar()
     save_tiny_model(folder, "llama", vocab_size=size, max_position_embeddings=65536)

@@ -29,7 +29,7 @@ def python(code: str, where: Path = ROOT, **environment: str) -> subprocess.Comp
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of what the build needs, with the libraries that are there."""
-    shutil.copytree(ROOT / "kernels", tmp_path / "quire/kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "quire/kernels", tmp_path / "quire/kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "quire/__init__.py"):
         shutil.copy2(ROOT / name, tmp_path / name)
     return tmp_path
@@ -126,7 +126,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "avx512_amx": ["-march=sapphirerapids"],
     }[(native.runnable() or ["plain"])[-1]]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").rglob("*.cpp"))]
+    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "quire/kernels/cpu").rglob("*.cpp"))]
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
     common = [str(COMPILER), "-std=c++17", "-O1", "-Wno-psabi", "-ffp-contract=off", *flags, *sanitize]
     jobs = [
@@ -148,7 +148,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 def compile_driver(compiler: str, flags: list[str], folder: Path) -> Path:
     """sanitize.cpp with all kernels, without sanitizers."""
     folder.mkdir()
-    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").rglob("*.cpp"))]
+    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "quire/kernels/cpu").rglob("*.cpp"))]
     objects = [folder / f"{source.stem}.o" for source in sources]
     common = [compiler, "-std=c++17", "-O1", "-Wno-psabi", "-ffp-contract=off", *flags]
     for source, target in zip(sources, objects, strict=True):
@@ -218,7 +218,7 @@ def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     """As where a checkout came from another machine."""
     cpu, best = Cpu(), native.runnable()[-1]
     assert native.unbuilt() is None
-    shutil.copy(ROOT / "kernels/cpu/plain.so", tmp_path)
+    shutil.copy(ROOT / "quire/kernels/cpu/plain.so", tmp_path)
     monkeypatch.setattr(native, "HERE", tmp_path)
     assert native.unbuilt() == (None if best == "plain" else best)
     assert ("`make install` compiles it" in cpu.description()) == (best != "plain")

@@ -31,7 +31,7 @@ static int with_tiles(unsigned leaf, unsigned part, unsigned* a, unsigned* b, un
 #define __get_cpuid_count with_tiles
 """
 """<cpuid.h> of a processor that has tiles too."""
-COPIED = ("quire", "engine", "server", "kernels", "benchmarks", "configs", "tests")
+COPIED = ("quire", "benchmarks", "tests")
 
 
 def has_tiles() -> bool:
@@ -64,7 +64,7 @@ def _compile(made: str, *arguments: str | Path) -> Path:
 
 @cache
 def trap_library() -> Path:
-    sources = (ROOT / "tests/kernels/trap.cpp", ROOT / "kernels/cpu/tiles/tiles.cpp")
+    sources = (ROOT / "tests/kernels/trap.cpp", ROOT / "quire/kernels/cpu/tiles/tiles.cpp")
     return _compile("trap.so", *build.AVX2, "-DEMULATE_TILES", *sources, "-ldl")
 
 
@@ -151,7 +151,7 @@ def machine(folder: Path) -> Machine:
     settings = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     if has_tiles():
         return Machine(folder, settings)
-    kernels = folder / "kernels/cpu"
+    kernels = folder / "quire/kernels/cpu"
     shutil.copy2(instructions(), kernels / f"{AMX}.so")
     fake = folder / "fake"
     fake.mkdir()
@@ -162,7 +162,7 @@ def machine(folder: Path) -> Machine:
         "asking.so",
         f"-I{fake}",
         f"-DSUM_OF_SOURCES={sums}u",
-        ROOT / "kernels/cpu/isa.cpp",
+        ROOT / "quire/kernels/cpu/isa.cpp",
         "-Wl,--no-as-needed",
         kernels / "plain_kernels.so",
     )

@@ -45,6 +45,6 @@ export default [
       "max-lines-per-function": ["error", 60],
     },
   },
-  { files: ["server/web/js/**"], languageOptions: { globals: globals.browser } },
+  { files: ["quire/server/web/js/**"], languageOptions: { globals: globals.browser } },
   { files: ["**/*.mjs"], languageOptions: { globals: globals.node } },
 ];

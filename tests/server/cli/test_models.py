@@ -241,7 +241,7 @@ def test_the_readme_counts_the_models() -> None:
 
 
 def test_rows_of_2026_name_their_pages_and_when_they_were_read() -> None:
-    rows = tomllib.loads((ROOT / "engine/checkpoint/catalog.toml").read_text())
+    rows = tomllib.loads((ROOT / "quire/engine/checkpoint/catalog.toml").read_text())
     sourced = {name: row for name, row in rows.items() if "sources" in row}
     assert {name.partition(":")[0] for name in sourced} >= {"qwen3.5", "qwen3.6", "gemma4", "glm-4.7-flash", "phi4"}
     for name, row in sourced.items():

@@ -139,7 +139,7 @@ def words() -> Named:
 
 TOKENIZERS = [
     *(byte_level_tokenizer(), sentence_piece_tokenizer(), words()),
-    *(Named("demo", Tokenizer.load(ROOT / "configs" / "demo")), *real_tokenizers()),
+    *(Named("demo", Tokenizer.load(ROOT / "quire" / "configs" / "demo")), *real_tokenizers()),
 ]
 
 
