@@ -259,11 +259,11 @@ def texts() -> dict[str, list[str]]:
     gateway = sources(("deploy",))["deploy/ray/gateway.py"]
     replica = re.findall(r'self\._replica\.(?:broadcast\("(\w+)"|(\w+)\.remote)', gateway)
     return {
-        "headers": literals(headers, ("server", "deploy"), ".py"),
+        "headers": literals(headers, ("quire/server", "deploy"), ".py"),
         "attributes of OpenTelemetry": literals(
-            r"gen_ai\.[a-z0-9_.]+|quire\.(?:request_id|sequence)|llm_request", ("server/observe",)
+            r"gen_ai\.[a-z0-9_.]+|quire\.(?:request_id|sequence)|llm_request", ("quire/server/observe",)
         ),
-        "browser's storage": literals(r"quire\.[a-z]+\.?", ("server/web",), ".js"),
+        "browser's storage": literals(r"quire\.[a-z]+\.?", ("quire/server/web",), ".js"),
         "environment variables": literals("QUIRE_[A-Z_]*"),
         "Ray: methods of Replica": sorted({name for names in replica for name in names if name}),
     }
@@ -292,7 +292,9 @@ def errors() -> dict[str, list[str]]:
         for told in (failure(QuireError("message")), failure(InvalidRequest("message", param="field")).on(path))
         for line in lines_of_value(json.loads(told.body(path)))
     }
-    more = literals("[a-z_]+_(?:error|large|supported|url)", ("server/routes/failures.py", "server/errors.py"))
+    more = literals(
+        "[a-z_]+_(?:error|large|supported|url)", ("quire/server/routes/failures.py", "quire/server/errors.py")
+    )
     return {"errors": [*sorted(found), *sorted(bodies)], "errors: types and codes of no class": more}
 
 

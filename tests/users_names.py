@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from tests.tree import ROOT, source_files
 
-CODE = ("engine", "kernels", "server")
+CODE = ("quire/engine", "quire/kernels", "quire/server")
 
 
 def lines_of_type(kind: Any) -> list[str]:
