@@ -25,13 +25,11 @@ from torch import Tensor
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row
-from quire.engine.core.steps import Steps
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.layers.shard import Shard
 from quire.engine.loop import Engine, let_go
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import startup
@@ -78,11 +76,10 @@ pytestmark = [
 BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
 
 
-def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> Engine:
+def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int = 1, **settings: Any) -> Engine:
     """`ahead`: steps that are launched before the last one's picks are read."""
-    made = Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings))
-    made._steps = Steps(made.scheduler, made.runner, ahead, NoHeartbeat())
-    return made
+    config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
+    return Engine(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
 @pytest.mark.few(1)
@@ -156,12 +153,9 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         told["model"] = str(path)
-    guessing = engine(path, 2, speculative_config=told, **settings)
-    if method == "draft_model":
-        always(guessing)
-    else:  # without regard to what it costs
-        lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
-        guessing.scheduler._drafter = Adaptive(lookup, 3, CHEAP)
+    lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
+    make = always if method == "draft_model" else lambda *_: Adaptive(lookup, 3, CHEAP)
+    guessing = engine(path, 2, make, speculative_config=told, **settings)
     assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()))
     assert guessing.stats.drafts > 0
 

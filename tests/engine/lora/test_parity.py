@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def spool(root: Path, model: Path, **options: int) -> Spool:
     return Spool(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
 
 
-def engine(model: Path, **options: object) -> Engine:
+def engine(model: Path, make_drafter: Any = None, **options: object) -> Engine:
     settings = {"model": str(model), "dtype": "float32", "max_lora_rank": 64, "num_kv_blocks": 256, "enable_lora": True}
-    return Engine(EngineConfig(**(settings | options)))  # type: ignore[arg-type]
+    return Engine(EngineConfig(**(settings | options)), make_drafter=make_drafter)  # type: ignore[arg-type]
 
 
 def asked(name: str, prompt: Sequence[int], adapter: Adapter | None, **params: object) -> Request:

@@ -18,7 +18,7 @@ from tests.adapters import merge, save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked, engine, prompts, spool
 from tests.engine.test_heads import made_head
-from tests.engine.test_speculation import CHEAP, always
+from tests.engine.test_speculation import always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.texts import CHATML, byte_level_tokenizer
 from tests.tiny_models import save_tiny_model
@@ -83,11 +83,7 @@ def test_the_same_tokens(
     if method == "mtp":  # the same weights, and a layer more
         guessing = save_tiny_mtp(tmp_path / "model", "llama")
         options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
-    plain, other = engine(model), engine(guessing, **options)
-    if method in ("ngram", "suffix"):
-        other.scheduler._drafter._costs = CHEAP
-    elif method is not None:
-        always(other)
+    plain, other = engine(model), engine(guessing, None if method is None else always, **options)
     together = run(other, every)
     for request in every:
         alone = run(plain, [request])[request.id]

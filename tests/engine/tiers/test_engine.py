@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from quire.engine.tiers.costs import Costs
 from quire.engine.types import Request
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_heads import METHODS, Recorded, drafter_of, made_head
+from tests.engine.test_heads import METHODS, Recorded, made_head
 from tests.engine.tiers.fakes import Always, Inline
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tree import ROOT
@@ -35,8 +36,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options))
+def engine(path: Path, make_drafter: Any = None, **options: object) -> Engine:
+    config = EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options)
+    return Engine(config, make_drafter=make_drafter)
 
 
 def disk(folder: Path) -> dict[str, object]:
@@ -44,8 +46,6 @@ def disk(folder: Path) -> dict[str, object]:
 
 
 Results = dict[str, tuple[list[int], list[float]]]
-Guesses = list[tuple[list[int], list[int]]]
-"""Texts, and what was guessed after them."""
 
 
 def results(answers: dict[str, Answer]) -> Results:
@@ -152,28 +152,25 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
     prompt = list(range(3, 100))
     first, probe = turn(0, 0, prompt, max_tokens=1), turn(1, 0, prompt, max_tokens=30)
 
-    def opened(**options: object) -> Engine:
+    def opened(recorded: Recorded, **options: object) -> Engine:
         asked = {"method": method, "model": str(head), "num_speculative_tokens": 3}
         options = {"num_kv_blocks": 100, "max_model_len": 200, "dtype": "float32"} | options
-        return engine(path, speculative_config=asked, **options)
-
-    def answered(made: Engine) -> tuple[Results, Guesses]:
-        made.scheduler._drafter = recorded = Recorded(drafter_of(made), 3)
-        answers = run(made, [probe])
-        return results(answers), recorded.guesses
+        return engine(path, recorded.make, speculative_config=asked, **options)
 
     plain = engine(path, num_kv_blocks=100, max_model_len=200, dtype="float32")
     run(plain, [first])
     wanted = results(run(plain, [probe]))
-    one = opened(**disk(tmp_path))
+    before, after = Recorded(), Recorded()
+    one = opened(before, **disk(tmp_path))
     run(one, [first])
-    tokens, guesses = answered(one)
+    assert not before.guesses
+    assert results(run(one, [probe])) == wanted
     one.close()
-    two = opened(**disk(tmp_path))
-    assert answered(two) == (tokens, guesses)
+    two = opened(after, **disk(tmp_path))
+    assert results(run(two, [probe])) == wanted
+    assert after.guesses == before.guesses
     assert two.stats.tiers[0].fetched_pages == 7
-    assert tokens == wanted
-    assert sum(len(guess) for _, guess in guesses) > 30
+    assert sum(len(guess) for _, guess in before.guesses) > 30
     two.close()
 
 
