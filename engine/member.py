@@ -31,7 +31,7 @@ from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import Ended, Progress, encode
 from quire.engine.worker.ranks.processes import PROGRAM
-from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Joined, answers_of, join_of
+from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Join, Joined, answers_of, join_of
 
 _AGAIN_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
@@ -68,9 +68,10 @@ def run(config: EngineConfig) -> int:
 class Member:
     """One machine's ranks. `ending`, once set, ends them."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, own: Join | None = None) -> None:
+        """own: what it tells of itself; by default what is so."""
         self._config = config
-        self._own = join_of(config, config.node_rank, 0)
+        self._own = own or join_of(config, config.node_rank, 0)
         self.ending = threading.Event()
         self.failure: ConfigError | None = None
         self._joined = False

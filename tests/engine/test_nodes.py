@@ -224,12 +224,12 @@ def test_who_would_compute_something_else_is_refused(changed: dict[str, Any], wr
 
 
 def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = told()
     _, thread, found = gathering(settings)
-    member, ours = ThreadMember(member_config(settings)), join_of(member_config(settings), 1, 0).kernels
-    member._own = replace(member._own, kernels="NEON, PyTorch 9")
+    own = join_of(member_config(settings), 1, 0)
+    member, ours = ThreadMember(member_config(settings), replace(own, kernels="NEON, PyTorch 9")), own.kernels
     member.keep(0)
     wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
     assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
