@@ -59,6 +59,7 @@ from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.settings.classes import import_class
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles, code_hash, content_of
+from quire.engine.tiers.tiers import Tiers
 from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
@@ -85,9 +86,11 @@ class Engine:
         *,
         make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
         steps_ahead: int | None = None,
+        make_tiers: Callable[..., Tiers] = Tiers,
     ) -> None:
         """tensors: weights under their names in the checkpoint, instead of those in files. make_drafter: makes what
-        guesses tokens; by default drafter_of. steps_ahead: see Steps; by default what pays on the device."""
+        guesses tokens; by default drafter_of. steps_ahead: see Steps; by default what pays on the device. make_tiers:
+        see choose_tiers."""
         began = time.perf_counter()
         path = model_path(config)
         model = as_configured(read_configured(config, path), config)
@@ -105,7 +108,7 @@ class Engine:
         prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens, self._drafting)
         plan = worker.plan
         movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
-        tiers, kept = choose_tiers(config, model, *movers)
+        tiers, kept = choose_tiers(config, model, *movers, make_tiers)
         self.runner: Executor = worker.runner
         drafter = (make_drafter or drafter_of)(worker, config)
         self.scheduler = scheduler_of(config, worker, model.eos_token_ids, drafter, tiers)

@@ -21,6 +21,7 @@ from quire.engine.core.executor import PageMover
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.tiers.tier import Page, Tier
 from quire.engine.tiers.with_slots import state_key
+from quire.engine.tiers.writer import Threads
 
 log = logging.getLogger("quire.tiers")
 
@@ -75,7 +76,13 @@ class Loads:
     """`begin`, `take`, `forget` and `wait` are called by the engine's loop; the pages are fetched in threads."""
 
     def __init__(
-        self, tiers: SequenceOf[Tier], mover: PageMover, pool: BlockPool, promote: Promote, state_bytes: int = 0
+        self,
+        tiers: SequenceOf[Tier],
+        mover: PageMover,
+        pool: BlockPool,
+        promote: Promote,
+        state_bytes: int = 0,
+        threads: Threads = ThreadPoolExecutor,
     ) -> None:
         """`promote`: called in the threads with a page that was found below the first tier. `state_bytes`: of a
         snapshot."""
@@ -90,7 +97,7 @@ class Loads:
         self._coming: dict[bytes, Load] = {}
         self._done: deque[Load] = deque()
         self._news = threading.Event()
-        self._threads = ThreadPoolExecutor(_THREADS, "kv-fetch")
+        self._threads = threads(_THREADS, "kv-fetch")
 
     @property
     def busy(self) -> bool:

@@ -32,7 +32,7 @@ from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import CHEAP, Garbage, Replaceable
 from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known, model
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import save_tiny_model
 from tests.variants import examples
@@ -138,18 +138,16 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_latents_come_back_from_tiers(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "deepseek_v2")
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
     assert converse(made) == wanted
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()

@@ -21,6 +21,7 @@ from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
+from quire.engine.tiers.tiers import Tiers
 from quire.engine.types import Request, SamplingParams
 from quire.engine.worker.startup import Worker
 from quire.server.cli import main as cli
@@ -30,7 +31,7 @@ from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import run
 from tests.engine.test_heads import GREEDY, Recorded, traffic
 from tests.engine.test_speculation import KINDS, always, known
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always as of_tiers
 from tests.engine.tiers.test_engine import HOST, converse, disk
 from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
@@ -57,12 +58,13 @@ def started(
     method: str | None = "mtp",
     tokens: int = 4,
     make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
+    make_tiers: Callable[..., Tiers] = Tiers,
     **options: Any,
 ) -> Engine:
     asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
     config = EngineConfig(model=str(path), speculative_config=asked, threads=1, **options)
-    return Engine(config, make_drafter=make_drafter)
+    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 @pytest.mark.few(2)
@@ -131,16 +133,13 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder
 
 
 @pytest.mark.slow
-def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(folder: Path, tmp_path: Path) -> None:
     """What the layer keeps comes back with the pages, states with their snapshots."""
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
     path = model(folder, "qwen3_5")
     options = {"max_model_len": 192, "snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     wanted = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
-    made = started(path, make_drafter=always, num_kv_blocks=14, **options, **HOST, **disk(tmp_path))
+    tiers = {"make_tiers": of_tiers, **HOST, **disk(tmp_path)}
+    made = started(path, make_drafter=always, num_kv_blocks=14, **options, **tiers)
     assert converse(made) == wanted
     assert made.stats.tiers[0].fetched_pages > 0
     assert made.stats.draft_tokens > 0

@@ -31,7 +31,8 @@ from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, one_thread
 from tests.engine.test_speculation import CHEAP, Garbage, Replaceable, always
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always as of_tiers
+from tests.engine.tiers.fakes import always_late
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
@@ -224,22 +225,18 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         *nightly(("jamba", "int8"), ("zamba2", "auto"), ("lfm3", "auto"), ("lfm3", "int8")),
     ],
 )
-def test_states_come_back_from_tiers_with_their_pages(
-    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(made) == wanted
     assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()
@@ -257,18 +254,17 @@ def test_states_come_back_however_late_their_copies_are(family: str, folder: Pat
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
-def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> None:
     """On the disk a snapshot is a file larger than a page's."""
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
     path = save_tiny_model(tmp_path / "model", "qwen3_5")
     options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
-    first = Engine(EngineConfig(**options))
+    first = Engine(EngineConfig(**options), make_tiers=always_late)
     wanted = known(run(first, [each]))
     first.close()
 
     def again() -> int:
-        made = Engine(EngineConfig(**options))
+        made = Engine(EngineConfig(**options), make_tiers=always_late)
         assert known(run(made, [each])) == wanted
         made.close()
         return made.stats.prompt_tokens
