@@ -184,8 +184,9 @@ class Member:
 class Life:
     """Tells the first machine that this one is there, and in the end how the rank has ended."""
 
-    def __init__(self, joined: Joined) -> None:
-        """Raises ConnectionError."""
+    def __init__(self, joined: Joined, silence: timedelta = SILENCE) -> None:
+        """`silence`: after which the first machine takes this one to have gone. Raises ConnectionError."""
+        self._silence = silence
         self._heard = time.monotonic()
         self._failed = False
         self._code: int | None = None
@@ -208,7 +209,7 @@ class Life:
 
     def _tell(self, store: dist.TCPStore, queue: str) -> None:
         with suppress(RuntimeError):
-            while not self._over.wait(SILENCE.total_seconds() / 5):
+            while not self._over.wait(self._silence.total_seconds() / 5):
                 store.queue_push(queue, encode(Progress()))
                 self._heard = time.monotonic()
             assert self._code is not None

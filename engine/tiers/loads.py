@@ -83,10 +83,11 @@ class Loads:
         promote: Promote,
         state_bytes: int = 0,
         threads: Threads = ThreadPoolExecutor,
+        patience: float = PATIENCE,
     ) -> None:
         """`promote`: called in the threads with a page that was found below the first tier. `state_bytes`: of a
         snapshot."""
-        self._state_bytes = state_bytes
+        self._state_bytes, self._patience = state_bytes, patience
         self._promote = promote
         self._tiers = tiers
         self._mover = mover
@@ -144,7 +145,7 @@ class Loads:
             load = self._done.popleft()
             (self._open if load in self._open else self._overdue).remove(load)
             ended.append(load)
-        overdue = [load for load in self._open if now - load.began > PATIENCE]
+        overdue = [load for load in self._open if now - load.began > self._patience]
         late = []
         for load in overdue:
             self._open.remove(load)
@@ -178,7 +179,7 @@ class Loads:
         for load in self._open:
             load.seqs = []
         self._threads.shutdown(wait=False, cancel_futures=True)
-        until = monotonic() + PATIENCE
+        until = monotonic() + self._patience
         while any(not load.ended for load in self._open if load.running) and monotonic() < until:
             self._news.clear()
             self._news.wait(_NAP)

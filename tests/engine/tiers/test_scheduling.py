@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.tiers import loads, outside
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
@@ -109,9 +108,9 @@ TestLargePages = LargePages.TestCase
 TestLargePages.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
 
 
-def scheduler(device: FakeDevice, tier: Tier, threads: dict[str, Any] | None = None, **options: int) -> Scheduler:
+def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | None = None, **options: int) -> Scheduler:
     defaults = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
-    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **threads or {}), **defaults | options)
+    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **tier_options or {}), **defaults | options)
 
 
 def request(name: str, prompt: list[int], **params: object) -> Request:
@@ -210,10 +209,9 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
 
 def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
-    monkeypatch.setattr(outside, "PATIENCE", 0.05)
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
-        watched = OutsideTier(tier, bytes(16))
+        watched = OutsideTier(tier, bytes(16), patience=0.05)
         some = scheduler(device, watched)
         if hangs == "put":
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))
@@ -235,15 +233,14 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         tier.open.set()
 
 
-def test_what_takes_too_long_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_computed() -> None:
     device, tier = FakeDevice(), Dictionary()
-    some = scheduler(device, tier, num_blocks=24)
+    some = scheduler(device, tier, {"patience": 0.0}, num_blocks=24)
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
     some.pool.forget()
     tier.open.clear()
-    monkeypatch.setattr(loads, "PATIENCE", 0.0)
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
     assert some.stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
     assert some.tiers.costs.page_seconds["dictionary"] > 0, "and the next one knows"
