@@ -182,7 +182,7 @@ def test_offline(model: Path, folders: list[Path]) -> None:
     assert found[0].sequences[0].tokens != found[1].sequences[0].tokens
     with pytest.raises(InvalidRequest, match="lora_request: 2 for 1 prompts"):
         texts(["a tale"], [one, two])
-    with pytest.raises(InvalidRequest, match="lora_request: x: there is no directory"):
+    with pytest.raises(InvalidRequest, match="lora_request: x: there is no folder"):
         texts(["a tale"], LoRARequest("x", 9, "/nowhere/at/all"))
     llm.close()
     plain = LLM(str(model), num_kv_blocks=64)
