@@ -54,7 +54,7 @@ class FakeProcess(EngineProcess):
 
     @property
     def pid(self) -> int:
-        return 1
+        return 2**31 - 1  # of no process: none is bound to cores
 
     @property
     def silence(self) -> float:
