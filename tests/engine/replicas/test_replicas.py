@@ -4,8 +4,6 @@ waits for a replica's restart while another computes."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -16,6 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Failed, Load, Ready, ToEngine
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
@@ -25,6 +24,7 @@ from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, Fak
 from tests.tiers import examples
 
 N = 3
+FAKE = Launcher(FakeProcess)
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 3), st.just(0)),
     st.tuples(st.just("submit killers"), st.integers(1, 2), st.just(0)),
@@ -36,17 +36,8 @@ ACTIONS = st.one_of(
 )
 
 
-@contextmanager
-def fakes() -> Iterator[pytest.MonkeyPatch]:
-    """What is set on it is undone at the end, in the right order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
-        patch.setattr("quire.engine.replicas.replicas.replica_cores", lambda count: [set()] * count)
-        yield patch
-
-
-async def started(count: int = N) -> EngineClient:
-    client = processes(EngineConfig(data_parallel_size=count))
+async def started(count: int = N, launcher: Launcher = FAKE, **options: int) -> EngineClient:
+    client = processes(EngineConfig(data_parallel_size=count, **options), launcher)
     await client.link.start()
     return client
 
@@ -109,71 +100,65 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
 @settings(deadline=None, max_examples=examples(150))
 @given(st.lists(ACTIONS, max_size=40))
 def test_streams_are_complete_whenever_replicas_end(actions: list[tuple[str, int, int]]) -> None:
-    with fakes():
-        asyncio.run(run(actions))
+    asyncio.run(run(actions))
 
 
 async def test_a_death_moves_streams_at_once() -> None:
-    with fakes():
-        client = await started(2)
-        callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
-        await settle()
-        assert client.link._router.open == [3, 3]
-        for number in (0, 1):
-            process = process_of(client, number)
-            assert process is not None
-            process.step(9)
-        await settle()
-        kill(client, 0)
-        for _ in range(50):
-            await asyncio.sleep(0)
-            if client.link._router.open == [0, 6]:
-                break
-        assert client.link._router.open == [0, 6], "they are with the other, whether or not the first is back"
-        await compute(client, 1)
-        for each in callers:
-            each.check()
-            assert not each.aborted
-        assert (client.link.deaths, client.link.replays) == (1, 3)
-        history = [client.history.find(f"good-{i}") for i in range(6)]
-        assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
-        await client.link.stop()
+    client = await started(2)
+    callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
+    await settle()
+    assert client.link._router.open == [3, 3]
+    for number in (0, 1):
+        process = process_of(client, number)
+        assert process is not None
+        process.step(9)
+    await settle()
+    kill(client, 0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+        if client.link._router.open == [0, 6]:
+            break
+    assert client.link._router.open == [0, 6], "they are with the other, whether or not the first is back"
+    await compute(client, 1)
+    for each in callers:
+        each.check()
+        assert not each.aborted
+    assert (client.link.deaths, client.link.replays) == (1, 3)
+    history = [client.history.find(f"good-{i}") for i in range(6)]
+    assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
+    await client.link.stop()
 
 
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
-    with fakes():
-        client = await started(2)
-        bad = Caller(client, ["killer"])
-        good = [Caller(client, [f"good-{i}"]) for i in range(3)]
-        await settle()
-        await compute(client)
-        await settle()
-        bad.check()
-        for each in good:
-            each.check()
-        assert client.link.quarantined == 1
-        assert sorted(each.deaths > 0 for each in client.link._replicas) == [False, True]
-        await client.link.stop()
+    client = await started(2)
+    bad = Caller(client, ["killer"])
+    good = [Caller(client, [f"good-{i}"]) for i in range(3)]
+    await settle()
+    await compute(client)
+    await settle()
+    bad.check()
+    for each in good:
+        each.check()
+    assert client.link.quarantined == 1
+    assert sorted(each.deaths > 0 for each in client.link._replicas) == [False, True]
+    await client.link.stop()
 
 
 async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
-    with fakes():
-        client = await started(2)
-        for each in client.link._replicas:
-            each._failures = 1  # so that they wait a moment before they start
-        kill(client, 0)
-        kill(client, 1)
-        await settle()
-        assert not client.responsive
-        assert not client.healthy
-        assert client.alive
-        caller = Caller(client, ["good"])
-        await settle()
-        assert len(client.link._unplaced) == 1
-        await compute(client)
-        await settle()
-        caller.check()
-        await client.link.stop()
+    client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
+    kill(client, 0)
+    kill(client, 1)
+    await settle()
+    assert not client.responsive
+    assert not client.healthy
+    assert client.alive
+    caller = Caller(client, ["good"])
+    await settle()
+    assert len(client.link._unplaced) == 1
+    await compute(client)
+    await settle()
+    caller.check()
+    await client.link.stop()
 
 
 class Unstartable(FakeProcess):
@@ -190,91 +175,87 @@ async def until_gone(client: EngineClient, number: int) -> None:
 
 
 async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
-    with fakes() as patch:
-        client = await started(2)
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
-        for each in client.link._replicas:
-            each._config = each._config.model_copy(update={"max_engine_starts": 1})
-        good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
-        bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
-        await settle()
-        await compute(client)
-        await until_gone(client, 0)
-        await settle()
-        assert isinstance(bad.error, EngineError), "the one that may have ended it went with it"
-        assert client.alive
-        assert client.responsive
-        assert sum(len(ids) == LENGTH for each in good for ids in each.found.values()) >= 1
-        kill(client, 1)
-        await until_gone(client, 1)
-        assert not client.alive
-        with pytest.raises(EngineError, match="could not be brought back"):
-            client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
-        await client.link.stop()
+    kinds: list[type[FakeProcess]] = [FakeProcess]
+    client = await started(2, Launcher(lambda *given: kinds[-1](*given)), max_engine_starts=1)
+    kinds.append(Unstartable)
+    good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
+    bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
+    await settle()
+    await compute(client)
+    await until_gone(client, 0)
+    await settle()
+    assert isinstance(bad.error, EngineError), "the one that may have ended it went with it"
+    assert client.alive
+    assert client.responsive
+    assert sum(len(ids) == LENGTH for each in good for ids in each.found.values()) >= 1
+    kill(client, 1)
+    await until_gone(client, 1)
+    assert not client.alive
+    with pytest.raises(EngineError, match="could not be brought back"):
+        client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    await client.link.stop()
 
 
 async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
-    with fakes():
-        client = await started(2)
-        weights = Weights(client)
-        callers = [Caller(client, [f"good-{i}"]) for i in range(4)]
-        await settle()
-        for number in (0, 1):
-            process = process_of(client, number)
-            assert process is not None
-            process.step(9)
-        await settle()
-        await weights.sleep()
-        assert client.link.asleep
-        assert all(each.asleep for each in client.link._replicas)
-        assert not client.responsive
-        assert client.healthy
-        callers.append(Caller(client, ["later"]))
-        await settle()
-        assert len(client.link._unplaced) == 1, "nobody can compute it"
-        await weights.wake_up()
-        assert not client.link.asleep
-        await compute(client)
-        await settle()
-        for each in callers:
-            each.check()
-        await client.link.stop()
+    client = await started(2)
+    weights = Weights(client)
+    callers = [Caller(client, [f"good-{i}"]) for i in range(4)]
+    await settle()
+    for number in (0, 1):
+        process = process_of(client, number)
+        assert process is not None
+        process.step(9)
+    await settle()
+    await weights.sleep()
+    assert client.link.asleep
+    assert all(each.asleep for each in client.link._replicas)
+    assert not client.responsive
+    assert client.healthy
+    callers.append(Caller(client, ["later"]))
+    await settle()
+    assert len(client.link._unplaced) == 1, "nobody can compute it"
+    await weights.wake_up()
+    assert not client.link.asleep
+    await compute(client)
+    await settle()
+    for each in callers:
+        each.check()
+    await client.link.stop()
 
 
 async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
-    with fakes() as patch:
-        client = await started(2)
-        weights = Weights(client)
-        patch.setattr(process_of(client, 0), "_let_go", lambda answer: None)  # it never answers
-        change = asyncio.create_task(weights.update("/"))
-        for _ in range(50):
-            await asyncio.sleep(0)
-            under_way = client.link._replicas[0]._change
-            if under_way is not None and under_way.version == "2":  # and not the check before it
-                break
-        kill(client, 0, CRASHED)
-        assert await change == "2"
-        assert [each.weights_version for each in client.link._replicas] == ["2", "2"]
-        client.link._replicas[0]._failures = 1  # so that it waits a moment before it starts
-        kill(client, 0)
-        await settle()
-        with pytest.raises(Overloaded, match="being replaced"):
-            await weights.sleep()
-        assert not any(each.asleep for each in client.link._replicas)
-        await client.link.stop()
+    client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
+    weights = Weights(client)
+    silent = process_of(client, 0)
+    assert silent is not None
+    silent.answers = False
+    change = asyncio.create_task(weights.update("/"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+        under_way = client.link._replicas[0]._change
+        if under_way is not None and under_way.version == "2":  # and not the check before it
+            break
+    kill(client, 0, CRASHED)
+    assert await change == "2"
+    assert [each.weights_version for each in client.link._replicas] == ["2", "2"]
+    kill(client, 0)
+    await settle()
+    with pytest.raises(Overloaded, match="being replaced"):
+        await weights.sleep()
+    assert not any(each.asleep for each in client.link._replicas)
+    await client.link.stop()
 
 
 async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
-    with fakes():
-        client = await started(2)
-        forgotten: list[int] = []
-        client.link._router.forget = forgotten.append  # type: ignore[method-assign]
-        kill(client, 1)
-        await settle()
-        assert forgotten == [1]
-        client.link.reset_prefix_cache()
-        assert forgotten == [1, 0, 1]
-        await client.link.stop()
+    client = await started(2)
+    forgotten: list[int] = []
+    client.link._router.forget = forgotten.append  # type: ignore[method-assign]
+    kill(client, 1)
+    await settle()
+    assert forgotten == [1]
+    client.link.reset_prefix_cache()
+    assert forgotten == [1, 0, 1]
+    await client.link.stop()
 
 
 async def test_all_have_the_shortest_context() -> None:
@@ -290,23 +271,19 @@ async def test_all_have_the_shortest_context() -> None:
                 loaded.append(EngineConfig.model_validate_json(message.config).max_model_len)
             super().send(message)
 
-    with fakes() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Fitted)
-        client = processes(EngineConfig(data_parallel_size=3))
-        info = await client.link.start()
-        assert info.max_model_len == 80
-        assert loaded == [80, 80]
-        assert client.responsive
-        await client.link.stop()
+    client = processes(EngineConfig(data_parallel_size=3), Launcher(Fitted))
+    info = await client.link.start()
+    assert info.max_model_len == 80
+    assert loaded == [80, 80]
+    assert client.responsive
+    await client.link.stop()
 
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
-    with fakes() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
-        client = processes(EngineConfig(data_parallel_size=2))
-        with pytest.raises(ConfigError, match="there is no room"):
-            await client.link.start()
-        assert not client.alive
+    client = processes(EngineConfig(data_parallel_size=2), Launcher(Unstartable))
+    with pytest.raises(ConfigError, match="there is no room"):
+        await client.link.start()
+    assert not client.alive
 
 
 def test_one_engine_needs_no_replicas() -> None:

@@ -120,10 +120,9 @@ def record(number: int, began: float, ended: float, chunks: list[tuple[str, int,
     return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, tuple(chunks), tuple(out))
 
 
-def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     clock = 0.0
-    monkeypatch.setattr("quire.engine.core.history.monotonic", lambda: clock)
-    history = History()
+    history = History(clock=lambda: clock)
     history.submitted(request("a"))
     token = RequestOutput("a", [7])
     history.stepped([], record(1, 2.0, 3.0, [("a", 0, 2)]))
