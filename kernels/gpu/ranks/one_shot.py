@@ -54,7 +54,7 @@ class OneShot:
     def __init__(self, rank: int, memory: Sequence[Tensor], words: Tensor, most_looks: int = _MOST_LOOKS) -> None:
         """memory: of each rank, `memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
         host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
-        self._rank, self._memory, self._words = rank, tuple(memory), words
+        self._rank, self.memory, self.words = rank, tuple(memory), words
         self.most_looks = most_looks
         device = memory[rank].device
         addresses = torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64)
@@ -68,20 +68,20 @@ class OneShot:
         """As `Collective.sum`, of x that it takes: added in float32 in the order of the ranks. What a sum gives that
         was given up is nothing: see `check`."""
         x = x.contiguous()
-        out, ranks = torch.empty_like(x), len(self._memory)
+        out, ranks = torch.empty_like(x), len(self.memory)
         sum_over_ranks[cdiv(x.numel(), _PART),](
-            out, x, self._addresses, self._counts, self._words, x.numel(), self.most_looks, self._rank, ranks,
+            out, x, self._addresses, self._counts, self.words, x.numel(), self.most_looks, self._rank, ranks,
             power_of_2(ranks), PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
         )  # fmt: skip
         return out
 
     def stop(self) -> None:
         """Let no sum wait any longer. Any thread may call it."""
-        self._words[0] = 1
+        self.words[0] = 1
 
     def check(self) -> None:
         """Of the sums that have ended: raises RankEnded where one was given up."""
-        if self._words[1]:
+        if self.words[1]:
             raise RankEnded("a sum over ranks was given up")
 
 

@@ -199,7 +199,7 @@ def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
                 each.stop()
 
     together(5, [lambda: alive(0), lambda: alive(1), dies])
-    told = made[2]._memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
+    told = made[2].memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
     assert told[:, 2].max() == 1
     assert told[:, :2].max() == 2, "of the sum that was given up, and of none after it"
 
@@ -276,7 +276,7 @@ def test_ranks_meet() -> None:
     memories = Memories()
     made = met(memories)
     assert len(memories.shared) == 2
-    assert [each._memory[0].data_ptr() for each in made if each] == [made[0]._memory[0].data_ptr()] * 2
+    assert [each.memory[0].data_ptr() for each in made if each] == [made[0].memory[0].data_ptr()] * 2
     x = torch.ones(9)
     assert [each.tolist() for each in together(1, [lambda: made[0].sum(x), lambda: made[1].sum(x)])] == [[2.0] * 9] * 2
 
@@ -331,12 +331,12 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
 
     class Late(Done):
         def query(self) -> bool:
-            return bool(made._words[0]) or clock[0] > begun[0] + 25
+            return bool(made.words[0]) or clock[0] > begun[0] + 25
 
     monkeypatch.setattr(one_shot, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept))
     monkeypatch.setattr(torch.cuda, "Event", Late)
     monkeypatch.setattr(OneShot, "sum", summed)
-    monkeypatch.setattr(OneShot, "stop", lambda own: own._words.fill_(1))
+    monkeypatch.setattr(OneShot, "stop", lambda own: own.words.fill_(1))
     with pytest.raises(ValueError, match="a sum did not come"):
         one_shot.try_sums(made, 0, 1, torch.device("cpu"))
     assert clock[0] < 60
@@ -368,7 +368,7 @@ def test_behind_the_ranks_interface() -> None:
         both[0].sum(torch.zeros(MOST + 1))
     both[0].close()
     assert groups[0].aborted
-    assert made[0]._words.tolist() == [1, 0]
+    assert made[0].words.tolist() == [1, 0]
     with pytest.raises(RankEnded):
         both[0].sum(x)
     made[1].stop()
