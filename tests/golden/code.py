@@ -1,9 +1,9 @@
 """The instructions of every module, with names as numbers: equal for two trees that differ in names, docstrings and
 comments alone.
 
-A number stands for a name in order of its first use in a code object, locals, attributes, globals and keywords each for
-themselves. So two names that become one, or one that becomes two, are a difference. Names in texts (getattr, annotations in
-quotes) are no names, and are shown. Imports at the top of a module are left out, because their order follows their names.
+A number stands for a name in the order of its first use in a code object; locals, attributes, globals and keywords are
+counted apart. So two names that become one, or one that becomes two, are a difference. Names in texts (getattr,
+annotations in quotes) are values. Imports at the top of a module are left out, because their order follows their names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = ("_GLOBAL", "_NAME", "IMPORT_FROM")
 def capture_code(tree: Tree) -> Captured:
     """A text for each module of the package, by path."""
     package = tree.root / "quire"
-    # Folders of the package may be links (of which pathlib's globs take none), as they were before quire/ held them all.
+    # Before quire/ held them, these folders were links, which pathlib's globs do not follow.
     folders = [package, *(each for each in sorted(package.iterdir()) if each.is_dir())]
     files = {
         path for folder in folders for path in (folder.glob("*.py") if folder == package else folder.rglob("*.py"))

@@ -17,9 +17,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries import flash4
 from quire.kernels.gpu.libraries.flash4 import Flash4
-from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.reference import Reference
 from quire.kernels.softmax import Softmax
 from tests.engine.worker.fake_cuda import DEVICE, load_guard
@@ -54,10 +52,10 @@ def main() -> None:
     major = int(os.environ["FLASH_ATTENTION_ARCH"].removeprefix("sm_").rstrip("a")) // 10
     load_guard(Path(sys.argv[1]))
     torch.cuda.get_device_capability = lambda device=None: (major, 0)
-    FlashPages._for = lambda self, x: Reference()  # so that decodes are flash-attn's everywhere
     backend = Flash4()
+    backend.fused = Reference()  # so that decodes are flash-attn's everywhere
     assert backend.cannot_serve(DEVICE, torch.bfloat16, 64) is None
-    assert flash4._splits(DEVICE) == (major == 10)
+    assert backend.can_split_keys(DEVICE) == (major == 10)
     for dim, softmax, case in product((64, 128), RULES, CASES):
         error = None
         try:

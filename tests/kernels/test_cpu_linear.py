@@ -35,7 +35,7 @@ def test_linear(cpu: Cpu, inner: int, outs: int, biased: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pytorch_without_onednn(cpu: Cpu, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for Apple's CPUs: its operators do not exist there."""
-    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     x, weight = torch.ones((3, 8), dtype=dtype), torch.eye(8, dtype=dtype)
     assert isinstance(cpu.pack_linear(weight, None), PackedLinear)

@@ -4,15 +4,16 @@ functions, is what the float64 reference says; on a GPU the real ones are held t
 from __future__ import annotations
 
 import inspect
-import sys
 import tomllib
+from functools import wraps
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.libraries import flash, torch_varlen
+from quire.kernels.gpu.libraries import flash
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.paged import FlashPages, built_for
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
@@ -21,6 +22,7 @@ from quire.kernels.rotation import Rope
 from quire.kernels.select import select_backend
 from quire.kernels.softmax import Softmax
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
+from tests.kernels.installed import PAGED, install_flash, install_varlen
 from tests.kernels.ragged import Part, error, page, random_part, to_device
 from tests.tree import ROOT
 
@@ -35,8 +37,8 @@ TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttn:
     fake = FakeFlashAttn()
-    monkeypatch.setattr(flash, "_load", lambda: fake)
-    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    install_flash(monkeypatch, fake)
+    install_varlen(monkeypatch, fake_varlen_attn)
     return fake
 
 
@@ -202,7 +204,7 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
     device = gpu(monkeypatch, (8, 0))
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert (backend.name, why) == ("flash", "flash-attn 2.8.3")
-    monkeypatch.setattr(flash, "_load", lambda: f"flash-attn is not installed ({flash.INSTALL})")
+    install_flash(monkeypatch, None)
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert backend.name == "torch_varlen"
     assert f"flash: flash-attn is not installed ({flash.INSTALL})" in why
@@ -261,7 +263,7 @@ def test_gpu_kernels_are_refused_on_a_cpu(library: FakeFlashAttn) -> None:
 def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeFlashAttn()
     monkeypatch.setattr(library, "__version__", version, raising=False)
-    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    install_flash(monkeypatch, library)
     backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
     assert (backend.name == "flash") == serves
     assert serves or f"flash: flash-attn {version} is not one of 2.8 to 2.8.3" in why
@@ -269,7 +271,7 @@ def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.
 
 def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """It installs flash_attn.cute, so that flash_attn is a namespace without functions or a version."""
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    install_flash(monkeypatch, ModuleType("flash_attn"))
     backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
     assert backend.name != "flash"
     assert "what is installed as flash_attn is not flash-attn 2" in why
@@ -289,26 +291,24 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2.13 on it has paged attention, with the arguments that are asked for. `make torch-matrix` tries others."""
     device = gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
-    attend = torch_varlen._varlen_attn()
-    assert (attend is not None) == (INSTALLED >= (2, 13))
     reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
-    assert (reason is None) == (INSTALLED >= (2, 13)), reason
-    if attend is None:
+    assert (reason is None) == (INSTALLED >= PAGED), reason
+    if reason is not None:
         return
-    asked: dict[str, object] = {}
-    backend = TorchVarlen(deterministic=True)
-    backend._library = lambda *args, **named: asked.update(args=args, named=named) or args[0]
-    check_asks(backend)
-    args, named = asked["args"], asked["named"]
-    assert isinstance(args, tuple)
-    assert isinstance(named, dict)
-    inspect.signature(attend).bind(*args, **named)
+    from torch.nn.attention.varlen import varlen_attn
 
+    signature, asked = inspect.signature(varlen_attn), list[inspect.BoundArguments]()
 
-def check_asks(backend: Backend) -> None:
+    @wraps(varlen_attn)
+    def bound(*args: Any, **named: Any) -> torch.Tensor:
+        asked.append(signature.bind(*args, **named))
+        return args[0]
+
+    install_varlen(monkeypatch, bound)
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in MIXED]
-    attend(backend, parts, "cpu", 37, None, 0.1)
+    attend(TorchVarlen(deterministic=True), parts, "cpu", 37, None, 0.1)
+    assert asked
 
 
 @pytest.mark.skipif(INSTALLED < (2, 12), reason="the signature that is installed has no block_table")
@@ -319,7 +319,6 @@ def test_pytorch_before_2_13_refuses_what_its_signature_takes(
     """The signature that is installed has block_table, as that of 2.12 has; there it depends on the version alone."""
     monkeypatch.setattr(torch, "__version__", version)
     device = gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(flash, "_load", lambda: "not here")
     reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
     assert reason == (None if paged else f"PyTorch {version} has no paged attention, 2.13 has")
 
@@ -372,12 +371,11 @@ class Spy(Reference):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 37])
 def test_pytorchs_kernels_leave_steps_of_one_query_each_to_triton(
-    library: FakeFlashAttn, deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    library: FakeFlashAttn, deterministic: bool, window: int | None
 ) -> None:
     """PyTorch's neither pack grouped heads under a causal window nor split keys."""
-    spy = Spy()
-    monkeypatch.setattr(TorchVarlen, "_for", lambda *_: spy)
     backend = TorchVarlen(deterministic=deterministic)
+    backend.plain = spy = Spy()
     check(backend, "cpu", DECODES, window=window)
     check(backend, "cpu", MIXED, window=window)
     assert spy.queries == ([] if deterministic else [1])

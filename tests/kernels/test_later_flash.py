@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries import flash3, flash4
 from quire.kernels.gpu.libraries.flash3 import Flash3
 from quire.kernels.gpu.libraries.flash4 import Flash4
-from quire.kernels.gpu.libraries.paged import FlashPages
+from quire.kernels.gpu.libraries.paged import loaded
 from quire.kernels.probe import Probe
 from quire.kernels.select import select_backend
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4
+from tests.kernels.installed import install_flash, install_flash3, install_flash4, install_varlen
 from tests.kernels.test_flash import BOTH, CASES, DECODES, MIXED, WHOLE, Spy, check, gpu
 from tests.tree import ROOT
 
@@ -34,15 +35,21 @@ Made = tuple[Backend, FakeFlash3 | FakeFlash4]
 KINDS = {"flash3": 9, "flash4": 9, "flash4 on Blackwell": 10}
 
 
+class OnBlackwell(Flash4):
+    def can_split_keys(self, device: torch.device) -> bool:
+        return True
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
     def made(kind: str) -> Made:
         major = KINDS[kind]
         three, four = FakeFlash3(), FakeFlash4(major)
-        monkeypatch.setattr(flash3, "_load", lambda: three)
-        monkeypatch.setattr(flash4, "_load", lambda: four.flash_attn_varlen_func)
-        monkeypatch.setattr(flash4, "_splits", lambda device: major == 10)
-        return (Flash3(), three) if kind == "flash3" else (Flash4(), four)
+        install_flash3(monkeypatch, three)
+        install_flash4(monkeypatch, four.flash_attn_varlen_func)
+        if kind == "flash3":
+            return Flash3(), three
+        return (OnBlackwell() if major == 10 else Flash4()), four
 
     return made
 
@@ -71,12 +78,10 @@ def test_splits(make: Callable[[str], Made]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flash4", "flash4 on Blackwell"])
-def test_without_splits_steps_of_one_query_each_are_triton_s(
-    make: Callable[[str], Made], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str], Made], kind: str) -> None:
     backend, library = make(kind)
-    spy = Spy()
-    monkeypatch.setattr(FlashPages, "_for", lambda *_: spy)
+    assert isinstance(backend, Flash4)
+    backend.plain = spy = Spy()
     check(backend, "cpu", DECODES)
     check(backend, "cpu", MIXED)
     assert spy.queries == ([1] if kind == "flash4" else [])
@@ -107,8 +112,8 @@ def test_the_order_by_architecture(
 ) -> None:
     """With everything installed: each is chosen where those before it fail their trial, and says so."""
     make("flash3")
-    monkeypatch.setattr(flash, "_load", lambda: FakeFlashAttn())
-    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    install_flash(monkeypatch, FakeFlashAttn())
+    install_varlen(monkeypatch, fake_varlen_attn)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
     device = gpu(monkeypatch, capability)
     for index, name in enumerate(order):
@@ -150,7 +155,7 @@ def test_what_they_refuse(
 @pytest.mark.parametrize("name", ["flash3", "flash4"])
 def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(name)
-    monkeypatch.setattr(flash, "_load", lambda: FakeFlashAttn())
+    install_flash(monkeypatch, FakeFlashAttn())
     device = gpu(monkeypatch, (9, 0))
     assert select_backend(device, torch.bfloat16, 64, deterministic=True)[0].name == "flash"
     with pytest.raises(ValueError, match="--deterministic takes another backend"):
@@ -158,10 +163,11 @@ def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(isinstance(flash4._load(), str), reason="flash-attn 4 is not installed")
 @pytest.mark.parametrize(("architecture", "processors"), [("sm_90a", "132"), ("sm_100a", "148")])
 def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, processors: str, tmp_path: Path) -> None:
     """Its compiler needs no GPU, but for few queries on Blackwell: there it asks the driver for one."""
+    if isinstance(reason := loaded("flash_attn.cute", "flash-attn 4", flash4.INSTALL), str):
+        pytest.skip(reason)
     asked = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": processors}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_flash4", str(tmp_path)],
@@ -184,21 +190,27 @@ def test_what_is_not_installed_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -
     for module in ("flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
     for name, advice in (("flash3", flash3.INSTALL), ("flash4", flash4.INSTALL)):
-        with pytest.raises(ValueError, match=f"{name}: flash-attn {name[-1]} is not installed") as raised:
-            select_backend(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64, name)
-        assert advice in str(raised.value)
+        assert why_not(monkeypatch, name) == f"{name}: flash-attn {name[-1]} is not installed ({advice})"
+
+
+def why_not(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """Why this one does not serve on Hopper."""
+    with pytest.raises(ValueError, match=name) as raised:
+        select_backend(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64, name)
+    return str(raised.value)
 
 
 def test_what_is_installed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn 2 has the folder flash_attn, and flash-attn 3 needs a library built for this PyTorch."""
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    install_flash(monkeypatch, ModuleType("flash_attn"))
     for module in ("flash_attn.cute", "flash_attn_interface"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    assert flash4._load() == f"flash-attn 4 is not installed ({flash4.INSTALL})"
+    assert why_not(monkeypatch, "flash4") == f"flash4: flash-attn 4 is not installed ({flash4.INSTALL})"
     broken: Any = type("Broken", (), {"find_spec": staticmethod(raise_import)})
     monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
-    assert flash3._load() == ("flash-attn 3 cannot be loaded, install it for this PyTorch (undefined symbol: _ZN3c10)")
+    broken_symbol = "flash-attn 3 cannot be loaded, install it for this PyTorch (undefined symbol: _ZN3c10)"
+    assert why_not(monkeypatch, "flash3") == f"flash3: {broken_symbol}"
 
 
 def raise_import(name: str, path: object = None, target: object = None) -> None:

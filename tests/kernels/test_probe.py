@@ -15,7 +15,6 @@ from torch import Tensor
 from quire.kernels.backend import Backend
 from quire.kernels.gpu import faults
 from quire.kernels.gpu.faults import fault
-from quire.kernels.gpu.libraries import flash, torch_varlen
 from quire.kernels.gpu.libraries.flash import Flash
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
 from quire.kernels.probe import Probe
@@ -25,6 +24,7 @@ from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
+from tests.kernels.installed import install_flash, install_varlen
 
 CPU = torch.device("cpu")
 PROBE = Probe(CPU, torch.bfloat16, 8, 2, 64)
@@ -71,7 +71,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
-    monkeypatch.setattr(flash, "_load", lambda: library)
+    install_flash(monkeypatch, library)
     return Flash()
 
 
@@ -116,7 +116,7 @@ def test_a_small_mistake_is_noticed(wrong: type[Reference], kind: str, shape: tu
 
 
 def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    install_varlen(monkeypatch, fake_varlen_attn)
     assert PROBE(TorchVarlen()) is None
 
 
@@ -181,7 +181,7 @@ def forgetful(function: Any) -> Any:
 def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Faulty(prompt=refuse)
     made(monkeypatch, library)
-    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    install_varlen(monkeypatch, fake_varlen_attn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     device = torch.device("cuda")
     backend, why = select_backend(device, torch.bfloat16, 64, trials=[PROBE])

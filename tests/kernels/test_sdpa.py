@@ -17,6 +17,7 @@ from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
 from tests.kernels.fake_flash import FakeFlashAttn
+from tests.kernels.installed import install_flash
 from tests.kernels.ragged import attend, error, random_part
 from tests.tiny_models import save_tiny_model
 
@@ -45,7 +46,7 @@ def test_what_looks_ahead(
     """On the pages of every backend, beside what was never written; sequences of one shape together."""
     mix = [(300, 20), (40, 40), (40, 40), (40, 40), (5, 5), (130, 130), (77, 1)]
     parts = [random_part(keys, queries, 6, 2, 24, torch.float64, generator) for keys, queries in mix]
-    monkeypatch.setattr(flash, "_load", FakeFlashAttn)
+    install_flash(monkeypatch, FakeFlashAttn())
     made: Backend = Sdpa() if backend == "sdpa" else flash.Flash()
     wanted = attend(Reference(), parts, window=window, ahead=None)
     for found, judged in zip(attend(made, parts, window=window, ahead=None), wanted, strict=True):

@@ -71,7 +71,8 @@ class Download:
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """`stream` is of the tensors' GPU, and None where they are on the host already, and where the device has none
         of CUDA's; there `wait` copies them."""
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
+        """Copies of these in the host's memory, once they are made."""
         self._arrived: torch.cuda.Event | None = None
         if stream is None:
             return
@@ -79,11 +80,11 @@ class Download:
         with torch.cuda.stream(stream):
             for index, tensor in enumerate(tensors):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._tensors[index] = host.copy_(tensor, non_blocking=True)
+                self.tensors[index] = host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)  # else its memory could be reused before it is copied
             self._arrived = stream.record_event()
 
     def wait(self) -> list[Tensor]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [each.cpu() for each in self._tensors]
+        return [each.cpu() for each in self.tensors]

@@ -123,11 +123,13 @@ class PackedDeltas:
 
 
 class TritonAdaptedLinear(AdaptedLinear, RoundingLinear):
-    def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
+    def __init__(self, linear: Linear, slots: AdapterSlots, split: int = _SPLIT) -> None:
+        """split: inputs of one sum."""
         count, parts, ranks = slots.count, slots.parts, slots.max_rank
         outs, inner, device = sum(parts), slots.in_features, slots.device
         self._linear = linear
         self._count = count
+        self._split = split
         self._firsts = [sum(parts[:index]) for index in range(len(parts))]
         self._max_rank = ranks
         self._block_r = min(_MOST_RANKS, max(16, power_of_2(ranks)))
@@ -155,12 +157,12 @@ class TritonAdaptedLinear(AdaptedLinear, RoundingLinear):
         assert whole is not None
         (rows, inner), x, order = whole.shape, whole.contiguous(), context.order
         assert order is not None
-        parts, ranks, splits = len(self._firsts), self._max_rank, cdiv(inner, _SPLIT)
+        parts, ranks, splits = len(self._firsts), self._max_rank, cdiv(inner, self._split)
         most = min(_ROWS, self._count + 1)
         programs, blocks = cdiv(rows, _ROWS) * most, parts * cdiv(ranks, self._block_r)
         middle = torch.empty((splits, rows, parts * ranks), dtype=torch.float32, device=x.device)
         _shrink_kernel[programs, blocks, splits](
-            middle, x, self._down, self._ranks, adapters, order, rows, most, inner, parts, ranks, _SPLIT,
+            middle, x, self._down, self._ranks, adapters, order, rows, most, inner, parts, ranks, self._split,
             _ROWS, self._block_r, _INNER, num_warps=4, num_stages=3,
         )  # fmt: skip
         _expand_kernel[programs, len(self._places)](

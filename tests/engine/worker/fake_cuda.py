@@ -151,12 +151,13 @@ class FakeGpu:
         self.tensors, self.waiting = FakeTensorMode(), Waiting()
         self.launched: list[str] = []
         """The Triton kernels that were started."""
+        self._until_wait = contextlib.ExitStack()
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(Tensor, "record_stream", recorded)
         monkeypatch.setattr(transfer, "fill", self._fill)
-        monkeypatch.setattr(transfer.Download, "wait", lambda download: [real(each) for each in download._tensors])
+        monkeypatch.setattr(transfer.Download, "wait", lambda download: self._wait(download))
         self._replace_triton(monkeypatch)
 
     @contextlib.contextmanager
@@ -169,6 +170,17 @@ class FakeGpu:
     def never_waits(self) -> Iterator[None]:
         with self.tensors, self.waiting:
             yield
+
+    @contextlib.contextmanager
+    def waits_once(self) -> Iterator[None]:
+        """As `never_waits`, up to a wait for a download, whose numbers are real: nothing behind it sees a GPU."""
+        with contextlib.ExitStack() as self._until_wait:
+            self._until_wait.enter_context(self.never_waits())
+            yield
+
+    def _wait(self, download: transfer.Download) -> list[Tensor]:
+        self._until_wait.close()
+        return [real(each) for each in download.tensors]
 
     def _fill(self, staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
         """Fake memory has no bytes to fill."""

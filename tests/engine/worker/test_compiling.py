@@ -4,7 +4,7 @@ and that they are then found. Triton's compiler needs no GPU; nothing is launche
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.loop import Engine
 from quire.engine.models import decoder
 from quire.engine.worker import draft_runner, heads, inputs, runner, startup
-from quire.engine.worker.compiling import processes
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
@@ -45,20 +44,21 @@ PICKED = 300
 
 
 @pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The compiler's target, and where it keeps what it makes."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     from quire.kernels.gpu import triton_paged
-    from quire.kernels.gpu.kinds import NoGpu
+    from quire.kernels.gpu.kinds import aim
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-    monkeypatch.setattr(driver, "_active", NoGpu(GPUTarget("cuda", 90, 32)))
     assert str(tmp_path) in knobs.cache.dir
-    return tmp_path / "kept"
+    aim(GPUTarget("cuda", 90, 32))
+    yield tmp_path / "kept"
+    driver.set_active(None)  # it looks for the GPU that is there, when it is next asked
 
 
 def aligned(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -279,9 +279,9 @@ class Named:
         return Path(self.folder, "compiled")
 
 
-def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_CHILD", "quire.engine.worker.compiling.nobody")
-    found = compile_kinds([Named(str(tmp_path))] * 5, lambda: None)  # type: ignore[list-item]
+def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path) -> None:
+    kinds = [Named(str(tmp_path))] * 5
+    found = compile_kinds(kinds, lambda: None, "quire.engine.worker.compiling.nobody")  # type: ignore[arg-type]
     assert (found.count, found.failed) == (0, 5)
     assert found.why.endswith("No module named quire.engine.worker.compiling.nobody")
     assert found.said.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
@@ -327,12 +327,10 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
 def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import driver
-
     from quire.engine.worker.compiling.fill import common_models, kinds_of, target_of
-    from quire.kernels.gpu.kinds import NoGpu
+    from quire.kernels.gpu.kinds import aim
 
-    monkeypatch.setattr(driver, "_active", NoGpu(target_of(name)))
+    aim(target_of(name))
     monkeypatch.setattr(torch.version, "hip", "of a PyTorch for it")
     kinds = [kind for kind in kinds_of(common_models()[0], 16) if kind.name in ("attend", "attend_splits")]
     assert len(kinds) == 8

@@ -22,11 +22,12 @@ from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
+from quire.engine.models.heads.eagle import Eagle3
 from quire.engine.types import Request, SamplingParams
-from quire.engine.worker.graphs import capture as capturing
+from quire.engine.worker import runner as runners
 from quire.engine.worker.graphs import decodes, prompts
+from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.graphs.forms import Forms
-from quire.engine.worker.graphs.guesses import GuessGraphs
 from quire.engine.worker.loading import model as loading
 from quire.engine.worker.loading import room
 from quire.engine.worker.runner import Runner
@@ -42,6 +43,7 @@ from tests.engine.test_heads import Recorded, made_head
 from tests.engine.test_speculation import always
 from tests.kernels.fake_capture import FakeCapture, Refusing
 from tests.kernels.fake_flash import FakeFlashAttn
+from tests.kernels.installed import install_flash
 from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
@@ -52,7 +54,7 @@ from tests.vision_families import save_family
 def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn on the CPU, with the pages and the layout it asks for."""
     library = FakeFlashAttn()
-    monkeypatch.setattr(flash, "_load", lambda: library)
+    install_flash(monkeypatch, library)
     monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
     monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
@@ -123,13 +125,13 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
         wanted = run(start(monkeypatch, None), requests)
         engine = start(monkeypatch, capture, ahead=1)
         assert isinstance(engine.runner, Runner)
-        write = engine.runner._write_largest
+        pick = engine.runner.model.largest
 
-        def written(hidden: Tensor, *rest: Any, write: Any = write, picks: list[int] = picks) -> Tensor:
+        def largest(hidden: Tensor, *rest: Any, pick: Any = pick, picks: list[int] = picks) -> tuple[Tensor, Tensor]:
             picks.append(len(hidden))
-            return write(hidden, *rest)
+            return pick(hidden, *rest)
 
-        monkeypatch.setattr(engine.runner, "_write_largest", written)
+        monkeypatch.setattr(engine.runner.model, "largest", largest)
         assert picked(run(engine, requests)) == picked(wanted)
         assert engine.runner.graphs is not None
         of_picks = [size for size, pages, _ in engine.runner.graphs.captured.graphs if pages is None]
@@ -355,7 +357,8 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
         return computed
 
     monkeypatch.setattr(Forms, "decode_behind", short(Forms.decode_behind))
-    monkeypatch.setattr(GuessGraphs, "_computed", short(GuessGraphs._computed))
+    for name in ("logits", "advance"):
+        monkeypatch.setattr(Eagle3, name, short(getattr(Eagle3, name)))
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
     assert (picked(run(engine, few())), recorded.guesses) == wanted
     reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
@@ -473,16 +476,17 @@ def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch
 
 @pytest.mark.usefixtures("fake_flash")
 def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
-    runner, times = engine.runner, iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
     captured: list[int] = []
 
-    def decode(rows: Tensor, pages: int) -> Tensor:
+    def decode(forms: Forms, rows: Tensor, pages: int) -> Tensor:
         captured.append(rows.shape[1])
         return torch.zeros(1)
 
-    runner.graphs._decode = decode  # hundreds of rows would take gigabytes to record
-    notes = warm_up(runner, 30.0, 64, clock=lambda: next(times))
+    monkeypatch.setattr(Forms, "decode", decode)  # hundreds of rows would take gigabytes to record
+    engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
+    assert captured == []
+    times = iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
+    notes = warm_up(engine.runner, 30.0, 64, clock=lambda: next(times))
     assert captured == [384, 256, 192]
     assert notes == ["3 of 21 decode graphs captured in 30.5 s"]
     assert engine.prepare(), "the rest follow in idle moments"
@@ -492,15 +496,21 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(monkeypatch, FakeCapture())
     seen: list[tuple[bool, float]] = []
-    pick = engine.runner._sample
+    choose = runners.choose_sampler
 
-    def watched(logits: Tensor, rows: list[SamplingRow], mask: Any) -> Tensor:
-        seen.extend((each.rules.params.greedy, each.rules.params.top_p) for each in rows)
-        return pick(logits, rows, mask)
+    def watched(*of: Any) -> Callable[..., Tensor]:
+        sample = choose(*of)
 
-    engine.runner._sample = watched
+        def pick(logits: Tensor, rows: list[SamplingRow], mask: Any) -> Tensor:
+            seen.extend((each.rules.params.greedy, each.rules.params.top_p) for each in rows)
+            return sample(logits, rows, mask)
+
+        return pick
+
+    monkeypatch.setattr(runners, "choose_sampler", watched)
+    engine = start(monkeypatch, FakeCapture())
+    seen.clear()
     warm_up(engine.runner, 0.0, 64)
     assert seen == []
     warm_up(engine.runner, 60.0, 64)
@@ -525,7 +535,7 @@ class FakeStream:
 
 class FakeCuda:
     """The current stream, the pools that are captured into, and captures whose end fails: torch.cuda.graph then leaves
-    its stream behind, and its pool among these."""
+    its stream behind, and its pool among these. It is PyTorch's allocator, too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends: bool = False) -> None:
         """ends: what fails is not the capture's end."""
@@ -534,22 +544,28 @@ class FakeCuda:
         self.captured: list[object] = []
         self.released: list[object] = []
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.released.append(pool), raising=False)
-        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        self.streams: list[FakeStream] = []
+        monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "set_stream", self.switch)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
+    def make_stream(self, device: torch.device) -> FakeStream:
+        self.streams.append(FakeStream())
+        return self.streams[-1]
+
     def switch(self, stream: FakeStream) -> None:
         self.current = stream
 
-    def end(self, device: int, pool: object) -> None:
+    def _cuda_endAllocateToPool(self, device: int, pool: object) -> None:
         if pool not in self.captured:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.captured.remove(pool)
+
+    def _cuda_releasePool(self, device: int, pool: object) -> None:
+        self.released.append(pool)
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
@@ -575,16 +591,16 @@ class FakeCuda:
 def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """The stream; no pool that is captured into, while which no memory that downloads have used is free again; and the
     graph, which PyTorch's allocator for pinned memory would still ask."""
-    cuda, before = FakeCuda(monkeypatch, ends=ends), len(capturing.CudaCapture._failed)
-    capture = capturing.CudaCapture(torch.device("cuda"))
+    cuda, before = FakeCuda(monkeypatch, ends=ends), len(CudaCapture.failed)
+    capture = CudaCapture(torch.device("cuda"), cuda)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="previous error"):
             capture(lambda: torch.zeros(1))
     assert cuda.current is cuda.first
-    assert cuda.first.waited_for[-1] is capture._stream
+    assert cuda.first.waited_for == cuda.streams * 4, "for the run without recording, and for the capture"
     assert cuda.captured == []
     assert cuda.released == ([] if ends else [(0, 1), (0, 2)])
-    assert len(capturing.CudaCapture._failed) == before + 2
+    assert len(CudaCapture.failed) == before + 2
 
 
 def test_a_fake_that_can_tell() -> None:

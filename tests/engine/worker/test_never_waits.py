@@ -26,7 +26,7 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, memory, startup, trials
+from quire.engine.worker import device, memory, startup, trials
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.images import load
@@ -39,7 +39,7 @@ from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import transfer
 from quire.kernels.gpu.experts import mixture
-from quire.kernels.gpu.libraries import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.libraries import flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized, rounding, trial
 from tests.engine.harness import request, run
@@ -47,6 +47,7 @@ from tests.engine.images.test_families import about
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import CHEAP, Garbage, Replaceable, always
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
+from tests.kernels.installed import install_flash, install_flash3, install_flash4, install_varlen
 from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.vision_families import FAMILIES, save_family
@@ -93,8 +94,11 @@ class Shapes:
     def cute(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
         return self.flash_attn_varlen_func(q, k, v, **others), None
 
-    def varlen_attn(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
-        return self.flash_attn_varlen_func(q, k, v, **dict(enumerate_names(others)), **named)
+    def varlen_attn(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, block_table: Tensor | None = None, **named: Any
+    ) -> Tensor:
+        named |= dict(enumerate_names(others))
+        return self.flash_attn_varlen_func(q, k, v, block_table=block_table, **named)
 
 
 def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
@@ -105,11 +109,11 @@ def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
     made = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
     library = Shapes()
-    monkeypatch.setattr(flash, "_load", lambda: library)
-    monkeypatch.setattr(flash3, "_load", lambda: library)
-    monkeypatch.setattr(flash4, "_load", lambda: library.cute)
-    monkeypatch.setattr(flash4, "_splits", lambda device: True)
-    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: library.varlen_attn)
+    install_flash(monkeypatch, library)
+    install_flash3(monkeypatch, library)
+    install_flash4(monkeypatch, library.cute)
+    install_varlen(monkeypatch, library.varlen_attn)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(FlashPages, "cannot_serve", lambda *_: None)
     for each in (flash3.Flash3, flash4.Flash4, torch_varlen.TorchVarlen):
         monkeypatch.setattr(each, "cannot_serve", lambda *_: None)
@@ -226,20 +230,22 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     options = {"model": str(path), "speculative_config": speculative, "attention_backend": "triton"}
     engine = start(gpu, monkeypatch, always, graphs=graphs, **options)
-    name = "_guess_by_graphs" if graphs else "_guess"
-    guess, calls = getattr(Heads, name), list[int]()
+    draft, calls = Heads.draft, list[int]()
 
-    def guessed(heads: Heads, rows: Any) -> Any:
-        calls.append(len(rows))
-        with gpu.never_waits():
-            return guess(heads, rows)
+    def drafted(heads: Heads, rows: Any) -> Any:
+        with gpu.waits_once():
+            found = draft(heads, rows)
+        if any(found):
+            calls.append(len(rows))
+        return found
 
-    monkeypatch.setattr(Heads, name, guessed)
+    monkeypatch.setattr(Heads, "draft", drafted)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
     assert (engine.stats.captured_prompt_steps > 10) == graphs
     assert len(calls) > 10
+    assert (engine._drafting.graphs is not None) == graphs
     if graphs:
         made = engine.runner
         every = (engine._drafting.graphs.captured, made.graphs.captured, made.prompt_graphs.captured)
@@ -253,8 +259,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
     """All that it does until its guesses are waited for: catching up, and token by token."""
-    drafted = draft_runner._drafted
-    monkeypatch.setattr(draft_runner, "_drafted", lambda found: found)
+    monkeypatch.setattr(DraftRunner, "measure_costs", lambda *_: [(1, 0.001), (64, 0.002)])
     monkeypatch.setattr(draft_model, "load_weights", lambda table, *_, **__: empty_weights(table))
     served, small = (save_tiny_model(tmp_path / str(n), "llama", num_hidden_layers=n) for n in (2, 1))
     speculative = SpeculativeConfig(method="draft_model", model=str(small), num_speculative_tokens=3)
@@ -267,9 +272,8 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
         def guessed(runner: DraftRunner, asked: Any) -> Any:
             calls.append(name)
-            with gpu.never_waits():
-                found = whole(runner, asked)
-            return drafted(found)
+            with gpu.waits_once():
+                return whole(runner, asked)
 
         return guessed
 
@@ -582,8 +586,9 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     """Putting them into slots, prompts and decodes; rows without one launch none of their kernels."""
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
+    monkeypatch.setattr(startup, "adapter_loader", lambda *_: Loaded())
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
-    model, engine.scheduler._waiting._loader = engine.runner._model, Loaded()
+    model = engine.runner.model  # type: ignore[attr-defined]
     modules = adaptable_modules(read_model_config(path))
     with gpu.never_waits():
         parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.runner import Runner
-from quire.kernels.recurrent import recurrence
+from quire.kernels import reference
+from quire.kernels.recurrent.recurrence import Guesses, Matrices, Sequences
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
@@ -176,14 +178,19 @@ def unused(_: object) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found, row = [], recurrence._row
+    found, recur = [], reference.recur
 
-    def tolerant(given: Tensor, rule: Any, states: Any, slot: int, context: int, *said: int) -> list[Tensor]:
+    def tolerant(
+        given: Tensor, z: Tensor, beside: Tensor, rule: Any, states: Matrices, rows: Sequences, slots_of: Tensor
+    ) -> Tensor:
         """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
-        said = (context - len(given), context) if slot == len(states.matrices) - 1 else said
-        return row(given, rule, states, slot, context, *said)
+        if (guesses := rows.guesses) is not None:
+            fills, contexts = slots_of == len(states.matrices) - 1, rows.context_lens
+            seen = torch.where(fills, contexts - rows.query_start.diff(), guesses.seen)
+            rows = replace(rows, guesses=Guesses(seen, torch.where(fills, contexts, guesses.known)))
+        return recur(given, z, beside, rule, states, rows, slots_of)
 
-    monkeypatch.setattr(recurrence, "_row", tolerant)
+    monkeypatch.setattr(reference, "recur", tolerant)
     for capture in (None, run_again):
         options = {"max_num_batched_tokens": 48, "enable_prefix_caching": False}
         engine, recorded = with_heads(monkeypatch, tmp_path, "mtp", capture, "qwen3_5", **options)

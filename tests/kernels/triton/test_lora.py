@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, LinearContext
-from quire.kernels.gpu import triton_lora
 from quire.kernels.gpu.triton_linear import pack_linear
 from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
 from tests.kernels.ragged import error
@@ -33,12 +32,19 @@ def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator
 
 class Made:
     def __init__(
-        self, inner: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, *, wide: bool = False
+        self,
+        inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        generator: torch.Generator,
+        *,
+        wide: bool = False,
+        **options: int,
     ) -> None:
         self.weight = torch.randn((sum(PARTS), inner), generator=generator).to(device, dtype)
         self.plain = pack_linear(self.weight, None, wide=wide)
         slots = AdapterSlots(SLOTS, inner, PARTS, max(RANKS), dtype, wide, device)
-        self.linear = TritonAdaptedLinear(self.plain, slots)
+        self.linear = TritonAdaptedLinear(self.plain, slots, **options)
         self.deltas = [deltas(rank, inner, dtype, generator) for rank in RANKS]
         for slot, own in enumerate(self.deltas, 1):
             self.linear.put(slot, self.linear.pack(own))
@@ -69,10 +75,9 @@ def test_merged(inner: int, dtype: torch.dtype, wide: bool, device: torch.device
     assert error(got.cpu(), made.expected(x, adapters)) < TOLERANCE[dtype]
 
 
-def test_split_inputs(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_inputs(device: torch.device, generator: torch.Generator) -> None:
     """Partial sums over 64 inputs, the last over fewer."""
-    monkeypatch.setattr(triton_lora, "_SPLIT", 64)
-    made = Made(200, torch.float32, device, generator)
+    made = Made(200, torch.float32, device, generator, split=64)
     x = torch.randn((9, 200), generator=generator).to(device)
     adapters = torch.tensor([4, 1, 0, 2, 2, 6, 3, 5, 4], device=device)
     assert error(made.linear(x, of(adapters)).cpu(), made.expected(x, adapters)) < 3e-6

@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,18 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.ranks import one_shot
 from quire.kernels.gpu.ranks.one_shot import MOST, PROGRAMS, OneShot, memory_bytes
-from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
 from tests.kernels.triton.conftest import INTERPRETED
 
 if not INTERPRETED:
     pytest.skip("ranks that take turns are the interpreter's", allow_module_level=True)
 
+import triton
 import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
+
+LANGUAGE = (tl, core)
+"""What a kernel of this file knows of Triton's language, and so what a launch of it changes there."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,12 +73,17 @@ class Turns:
             self._turn.notify_all()
 
 
+@triton.jit
+def around(work):
+    """A kernel that the interpreter runs as Python. At each launch it puts its own functions into Triton's language and
+    takes them back at the end: what is launched within another launch finds and leaves those of the interpreter."""
+    work()
+
+
 @contextmanager
 def at_once(seed: int, threads: int) -> Iterator[Turns]:
     """Kernels that so many threads launch meanwhile take turns."""
     turns, builder = Turns(seed, threads), interpreter.InterpreterBuilder
-    # Once, for all of them and for what they call: each would take back what it finds.
-    scopes = [interpreter._patch_lang(each.fn) for each in (sum_over_ranks, tl.min)]
 
     def taking_turns(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -82,17 +92,16 @@ def at_once(seed: int, threads: int) -> Iterator[Turns]:
 
         return run
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("create_masked_load", "create_masked_store", "create_load", "create_store"):
-                if hasattr(builder, name):
-                    patch.setattr(builder, name, taking_turns(getattr(builder, name)))
-            patch.setattr(builder, "create_atomic_rmw", taking_turns(builder.create_atomic_rmw))
-            patch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
-            yield turns
-    finally:
-        for scope in reversed(scopes):
-            scope.restore()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("create_masked_load", "create_masked_store", "create_load", "create_store"):
+            if hasattr(builder, name):
+                patch.setattr(builder, name, taking_turns(getattr(builder, name)))
+        patch.setattr(builder, "create_atomic_rmw", taking_turns(builder.create_atomic_rmw))
+        # Kernels call tl.min: its call, too, would look through the language for what `around` has changed already.
+        patch.setattr(
+            interpreter.InterpretedFunction, "__call__", lambda own, *args, **named: own.rewrite()(*args, **named)
+        )
+        yield turns
 
 
 def ranks(count: int, most_looks: int = 10**9) -> list[OneShot]:
@@ -112,7 +121,14 @@ def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
                 turns.end()
 
         with ThreadPoolExecutor(len(work)) as pool:
-            found = list(pool.map(run, range(len(work))))
+            asked = list[Future[Any]]()
+
+            def launch() -> None:
+                asked.extend(pool.submit(run, number) for number in range(len(work)))
+                wait(asked)
+
+            around[(1,)](launch)
+            found = [each.result() for each in asked]
     assert len(work) == 1 or turns.switches > 10
     return found
 
@@ -183,7 +199,7 @@ def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
                 each.stop()
 
     together(5, [lambda: alive(0), lambda: alive(1), dies])
-    told = made[2]._memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
+    told = made[2].memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
     assert told[:, 2].max() == 1
     assert told[:, :2].max() == 2, "of the sum that was given up, and of none after it"
 
@@ -213,60 +229,63 @@ class Done:
         return True
 
 
+class Memories:
+    """In the place of torch.UntypedStorage: what ranks share, by the numbers that are their handles here; no part of it
+    is a GPU's."""
+
+    def __init__(self, fails: str = "") -> None:
+        """fails: what does not work at its first call, sharing or opening."""
+        self.shared, self._fails = list[torch.UntypedStorage](), fails
+
+    def _share_cuda_(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        self._work("sharing")
+        self.shared.append(storage)
+        return 0, len(self.shared) - 1
+
+    def _new_shared_cuda(self, device: int, number: int) -> torch.UntypedStorage:
+        self._work("opening")
+        return self.shared[number]
+
+    def _work(self, what: str) -> None:
+        if self._fails == what:
+            self._fails = ""
+            raise RuntimeError("peer access is not supported between these two devices")
+
+
 @pytest.fixture
-def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What ranks share, by the numbers that are their handles here; no part of it is a GPU's."""
-    found = list[Tensor]()
-
-    def share(storage: Any) -> tuple[Any, ...]:
-        found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-        return 0, len(found) - 1
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
-    monkeypatch.setattr(
-        torch.UntypedStorage, "_new_shared_cuda", lambda device, number: found[number].untyped_storage(), raising=False
-    )
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that meet have their memory on the CPU."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Done)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **named: zeros(*size, **named))
-    monkeypatch.setattr(one_shot, "_TRIED", ((1, torch.bfloat16), (3000, torch.float32)))
-    return found
 
 
-def met() -> list[Any]:
-    """At the store they wait for each other, so they take no turns."""
+def met(memories: Memories) -> list[Any]:
+    """At the store they wait for each other, so they take no turns, and try no sums."""
     store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(one_shot.meet, store, rank, 2, device) for rank in range(2)]
+        meet = partial(one_shot.meet, store, storages=memories, trial=lambda *_: None)
+        asked = [pool.submit(meet, rank, 2, device) for rank in range(2)]
         return [each.result(30) for each in asked]
 
 
-def test_ranks_meet(memories: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_no_gpu")
+def test_ranks_meet() -> None:
     """They use it only if sums of all of them are right."""
-    monkeypatch.setattr(one_shot, "_tried", lambda *_: b"right")
-    made = met()
-    assert len(memories) == 2
-    assert [each._memory[0].data_ptr() for each in made if each] == [made[0]._memory[0].data_ptr()] * 2
+    memories = Memories()
+    made = met(memories)
+    assert len(memories.shared) == 2
+    assert [each.memory[0].data_ptr() for each in made if each] == [made[0].memory[0].data_ptr()] * 2
     x = torch.ones(9)
     assert [each.tolist() for each in together(1, [lambda: made[0].sum(x), lambda: made[1].sum(x)])] == [[2.0] * 9] * 2
 
 
-@pytest.mark.parametrize("where", ["_share_cuda_", "_new_shared_cuda"])
-def test_ranks_that_cannot_reach_each_other(
-    where: str, memories: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("fails", ["sharing", "opening"])
+def test_ranks_that_cannot_reach_each_other(fails: str, caplog: pytest.LogCaptureFixture) -> None:
     """One of them fails, and none sums so; the log of each says why."""
-    right, calls = getattr(torch.UntypedStorage, where), list[int]()
-
-    def once(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("peer access is not supported between these two devices")
-        return right(*args)
-
-    monkeypatch.setattr(torch.UntypedStorage, where, once)
-    assert met() == [None, None]
+    assert met(Memories(fails)) == [None, None]
     assert "NCCL alone: RuntimeError: peer access is not supported" in caplog.text
     assert "cannot reach all others" in caplog.text
 
@@ -275,8 +294,6 @@ def test_ranks_that_cannot_reach_each_other(
 def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks' trials at once; one whose sums come wrong, or not at all, fails."""
     monkeypatch.setattr(torch.cuda, "Event", Done)
-    monkeypatch.setattr(one_shot, "_TRIED", ((1, torch.bfloat16), (3000, torch.float32)))
-    monkeypatch.setattr(one_shot, "_LOOKS_OF_TRIAL", 600)
     made = ranks(2)
     if fault == "wrong":
         launched = OneShot.sum
@@ -285,10 +302,12 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(rank: int) -> str:
         if fault == "silent" and rank == 1:
             return ""
+        sizes = ((1, torch.bfloat16), (3000, torch.float32))
         try:
-            return one_shot._tried(made[rank], rank, 2, torch.device("cpu")).decode()
+            one_shot.try_sums(made[rank], rank, 2, torch.device("cpu"), sizes, most_looks=600)
         except ValueError as error:
             return str(error)
+        return "right"
 
     wanted = {
         None: ["right", "right"],
@@ -312,14 +331,14 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
 
     class Late(Done):
         def query(self) -> bool:
-            return bool(made._words[0]) or clock[0] > begun[0] + 25
+            return bool(made.words[0]) or clock[0] > begun[0] + 25
 
     monkeypatch.setattr(one_shot, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept))
     monkeypatch.setattr(torch.cuda, "Event", Late)
     monkeypatch.setattr(OneShot, "sum", summed)
-    monkeypatch.setattr(OneShot, "stop", lambda own: own._words.fill_(1))
+    monkeypatch.setattr(OneShot, "stop", lambda own: own.words.fill_(1))
     with pytest.raises(ValueError, match="a sum did not come"):
-        one_shot._tried(made, 0, 1, torch.device("cpu"))
+        one_shot.try_sums(made, 0, 1, torch.device("cpu"))
     assert clock[0] < 60
 
 
@@ -349,7 +368,7 @@ def test_behind_the_ranks_interface() -> None:
         both[0].sum(torch.zeros(MOST + 1))
     both[0].close()
     assert groups[0].aborted
-    assert made[0]._words.tolist() == [1, 0]
+    assert made[0].words.tolist() == [1, 0]
     with pytest.raises(RankEnded):
         both[0].sum(x)
     made[1].stop()

@@ -47,11 +47,8 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_rows_of_expanded_weights(
-    dtype: torch.dtype, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows_of_expanded_weights(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """In slices of outputs, also where several kinds stand side by side."""
-    monkeypatch.setattr(library, "_EXPANDED_BYTES", 64 * 192 * 2)
     weights = [
         grouped(70, 192, 32, 4, generator, offset=True),
         grouped(130, 192, 64, 4, generator, values=TABLE),
@@ -63,6 +60,8 @@ def test_many_rows_of_expanded_weights(
     for given in (None, bias):
         there_bias = None if given is None else given.to(device)
         linear = Triton().pack_quantized([there(each, device) for each in weights], there_bias, dtype=dtype)
+        assert isinstance(linear, quantized.QuantizedLinear)
+        linear.expanded_bytes = 64 * 192 * 2
         expected = x.double() @ whole.T + (0 if given is None else given.double())
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < 2 * DTYPES[dtype]
 
@@ -117,7 +116,7 @@ def test_products_of_pytorch(
 ) -> None:
     """From 17 rows on, where the trial passes."""
     if device.type == "cpu" and product == Product.SQUARES:  # which PyTorch has on Hopper alone
-        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+        monkeypatch.setattr(library, "scaled_mm", scaled_mm)
     if (reason := library.why_not(product, torch.bfloat16, device)) is not None:
         assert device.type == "cuda", reason
         pytest.skip(reason)
@@ -166,7 +165,7 @@ def none(*args: Any, **named: Any) -> Tensor:
 def test_what_fails_its_trial_is_not_used(
     fault: Any, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", fault)
+    monkeypatch.setattr(library, "scaled_mm", fault)
     assert library.why_not(Product.FLOATS, torch.bfloat16, device) is not None
     weight = there(BY_PYTORCH[Product.FLOATS](generator), device)
     linear = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
@@ -185,14 +184,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("weight", KINDS.values(), ids=list(KINDS))
-def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device) -> None:
     """It passes what computes right, and notices a scale 5 % off where there are many rows alone, and what raises."""
-    monkeypatch.setattr(trial, "_ROWS", (3, 40))
     kind = trial.kind_of(weight)
 
     def found(pack: Any) -> str | None:
         trial.why_not.cache_clear()
-        return trial.why_not(kind, torch.bfloat16, device, False, False, pack)
+        return trial.why_not(kind, torch.bfloat16, device, False, False, pack, (3, 40))
 
     def off(*args: Any, **named: Any) -> Linear:
         linear = quantized.made(*args, **named)

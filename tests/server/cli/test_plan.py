@@ -12,7 +12,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,6 +46,8 @@ from quire.server.cli.plan.rates import machine_key
 from quire.server.cli.plan.report import unserved
 from tests import tiny_models, tiny_vision
 from tests.engine.ranks import thread_ranks
+from tests.kernels.fake_flash import FakeFlashAttn
+from tests.kernels.installed import install_flash
 from tests.tiny_encoders import save_tiny_encoder
 
 pytestmark = pytest.mark.usefixtures("kept_rates")
@@ -662,7 +663,7 @@ def test_a_page_is_as_large_as_the_backend_s(
     """Of the first backend for GPUs that would serve such heads there, with flash-attn installed."""
     machine = find_card(card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if machine.bf16 else (7, 0))
-    monkeypatch.setattr("quire.kernels.gpu.libraries.flash._load", lambda: ModuleType("flash_attn"))
+    install_flash(monkeypatch, FakeFlashAttn())
     backends = [Flash(), Reference()]
     chosen = next(
         each for each in backends if each.cannot_serve(torch.device("cuda"), getattr(torch, dtype), head_dim) is None

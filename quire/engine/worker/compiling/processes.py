@@ -43,8 +43,9 @@ class Compiled:
         return f"{self.count} of {whole} kinds of kernels compiled, the others when steps first need them: {self.why}"
 
 
-def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> Compiled:
-    """A kind that does not compile is left to its first launch. `progress` is called meanwhile."""
+def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None], child: str = _CHILD) -> Compiled:
+    """A kind that does not compile is left to its first launch. `progress` is called meanwhile. child: the module that
+    compiles what it reads from its input."""
     missing = [kind for kind in kinds if not kind.mark.exists()]
     count = min(_MOST_PROCESSES, usable_cpus(), -(-len(missing) // _LEAST_KINDS))
     children: list[tuple[Child, IO[bytes]]] = []
@@ -52,13 +53,13 @@ def compile_kinds(kinds: Sequence[Kind], progress: Callable[[], None]) -> Compil
         for part in range(count):
             jobs = json.dumps([astuple(each) for each in missing[part::count]]).encode()
             errors = stack.enter_context(tempfile.TemporaryFile())
-            child = Child(module(_CHILD), jobs, stdout=DEVNULL, stderr=errors.fileno())
-            stack.callback(child.destroy)
-            children.append((child, errors))
-        while any(child.returncode is None for child, _ in children):
+            process = Child(module(child), jobs, stdout=DEVNULL, stderr=errors.fileno())
+            stack.callback(process.destroy)
+            children.append((process, errors))
+        while any(process.returncode is None for process, _ in children):
             progress()
             time.sleep(_POLL_SECONDS)
-        reasons = [_reason(child, errors) for child, errors in children if child.returncode]
+        reasons = [_reason(process, errors) for process, errors in children if process.returncode]
     failed = sum(not kind.mark.exists() for kind in missing)
     return Compiled(len(missing) - failed, failed, next(iter(reasons), "no error was told") if failed else "")
 

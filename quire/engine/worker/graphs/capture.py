@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,10 +110,12 @@ class Captured(Generic[Kind]):
 class CudaCapture:
     """Captures into CUDA graphs, which share one pool of memory: no two of them run at once."""
 
-    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
+    failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
     """Kept for good: PyTorch's allocators ask them, where their captures did not end well, to whom memory belongs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
+        """allocator: PyTorch's, of which Python has no public functions for pools that are left as captured into."""
+        self._allocator = allocator
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -142,7 +144,7 @@ class CudaCapture:
         that of each download; and nothing else can be captured into that pool."""
         device = self._stream.device_index
         with suppress(Exception):  # it ended as it should, or had not begun
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
-        self._failed.append(graph)
+            self._allocator._cuda_endAllocateToPool(device, self._pool)
+            self._allocator._cuda_releasePool(device, self._pool)
+        self.failed.append(graph)
         self._pool = torch.cuda.graph_pool_handle()

@@ -40,9 +40,13 @@ class Flash4(FlashLibrary):
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
         reason = super().cannot_serve(device, dtype, head_dim, softcap)
-        if reason is None and _splits(device) and head_dim > _MOST_ON_BLACKWELL:
+        if reason is None and self.can_split_keys(device) and head_dim > _MOST_ON_BLACKWELL:
             return f"takes heads up to {_MOST_ON_BLACKWELL} on this GPU, not {head_dim}"
         return reason
+
+    def can_split_keys(self, device: torch.device) -> bool:
+        """True if several thread blocks can share the keys of a sequence."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
@@ -53,7 +57,7 @@ class Flash4(FlashLibrary):
         """
         one_each = metadata.max_query_len == 1
         beside = self._for(q)
-        if one_each and beside.name == "triton" and not _splits(q.device):
+        if one_each and beside.name == "triton" and not self.can_split_keys(q.device):
             return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
         window = softmax.window_in(metadata.max_context_len)
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
@@ -69,14 +73,10 @@ class Flash4(FlashLibrary):
             # (left, right): a window counts the query itself; flash-attn counts the keys to its left.
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
-            num_splits=0 if one_each and _splits(q.device) else 1,  # 0: as many as fill the GPU
+            num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: as many as fill the GPU
             **ragged,
         )
         return out.squeeze(1) if one_each else out
-
-
-def _splits(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def _load() -> Callable[..., tuple[Tensor, Tensor | None]] | str:

@@ -34,9 +34,11 @@ class FlashPages(PagedAttention):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self._plain: Backend = Reference()
-        self._fused = _fused(deterministic=deterministic)
-        self.keeps_bits = self._fused.keeps_bits
+        self.plain: Backend = Reference()
+        """Computes everything besides attention for tensors that are not on a GPU,"""
+        self.fused = _fused(deterministic=deterministic)
+        """and for those that are."""
+        self.keeps_bits = self.fused.keeps_bits
 
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
@@ -65,7 +67,7 @@ class FlashPages(PagedAttention):
         return None
 
     def _for(self, x: Tensor) -> Backend:
-        return self._fused if x.is_cuda else self._plain
+        return self.fused if x.is_cuda else self.plain
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._for(x).rms_norm(x, weight, eps)
@@ -109,7 +111,7 @@ class FlashPages(PagedAttention):
         return self._for(weight).pack_linear(weight, bias, wide=wide)
 
     def mixture(self, experts: Experts) -> Mixture:
-        return self._fused.mixture(experts)
+        return self.fused.mixture(experts)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False

@@ -23,7 +23,7 @@ from quire.kernels.quantized import Rounded
 
 _COLUMNS = 1024
 """Outputs that one program scales."""
-_EXPANDED_BYTES = 128 * 2**20
+EXPANDED_BYTES = 128 * 2**20
 """Of weights that are expanded at a time: an H100 gains more by a product of many outputs than by its second cache."""
 _MANY, _LEAST_SHARE = 64, 3
 """Rows above which integers are multiplied by Triton, whose product scales its sums by itself, where programs are for
@@ -37,6 +37,10 @@ _MOST_ERROR = 0.01
 """Of a product, relative, beside the same codes in float64: its type has 8 bits."""
 _TRIED = ((17, 512, 192), (300, 1024, 128))
 """Rows, inputs, outputs."""
+
+
+scaled_mm = torch._scaled_mm
+"""PyTorch's product of 8-bit floats, whose public form older versions lack."""
 
 
 class Product(StrEnum):
@@ -139,14 +143,16 @@ def multiply(part: Packed, product: Product, x: Rounded, bias: Tensor | None) ->
         scale_a, scale_b = scales.t(), part.squares.t()
     else:
         scale_a, scale_b = scales[:, None], part.factors[None]
-    made = torch._scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+    made = scaled_mm(eights, weight, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
     return made[: len(x)]
 
 
-def multiply_expanded(part: Packed, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def multiply_expanded(
+    part: Packed, x: Tensor, bias: Tensor | None, out: Tensor, most_bytes: int = EXPANDED_BYTES
+) -> None:
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor of the type of x, which has 16 bits: the
-    weights become numbers of that type first, some outputs at a time."""
-    most = max(LINES, _EXPANDED_BYTES // (part.inner * x.itemsize) // LINES * LINES)
+    weights become numbers of that type first, up to `most_bytes` of them at a time."""
+    most = max(LINES, most_bytes // (part.inner * x.itemsize) // LINES * LINES)
     for first in range(0, part.outs, most):
         count = min(most, part.outs - first)
         weight = x.new_empty((count, part.inner))

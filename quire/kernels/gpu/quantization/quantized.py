@@ -60,6 +60,8 @@ class QuantizedLinear(RoundingLinear):
         self._products = products or [None] * len(parts)
         self.bias = bias
         self.wide = wide
+        self.expanded_bytes = library.EXPANDED_BYTES
+        """Of weights that are expanded at a time."""
         self._fixed = fixed
         self._outs = sum(each.outs for each in parts)
         found = zip(parts, self._products, strict=True)
@@ -113,7 +115,7 @@ class QuantizedLinear(RoundingLinear):
         out = x.new_empty((rows, part.outs), dtype=dtype) if out is None else out
         many = not self._fixed and not self.wide and rows >= _EXPANDED
         if many and x.dtype != torch.float32:
-            library.multiply_expanded(part, x, bias, out)
+            library.multiply_expanded(part, x, bias, out, self.expanded_bytes)
         else:
             multiply_whole(part, x, bias, out, fixed=self._fixed)
         return out

@@ -106,10 +106,11 @@ def fuses(form: Eights, inner: int, dtype: torch.dtype, device: torch.device) ->
 
 
 @cache
-def why_not(form: Eights, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why they do not on this GPU, in one sentence, which the log gets; None: the bits are the same."""
+def why_not(form: Eights, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIED) -> str | None:
+    """Why they do not on this GPU, in one sentence, which the log gets; None: the bits are the same. shape: rows and
+    inputs that are tried."""
     try:
-        reason = "other bits" if _differs(form, dtype, device) else None
+        reason = "other bits" if _differs(form, dtype, device, shape) else None
     except Exception as error:  # whatever it says, x is rounded by itself
         reason = fault(error)
     if reason is not None:
@@ -117,8 +118,8 @@ def why_not(form: Eights, dtype: torch.dtype, device: torch.device) -> str | Non
     return reason
 
 
-def _differs(form: Eights, dtype: torch.dtype, device: torch.device) -> bool:
-    generator, (rows, size) = torch.Generator().manual_seed(0), _TRIED
+def _differs(form: Eights, dtype: torch.dtype, device: torch.device, shape: tuple[int, int]) -> bool:
+    generator, (rows, size) = torch.Generator().manual_seed(0), shape
     x, residual = torch.randn((2, rows, size), generator=generator).to(device, dtype)
     weight, bias = torch.randn((2, size), generator=generator).to(device)
     gate_up = torch.randn((rows, 2 * size), generator=generator).to(device, dtype)

@@ -47,9 +47,17 @@ def _shared(inputs: int, inner: int) -> int:
 
 
 @cache
-def why_not(kind: Kind, dtype: torch.dtype, device: torch.device, wide: bool, fixed: bool, pack: Pack) -> str | None:
+def why_not(
+    kind: Kind,
+    dtype: torch.dtype,
+    device: torch.device,
+    wide: bool,
+    fixed: bool,
+    pack: Pack,
+    counts: tuple[int, ...] = _ROWS,
+) -> str | None:
     """Why such weights are not multiplied as they are packed, in one sentence; None: they come out right, or the
-    kernels do not know them, which their packing says."""
+    kernels do not know them, which their packing says. counts: of rows that are multiplied."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _sample(kind, device, generator)
@@ -57,7 +65,7 @@ def why_not(kind: Kind, dtype: torch.dtype, device: torch.device, wide: bool, fi
         if linear is None:
             return None
         whole = weight.dequantized().double().t()
-        for rows in _ROWS:
+        for rows in counts:
             x = torch.randn((rows, len(whole)), generator=generator).to(device, dtype)
             wanted = x.double() @ whole
             error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()

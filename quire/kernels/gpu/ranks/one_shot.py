@@ -12,6 +12,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,14 +36,16 @@ _MOST_LOOKS = 2**30
 _LOOKS_OF_TRIAL = 2**26
 _TRIAL_SECONDS = 45.0
 """Of all its sums. One whose trial has failed waits at the store for what the others say of theirs, for a minute."""
-_TRIED = (
+Size = tuple[int, torch.dtype]
+"""Numbers and type of a sum."""
+_TRIED: tuple[Size, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
     (MOST, torch.float32),
     (77, torch.bfloat16),
     (MOST, torch.bfloat16),
 )
-"""Numbers and type of the sums of a trial."""
+"""The sums of a trial."""
 
 
 class OneShot:
@@ -51,7 +54,7 @@ class OneShot:
     def __init__(self, rank: int, memory: Sequence[Tensor], words: Tensor, most_looks: int = _MOST_LOOKS) -> None:
         """memory: of each rank, `memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
         host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
-        self._rank, self._memory, self._words = rank, tuple(memory), words
+        self._rank, self.memory, self.words = rank, tuple(memory), words
         self.most_looks = most_looks
         device = memory[rank].device
         addresses = torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64)
@@ -65,20 +68,20 @@ class OneShot:
         """As `Collective.sum`, of x that it takes: added in float32 in the order of the ranks. What a sum gives that
         was given up is nothing: see `check`."""
         x = x.contiguous()
-        out, ranks = torch.empty_like(x), len(self._memory)
+        out, ranks = torch.empty_like(x), len(self.memory)
         sum_over_ranks[cdiv(x.numel(), _PART),](
-            out, x, self._addresses, self._counts, self._words, x.numel(), self.most_looks, self._rank, ranks,
+            out, x, self._addresses, self._counts, self.words, x.numel(), self.most_looks, self._rank, ranks,
             power_of_2(ranks), PROGRAMS, _PART, head_bytes(ranks), num_warps=8,
         )  # fmt: skip
         return out
 
     def stop(self) -> None:
         """Let no sum wait any longer. Any thread may call it."""
-        self._words[0] = 1
+        self.words[0] = 1
 
     def check(self) -> None:
         """Of the sums that have ended: raises RankEnded where one was given up."""
-        if self._words[1]:
+        if self.words[1]:
             raise RankEnded("a sum over ranks was given up")
 
 
@@ -91,9 +94,50 @@ def memory_bytes(ranks: int) -> int:
     return head_bytes(ranks) + 2 * MOST * _WIDEST
 
 
-def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneShot | None:
+def try_sums(
+    sums: OneShot,
+    rank: int,
+    count: int,
+    device: torch.device,
+    sizes: Sequence[Size] = _TRIED,
+    most_looks: int = _LOOKS_OF_TRIAL,
+) -> None:
+    """Raises ValueError where sums of these sizes do not have the bits that they have on a CPU. most_looks: as OneShot
+    has it, until the trial ends."""
+    sums.most_looks, until = most_looks, time.monotonic() + _TRIAL_SECONDS
+    for number, (size, dtype) in enumerate((*sizes, *sizes)):
+        generator = torch.Generator().manual_seed(number)
+        parts = (torch.randn((count, size), generator=generator) * 100).to(dtype)
+        wanted = parts[0].float()
+        for part in parts[1:]:
+            wanted = wanted + part.float()
+        found, done = sums.sum(parts[rank].to(device)), torch.cuda.Event()
+        done.record()
+        while not done.query():
+            if time.monotonic() > until:
+                sums.stop()
+            time.sleep(0.001)
+        try:
+            sums.check()
+        except RankEnded as error:
+            raise ValueError("a sum did not come") from error
+        if not torch.equal(found.cpu(), wanted.to(dtype)):
+            raise ValueError("a sum came wrong")
+    sums.most_looks = _MOST_LOOKS
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    count: int,
+    device: torch.device,
+    *,
+    storages: Any = torch.UntypedStorage,
+    trial: Callable[[OneShot, int, int, torch.device], None] = try_sums,
+) -> OneShot | None:
     """All ranks call it, and all get the same: None where a GPU does not reach another's memory, or sums come wrong,
-    which the log says. Raises RuntimeError where another rank does not come."""
+    which the log says. Raises RuntimeError where another rank does not come. storages: PyTorch's class, whose functions
+    share a GPU's memory between processes and open what is shared. trial: raises an error where sums come wrong."""
 
     def agreed(what: str, own: bytes) -> list[bytes]:
         """What each of them says."""
@@ -115,17 +159,22 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
     def shared() -> bytes:
         memory.append(torch.zeros(memory_bytes(count), dtype=torch.uint8, device=device))
         torch.cuda.synchronize(device)  # zeros, before another rank tells something
-        return pickle.dumps(memory[0].untyped_storage()._share_cuda_()[1:])
+        return pickle.dumps(storages._share_cuda_(memory[0].untyped_storage())[1:])
 
     handles = agreed("memory", perhaps(shared))
 
     def opened() -> bytes:
-        near = [memory[0] if each == rank else _opened(handle, device) for each, handle in enumerate(handles)]
+        near = [memory[0] if each == rank else _opened(handle, device, storages) for each, handle in enumerate(handles)]
         made.append(OneShot(rank, near, torch.zeros(2, dtype=torch.int32, pin_memory=True)))
         return b"opened"
 
     reached = agreed("reached", perhaps(opened) if b"-" not in handles else b"-")
-    right = agreed("right", perhaps(lambda: _tried(made[0], rank, count, device)) if b"-" not in reached else b"-")
+
+    def tried() -> bytes:
+        trial(made[0], rank, count, device)
+        return b"right"
+
+    right = agreed("right", perhaps(tried) if b"-" not in reached else b"-")
     if b"-" not in right:
         return made[0]
     others = [each for each, answer in enumerate(right) if answer == b"-"]
@@ -133,32 +182,7 @@ def meet(store: dist.Store, rank: int, count: int, device: torch.device) -> OneS
     return None
 
 
-def _opened(handle: bytes, device: torch.device) -> Tensor:
+def _opened(handle: bytes, device: torch.device, storages: Any) -> Tensor:
     """Another rank's memory. It is opened for this rank's own GPU, which then reaches that of the other."""
-    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *pickle.loads(handle))
+    storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _tried(sums: OneShot, rank: int, count: int, device: torch.device) -> bytes:
-    """b"right" where sums of a few sizes have the bits that they have on a CPU; else raises ValueError."""
-    sums.most_looks, until = _LOOKS_OF_TRIAL, time.monotonic() + _TRIAL_SECONDS
-    for number, (size, dtype) in enumerate((*_TRIED, *_TRIED)):
-        generator = torch.Generator().manual_seed(number)
-        parts = (torch.randn((count, size), generator=generator) * 100).to(dtype)
-        wanted = parts[0].float()
-        for part in parts[1:]:
-            wanted = wanted + part.float()
-        found, done = sums.sum(parts[rank].to(device)), torch.cuda.Event()
-        done.record()
-        while not done.query():
-            if time.monotonic() > until:
-                sums.stop()
-            time.sleep(0.001)
-        try:
-            sums.check()
-        except RankEnded as error:
-            raise ValueError("a sum did not come") from error
-        if not torch.equal(found.cpu(), wanted.to(dtype)):
-            raise ValueError("a sum came wrong")
-    sums.most_looks = _MOST_LOOKS
-    return b"right"
