@@ -18,12 +18,15 @@ from pathlib import Path
 import httpx
 
 from tests.golden import disk, models, serving
+from tests.golden.code import capture_code
 from tests.golden.masks import rename
 from tests.golden.models import Captured
 from tests.golden.tree import Tree, check_out
 from tests.tree import ROOT
 
 SECTIONS = ("help", "plans", "specs", "tokens", "http", "agents", "disk")
+OF_RENAMES = "code"
+"""A section for commits that change nothing but names; of others it is the whole change."""
 _DIFF_LINES = 40
 _DIFF_COLUMNS = 400
 """What is printed of one difference at most; `--out` has all of it."""
@@ -42,7 +45,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("base", help="the commit to compare this checkout with")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections; default: all")
+    parser.add_argument("--only", nargs="+", choices=(*SECTIONS, OF_RENAMES), default=SECTIONS, help="sections")
     parser.add_argument("--families", nargs="+", help="tiny families; default: all")
     parser.add_argument("--renames", type=Path, help="TOML file of class names: old = 'new'")
     parser.add_argument("--out", type=Path, help="folder for both trees' captured texts")
@@ -121,6 +124,7 @@ def _captures(base: Tree, arguments: argparse.Namespace, work: Path) -> dict[str
         "http": lambda of: serving.capture_http(of, _folder(work, f"http-{of.name}")),
         "agents": lambda of: serving.capture_agents(of, _folder(work, f"agents-{of.name}"), agents_model()),
         "disk": capture_disk,
+        OF_RENAMES: capture_code,
     }
 
 

@@ -4,6 +4,7 @@ comments alone.
 A number stands for a name in the order of its first use in a code object; locals, attributes, globals and keywords are
 counted apart. So two names that become one, or one that becomes two, are a difference. Names in texts (getattr,
 annotations in quotes) are values. Imports at the top of a module are left out, because their order follows their names.
+That an attribute became the one that is meant, mypy and the tests say.
 """
 
 from __future__ import annotations

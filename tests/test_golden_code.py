@@ -1,0 +1,74 @@
+"""A commit that renames is told from one that changes what the code does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.code import capture_code, code_of
+from tests.golden.tree import Tree
+from tests.tree import ROOT
+
+BEFORE = '''"""A module."""
+from __future__ import annotations
+import os
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Row:
+    slot: int
+    """Its place."""
+    def behind(self, count: int, *, given: Row | None = None) -> list[int]:
+        """What stands behind it."""
+        found = [self.slot + i for i in range(count)]
+        total = sum(found)
+        def inner() -> int:
+            return total + self.slot
+        try:
+            import json
+        except ImportError as error:
+            raise KeyError(f"{error!r}") from None
+        match given:
+            case Row(slot=1):
+                return self.behind(count=inner(), given=given)
+        return found
+'''
+RENAMED = (
+    BEFORE.replace("Row", "ScheduledRequest")
+    .replace("behind", "tokens_after")
+    .replace("found", "positions")
+    .replace("given", "last_request")
+    .replace("What stands", "Return what comes")
+    .replace("import os\n", "import abc\nimport os\n")
+)
+
+
+def test_each_name_may_become_one_other() -> None:
+    assert BEFORE != RENAMED
+    assert code_of(BEFORE) == code_of(RENAMED)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("total = sum(positions)", "positions = sum(positions)"),
+        ("return total + self.slot", "return count + self.slot"),
+        ("range(count)", "range(count + 1)"),
+        ("count: int, *, last_request: ScheduledRequest", "last_request: int, *, count: ScheduledRequest"),
+        ('f"{error!r}"', 'f"{error!s}"'),
+    ],
+)
+def test_anything_else_is_a_difference(old: str, new: str) -> None:
+    assert old in RENAMED
+    assert code_of(RENAMED.replace(old, new)) != code_of(BEFORE)
+
+
+@pytest.mark.slow
+def test_every_module_is_looked_at() -> None:
+    modules = capture_code(Tree("head", ROOT))
+    assert {
+        "quire/engine/loop.py",
+        "quire/server/app.py",
+        "quire/kernels/select.py",
+        "quire/__init__.py",
+    } <= modules.keys()
+    assert len(modules) == len(list((ROOT / "quire").rglob("*.py")))
