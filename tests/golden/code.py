@@ -79,6 +79,8 @@ def _lines(code: CodeType, indent: str) -> Iterator[str]:
         numbers["local"][name]  # in their order
     instructions = list(dis.get_instructions(code))
     for i, instruction in enumerate(instructions):
+        if instruction.opname == "NOP":  # of a statement over several lines
+            continue
         before, after = instructions[i - 1].opname, [each.opname for each in instructions[i + 1 : i + 3]]
         kind, value = _kind(instruction, before, after), instruction.argval
         value = code.co_consts[instruction.arg or 0] if instruction.opname == "KW_NAMES" else value

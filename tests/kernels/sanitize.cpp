@@ -20,7 +20,7 @@ struct half {
   uint16_t bits;
 };
 
-#include "../../kernels/cpu/exports.h"
+#include "../../quire/kernels/cpu/exports.h"
 
 static std::mt19937 generator(7);
 static int draw(int low, int high) {

@@ -21,7 +21,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "../../kernels/cpu/tiles/tiles.h"
+#include "../../quire/kernels/cpu/tiles/tiles.h"
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 
