@@ -87,13 +87,14 @@ def another_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
-    known = Sampling._known
+    made = Sampling.__init__
 
-    def shorter(self: Any) -> Progress:
-        found = known(self)
-        return Progress([ids[1:] for ids in found.ids], found.cached, found.ends)
+    def init(self: Any, spec: GenerationSpec, *given: Any) -> None:
+        if (had := spec.progress) is not None:
+            spec = replaced(spec, progress=Progress([ids[1:] for ids in had.ids], had.cached, had.ends))
+        made(self, spec, *given)
 
-    patch.setattr(Sampling, "_known", shorter)
+    patch.setattr(Sampling, "__init__", init)
 
 
 def tails_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,8 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("quire.server.streams._PUT_TRIES", 0)
+    """Nobody tries again what the process that has the journal did not answer."""
+    patch.setattr("quire.server.streams.Unanswered", Gone)
 
 
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ def works_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def open_pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(SOURCE)
+async def open_pool(source: ModelSource = SOURCE) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(source)
     try:
         yield pool
     finally:
@@ -134,8 +134,8 @@ async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.Monk
 async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket's buffer is sent to it, which it does not read."""
     monkeypatch.setattr(pools, "STILL_SECONDS", 0.4)
-    async with open_pool() as pool, asyncio.timeout(60):
-        pool._source = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
+    large = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
+    async with open_pool(large) as pool, asyncio.timeout(60):
         starting = pool.start()
         while pool._process is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
