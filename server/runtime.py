@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.engine import clock
 from quire.engine.link.broadcast import WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
@@ -163,7 +163,7 @@ async def serving(
         )
         model = replace(
             unstarted,
-            created=int(time.time()),
+            created=int(clock.time()),
             fingerprint=fingerprint(info, client.link.weights_version, config),
             context_length=info.max_model_len,
             tasks=info.tasks,

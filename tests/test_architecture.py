@@ -7,6 +7,7 @@ and engine the rooms have an order too.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -57,6 +58,7 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
     "quire.engine.checkpoint.stages",
+    "quire.engine.clock",
     "quire.engine.config",
     "quire.engine.core.batch",
     "quire.engine.core.executor",
@@ -84,6 +86,7 @@ SHARED = {
     "quire.engine.processes.child",
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.procfs",
+    "quire.engine.random_source",
     "quire.engine.replicas.cores",
     "quire.engine.settings.classes",
     "quire.engine.text.grammar",
@@ -127,6 +130,8 @@ ROOMS = {
     ),
     "engine": (
         *(
+            "clock",
+            "random_source",
             "errors",
             "types",
             "advice",
@@ -570,6 +575,33 @@ def test_a_private_name_that_is_set_is_found(line: str) -> None:
 )
 def test_what_is_ones_own_or_public_may_be_set(line: str) -> None:
     assert not [*private_names_set(ast.parse(line))]
+
+
+OF_THE_MACHINE = {
+    **dict.fromkeys(("time.time", "time.time_ns", "datetime.now"), "engine/clock.py"),
+    **dict.fromkeys(("time.monotonic", "time.monotonic_ns"), "engine/clock.py"),
+    **dict.fromkeys(("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "engine/random_source.py"),
+}
+"""What tells the time or draws at random, and the module that is asked instead."""
+
+
+def test_the_time_and_chance_come_from_one_place_each() -> None:
+    """So that a simulation of a whole server has them. Commands and device code are no part of one."""
+    wrong = []
+    for path in our_files():
+        if part_of(module_name(path)) not in ("server", "control", "member") or path.parts[:2] == ("server", "cli"):
+            continue
+        text = (ROOT / path).read_text(encoding="utf-8")
+        if re.search(r"^(import|from) (time|datetime|secrets|os|uuid)\b", text, re.MULTILINE):
+            for node in ast.walk(ast.parse(text)):
+                names = []
+                if isinstance(node, ast.Attribute):
+                    names = [ast.unparse(node)]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [f"{node.module}.{each.name}" for each in node.names]
+                instead = [(name, OF_THE_MACHINE[name]) for name in names if name in OF_THE_MACHINE]
+                wrong += [f"{path}:{node.lineno} {name}: ask {of}" for name, of in instead if of != str(path)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_file_outgrows_a_reader() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data import Standing, open_data
 from quire.server.store.shared import answer_in_thread
@@ -62,7 +62,7 @@ class Members:
         that have not ended, which takes a while."""
         self._living = living
         self._data = open_data(folder, max_bytes, there := living(), retention=retention)
-        self.life = secrets.token_hex(8)
+        self.life = random_source.token_hex(8)
         """Another one's is another."""
         (folder / LIFE).write_text(self.life)
         tails = {path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Literal, Protocol
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.batch import Batch
 from quire.engine.core.stats import Phase, StepRecord
 from quire.engine.types import PrefixReport, Request, RequestOutput
@@ -181,7 +181,7 @@ class History:
         return [self._ended[request_id] for request_id in self._order]
 
     def submitted(self, request: Request) -> None:
-        now = monotonic()
+        now = clock.monotonic()
         timeline = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
         timeline.image_tokens = sum(span.count for span in request.spans)
         self._open[request.id] = timeline
@@ -247,7 +247,7 @@ class History:
     def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
         """See Recorder."""
         self._engines[replica] = max(self._engines) + 1
-        now = monotonic()
+        now = clock.monotonic()
         had = self._open.values() if ids is None else [self._open[each] for each in ids if each in self._open]
         for timeline in list(had):
             if for_good:
@@ -260,7 +260,7 @@ class History:
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return
-        timeline.end(reason, monotonic())
+        timeline.end(reason, clock.monotonic())
         for listener in self.end_listeners:
             listener(timeline)
         if self.keep:

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import count
-from time import monotonic
 
 import msgspec
 import zmq
 
+from quire.engine import clock
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.answering import Answering
@@ -287,10 +287,10 @@ class Hub:
     # How the engines are
 
     async def _tick(self) -> None:
-        last = told = monotonic()
+        last = told = clock.monotonic()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            last, elapsed = monotonic(), min(monotonic() - last, 2 * _TICK_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _TICK_SECONDS)
             for channel in self._channels.values():
                 channel.silence += elapsed
             if last - told > _TELL_SECONDS:

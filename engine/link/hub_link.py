@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from time import monotonic
 
 import msgspec
 import zmq
 
+from quire.engine import clock
 from quire.engine.config import EngineConfig
 from quire.engine.core.stats import EngineSnapshot, EngineStats, total
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
@@ -198,11 +198,11 @@ class HubLink(Link):
         self.on_failure()
 
     async def _live(self) -> None:
-        last = monotonic()
+        last = clock.monotonic()
         while True:
             await asyncio.sleep(_ALIVE_SECONDS)
             self._write(Alive())
-            last, elapsed = monotonic(), min(monotonic() - last, 2 * _ALIVE_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _ALIVE_SECONDS)
             self._silence += elapsed
             if self._silence > _SILENCE_SECONDS:
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import insort
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of, in_thread
@@ -61,7 +61,7 @@ class BodyTimes:
     """Until a body is whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 
     def is_slow(self, body: Body) -> bool:
-        seconds = time.monotonic() - body.began
+        seconds = clock.monotonic() - body.began
         return seconds > self.slow and body.size < body.held * seconds / (self.room / 2)
 
 
@@ -137,7 +137,7 @@ class Bodies:
             self._grant()
 
     async def _receive(self, request: Request, body: Body) -> None:
-        body.began = time.monotonic()
+        body.began = clock.monotonic()
         more = True
         while more:
             message = await request.receive()

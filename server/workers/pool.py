@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from quire.engine import clock
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.procfs import Standstill
@@ -284,12 +284,12 @@ class Watch:
 
     async def run(self) -> None:
         await asyncio.sleep(_LOOK_SECONDS)  # most jobs have ended by then
-        standstill, last = Standstill(self._pid), time.monotonic()
+        standstill, last = Standstill(self._pid), clock.monotonic()
         seconds = 0.0
         while seconds < STILL_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
             # Where it was this process that could not run, the other one may have been stopped with it.
-            last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _LOOK_SECONDS)
             seconds = standstill.advance(elapsed)
         self.has_killed = True
         with suppress(ProcessLookupError):

@@ -11,6 +11,7 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.explain import MAX_NAMES, MAX_STEPS, explanation
 from quire.server.observe.request_log import RequestLog, RequestRecord, request_id
+from tests.machine import set_clock
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -122,7 +123,7 @@ def record(number: int, began: float, ended: float, chunks: list[tuple[str, int,
 
 def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
-    monkeypatch.setattr("quire.engine.core.history.monotonic", lambda: clock)
+    set_clock(monkeypatch, monotonic=lambda: clock)
     history = History()
     history.submitted(request("a"))
     token = RequestOutput("a", [7])

@@ -17,6 +17,7 @@ from openai.types import Batch, FileObject
 
 from quire.server.batches import reader, runner
 from quire.server.store.batches import Batches
+from tests.machine import set_clock
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -249,8 +250,7 @@ async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async with keeping(tmp_path, **slow) as api:
         batch = await begin(api, jsonl(*map(request, "abcdefgh")), completion_window="1m")
         assert batch.expires_at == batch.created_at + 60
-    now = time.time
-    monkeypatch.setattr("time.time", lambda: now() + 59)
+    set_clock(monkeypatch, time=lambda: time.time() + 59)
     async with keeping(tmp_path, **slow) as api:
         ended = await at_its_end(api, batch.id)
         assert ended.status == "expired"

@@ -14,6 +14,7 @@ from quire.server.store.data import Data, open_data
 from quire.server.store.garbage import BATCH_ROWS
 from quire.server.store.store import Put, Stored
 from quire.server.store.sweeper import DAY
+from tests.machine import set_clock
 from tests.server.statements import Counted
 from tests.server.store.test_calls import call
 from tests.server.store.test_store import BIG, conversation, item, response
@@ -26,8 +27,7 @@ BEGIN = 1_800_000_000.0
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = BEGIN
-        monkeypatch.setattr("time.time", lambda: self.now)
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        set_clock(monkeypatch, monotonic=lambda: self.now, time=lambda: self.now)
 
     def sweep(self, data: Data, days: float = 0.0) -> None:
         """All that is due so many days later."""
