@@ -34,7 +34,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready, Stepped, Submit, decode_to_engine, encode
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.process import EngineProcess
+from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import Heartbeat
@@ -56,11 +56,6 @@ CALLS = {
 
 class NullProcess(EngineProcess):
     PROGRAM = ("-m", "benchmarks.stream_cost", "--engine")
-
-
-class NullLink(ProcessLink):
-    def launch(self) -> None:
-        self._process = NullProcess(self._config, self._replay.begin)
 
 
 def compute_nothing(address: str, descriptor: int) -> None:
@@ -97,7 +92,7 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
-        link = NullLink(config) if hub is None else HubLink(config, hub, identity)
+        link = ProcessLink(config, launcher=Launcher(NullProcess)) if hub is None else HubLink(config, hub, identity)
         app = make_app(link, data_dir=os.environ.get("NULL_DATA_DIR"))
         link.launch()
 
@@ -117,7 +112,7 @@ def share(hub: str, count: int, ready: Connection) -> None:
     """The process that has the engine, where several API processes share it."""
 
     async def run() -> None:
-        client = EngineClient(NullLink(ServerConfig()))
+        client = EngineClient(ProcessLink(ServerConfig(), launcher=Launcher(NullProcess)))
         client.link.launch()
         shared = Hub(client, hub)
         for number in range(count):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -22,6 +22,7 @@ from quire.engine.checkpoint.parts.states import PIECE
 from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.core.executor import Executor
+from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.snapshot import take_snapshot
 from quire.engine.core.state_snapshots import SnapshotPlan
@@ -58,6 +59,7 @@ from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.settings.classes import import_class
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles, code_hash, content_of
+from quire.engine.tiers.tiers import Tiers
 from quire.engine.types import Request, RequestOutput
 from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
@@ -77,9 +79,18 @@ class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
 
     def __init__(
-        self, config: EngineConfig, heartbeat: NoHeartbeat | None = None, tensors: Tensors | None = None
+        self,
+        config: EngineConfig,
+        heartbeat: NoHeartbeat | None = None,
+        tensors: Tensors | None = None,
+        *,
+        make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
+        steps_ahead: int | None = None,
+        make_tiers: Callable[..., Tiers] = Tiers,
     ) -> None:
-        """tensors: weights under their names in the checkpoint, instead of those in files."""
+        """tensors: weights under their names in the checkpoint, instead of those in files. make_drafter: makes what
+        guesses tokens; by default drafter_of. steps_ahead: see Steps; by default what pays on the device. make_tiers:
+        see choose_tiers."""
         began = time.perf_counter()
         path = model_path(config)
         model = as_configured(read_configured(config, path), config)
@@ -97,35 +108,18 @@ class Engine:
         prepared = warm_up(worker.runner, config.warmup_seconds, config.step_tokens, self._drafting)
         plan = worker.plan
         movers = (worker.runner.mover, files, plan.block_size, worker.runner.state_mover if plan.snapshots else None)
-        tiers, kept = choose_tiers(config, model, *movers)
+        tiers, kept = choose_tiers(config, model, *movers, make_tiers)
         self.runner: Executor = worker.runner
-        self.scheduler = scheduler_class(config)(
-            num_blocks=plan.group_pages,
-            block_size=plan.block_size,
-            windows=plan.windows,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=plan.sequences,
-            max_num_batched_tokens=max(config.step_tokens, plan.max_model_len * worker.whole_prompts),
-            long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
-            eos_token_ids=model.eos_token_ids,
-            enable_prefix_caching=worker.caches_prefixes,
-            prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
-            whole_prompts=worker.whole_prompts,
-            pools_all=worker.pooling.kind != "last",
-            tasks=worker.info.tasks,
-            waiting=None if worker.adapters is None else AdapterQueue(worker.adapters, config.max_loras),
-            drafter=drafter_of(worker, config),
-            tiers=tiers,
-            micro_batches=worker.micro_batches,
-            snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
-        )
+        drafter = (make_drafter or drafter_of)(worker, config)
+        self.scheduler = scheduler_of(config, worker, model.eos_token_ids, drafter, tiers)
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
         if config.scheduling_policy == "fcfs":
             self.add = self._add_as_it_came
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
         self._everywhere, self._offloaded = worker.everywhere, worker.offloaded
-        self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
+        ahead = worker.steps_ahead if steps_ahead is None else steps_ahead
+        self._steps = Steps(self.scheduler, self.runner, ahead, heartbeat)
         seconds = time.perf_counter() - began
         self.info = msgspec.structs.replace(
             worker.info,
@@ -202,6 +196,33 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
+
+
+def scheduler_of(
+    config: EngineConfig, worker: Worker, eos_token_ids: tuple[int, ...], drafter: Drafter | None, tiers: NoTiers
+) -> Scheduler:
+    """For what the worker has allocated. Raises ConfigError."""
+    plan = worker.plan
+    return scheduler_class(config)(
+        num_blocks=plan.group_pages,
+        block_size=plan.block_size,
+        windows=plan.windows,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.sequences,
+        max_num_batched_tokens=max(config.step_tokens, plan.max_model_len * worker.whole_prompts),
+        long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
+        eos_token_ids=eos_token_ids,
+        enable_prefix_caching=worker.caches_prefixes,
+        prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
+        whole_prompts=worker.whole_prompts,
+        pools_all=worker.pooling.kind != "last",
+        tasks=worker.info.tasks,
+        waiting=None if worker.adapters is None else AdapterQueue(worker.adapters, config.max_loras),
+        drafter=drafter,
+        tiers=tiers,
+        micro_batches=worker.micro_batches,
+        snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
+    )
 
 
 def scheduler_class(config: EngineConfig) -> type[Scheduler]:

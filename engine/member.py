@@ -30,7 +30,7 @@ from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import Ended, Progress, encode
 from quire.engine.worker.ranks.processes import PROGRAM
-from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Joined, answers_of, join_of
+from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Join, Joined, answers_of, join_of
 
 _AGAIN_SECONDS = 0.5
 _LOOK_SECONDS = 0.2
@@ -67,9 +67,10 @@ def run(config: EngineConfig) -> int:
 class Member:
     """One machine's ranks. `ending`, once set, ends them."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, own: Join | None = None) -> None:
+        """own: what it tells of itself; by default what is so."""
         self._config = config
-        self._own = join_of(config, config.node_rank, 0)
+        self._own = own or join_of(config, config.node_rank, 0)
         self.ending = threading.Event()
         self.failure: ConfigError | None = None
         self._joined = False
@@ -182,8 +183,9 @@ class Member:
 class Life:
     """Tells the first machine that this one is there, and in the end how the rank has ended."""
 
-    def __init__(self, joined: Joined) -> None:
-        """Raises ConnectionError."""
+    def __init__(self, joined: Joined, silence: timedelta = SILENCE) -> None:
+        """`silence`: after which the first machine takes this one to have gone. Raises ConnectionError."""
+        self._silence = silence
         self._heard = clock.monotonic()
         self._failed = False
         self._code: int | None = None
@@ -206,7 +208,7 @@ class Life:
 
     def _tell(self, store: dist.TCPStore, queue: str) -> None:
         with suppress(RuntimeError):
-            while not self._over.wait(SILENCE.total_seconds() / 5):
+            while not self._over.wait(self._silence.total_seconds() / 5):
                 store.queue_push(queue, encode(Progress()))
                 self._heard = clock.monotonic()
             assert self._code is not None

@@ -32,6 +32,8 @@ class Repo:
     private: bool = False
     readers: tuple[str, ...] = ("reader",)
     """Tokens that open it where it is gated or private."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """By path: the size that is said of a file, where it is another than it has."""
 
     @property
     def commit(self) -> str:
@@ -168,11 +170,12 @@ class _Server(ThreadingHTTPServer):
 
 def _entry(path: str, repo: Repo) -> dict[str, Any]:
     content = repo.files[path]
-    entry: dict[str, Any] = {"size": len(content)}
+    size = repo.sizes.get(path, len(content))
+    entry: dict[str, Any] = {"size": size}
     entry["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     if path.endswith(LFS):
         digest = hashlib.sha256(content).hexdigest()
-        entry["lfs"] = {"oid": digest, "sha256": digest, "size": len(content), "pointerSize": 135}
+        entry["lfs"] = {"oid": digest, "sha256": digest, "size": size, "pointerSize": 135}
     return entry
 
 

@@ -6,6 +6,7 @@ It also reads how much memory the machine has left. It does not import torch, so
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,9 @@ kernel's arguments, up to 4 KB."""
 DRAFT_GRAPHS_BYTES = 128 * 2**20
 """The same of all graphs of a model or heads that draft, some thirty of a smaller model or a hundred of a layer or two:
 an assumption too. They share the memory of the served model's."""
+
+Meminfo = Callable[[str], int | None]
+"""What the system says of the machine's memory: see meminfo."""
 
 
 def graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
@@ -252,18 +256,27 @@ def plan_kv(
     return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed, state_bytes, *shares)
 
 
-def available_host_bytes() -> int:
+def meminfo(key: str) -> int | None:
+    """Bytes that /proc/meminfo gives for a key; None where it does not exist."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def available_host_bytes(meminfo: Meminfo = meminfo) -> int:
     """Bytes that this process could still allocate.
 
     The smaller of what the machine has left and what our control group may still take; 8 GiB if neither can be read.
     """
-    found = [value for value in (_meminfo("MemAvailable"), _cgroup_headroom()) if value is not None]
+    found = [value for value in (meminfo("MemAvailable"), _cgroup_headroom()) if value is not None]
     return min(found, default=8 * GIB)
 
 
 def host_memory_bytes() -> int | None:
     """Bytes of memory that this machine has, or that our control group may take; None where neither can be read."""
-    found = [value for value in (_meminfo("MemTotal"), _cgroup_bytes("memory.max")) if value is not None]
+    found = [value for value in (meminfo("MemTotal"), _cgroup_bytes("memory.max")) if value is not None]
     return min(found, default=None)
 
 
@@ -275,29 +288,22 @@ def check_kv_memory(gib: float | None, room: int | None, where: str) -> None:
         raise ConfigError(message, param="kv_cache_memory")
 
 
-def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None) -> None:
+def check_room(
+    weights: StoredWeights | None, dtype: str, quantization: str | None = None, meminfo: Meminfo = meminfo
+) -> None:
     """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
 
     Without this check the system would kill this process, or another one, after minutes of loading.
     """
-    if weights is None or (free := _meminfo("MemAvailable")) is None:
+    if weights is None or (free := meminfo("MemAvailable")) is None:
         return
     # The CPU kernels may compress bfloat16 weights to 12 bits: see kernels/cpu/compress12.h.
     each = DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
     least = weights.floats * (each if quantization is None else QUANTIZED_BITS[quantization] / 8) + weights.other_bytes
-    if least > min(free, available_host_bytes()):
+    if least > min(free, available_host_bytes(meminfo)):
         sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
         lighter = "" if quantization == "int4" or not weights.floats else "use quantization int4, "
         raise ConfigError(f"model: the weights {sizes}: {lighter}a smaller model, or more memory", param="model")
-
-
-def _meminfo(key: str) -> int | None:
-    """Bytes that /proc/meminfo gives for a key; None where it does not exist."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def _cgroup_headroom() -> int | None:

@@ -137,7 +137,10 @@ class Recorder(Protocol):
 class History:
     """Timelines of open requests and of those that ended last."""
 
-    def __init__(self, keep: int = KEPT_REQUESTS, replicas: int = 1) -> None:
+    def __init__(
+        self, keep: int = KEPT_REQUESTS, replicas: int = 1, clock: Callable[[], float] = lambda: clock.monotonic()
+    ) -> None:
+        self._clock = clock
         self.keep = keep
         """How many ended requests to remember."""
         self.listeners: list[Callable[[Step], None]] = []
@@ -181,7 +184,7 @@ class History:
         return [self._ended[request_id] for request_id in self._order]
 
     def submitted(self, request: Request) -> None:
-        now = clock.monotonic()
+        now = self._clock()
         timeline = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
         timeline.image_tokens = sum(span.count for span in request.spans)
         self._open[request.id] = timeline
@@ -247,7 +250,7 @@ class History:
     def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
         """See Recorder."""
         self._engines[replica] = max(self._engines) + 1
-        now = clock.monotonic()
+        now = self._clock()
         had = self._open.values() if ids is None else [self._open[each] for each in ids if each in self._open]
         for timeline in list(had):
             if for_good:
@@ -260,7 +263,7 @@ class History:
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return
-        timeline.end(reason, clock.monotonic())
+        timeline.end(reason, self._clock())
         for listener in self.end_listeners:
             listener(timeline)
         if self.keep:

@@ -54,8 +54,6 @@ log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
 """Time between two looks at how the engines are."""
-_TELL_SECONDS = 1.0
-"""After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
 """How long an API process may take to answer a question to all."""
 _LONG_ANSWER_SECONDS = 10.0
@@ -67,9 +65,10 @@ _REMEMBER_SECONDS = 5.0
 class Hub:
     """All methods must be called from the client's event loop."""
 
-    def __init__(self, client: EngineClient, address: str) -> None:
-        """address: where API processes connect, as ZeroMQ writes it."""
-        self._client = client
+    def __init__(self, client: EngineClient, address: str, *, tell_seconds: float = 1.0) -> None:
+        """address: where API processes connect, as ZeroMQ writes it. tell_seconds: after so long the state is sent
+        again though nothing has changed: it is the hub's sign of life."""
+        self._client, self._tell_seconds = client, tell_seconds
         self._weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
         client.turns = None  # so are turns
@@ -293,7 +292,7 @@ class Hub:
             last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _TICK_SECONDS)
             for channel in self._channels.values():
                 channel.silence += elapsed
-            if last - told > _TELL_SECONDS:
+            if last - told > self._tell_seconds:
                 self._state, told = None, last
             self._tell_state()
 

@@ -50,9 +50,6 @@ from quire.engine.processes.wire import Wire
 from quire.engine.types import EngineInfo, Request
 
 log = logging.getLogger("quire.hub")
-_ALIVE_SECONDS = 1.0
-_SILENCE_SECONDS = 10.0
-"""After so long without a sign of life from the hub, all that waits for it is given up."""
 _LINGER_MS = 1000
 """How long the last message of a process may take when it ends."""
 
@@ -63,9 +60,19 @@ class HubLink(Link):
     owner: EngineClient
     explains_prefixes = True  # the hub does, which sees all requests
 
-    def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
-        """address, identity: where the hub listens, and how it knows this process."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        address: str,
+        identity: str,
+        *,
+        alive_seconds: float = 1.0,
+        silence_seconds: float = 10.0,
+    ) -> None:
+        """address, identity: where the hub listens, and how it knows this process. alive_seconds: between two signs of
+        life to the hub. silence_seconds: after so long without one from it, all that waits for it is given up."""
         super().__init__()
+        self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
         """How this process answers the questions of others."""
         self.on_version: list[Callable[[str], None]] = []
@@ -117,11 +124,11 @@ class HubLink(Link):
 
     @property
     def responsive(self) -> bool:
-        return self._responsive and self._silence <= _SILENCE_SECONDS
+        return self._responsive and self._silence <= self._silence_seconds
 
     @property
     def healthy(self) -> bool:
-        return self._healthy and self._silence <= _SILENCE_SECONDS
+        return self._healthy and self._silence <= self._silence_seconds
 
     @property
     def engines(self) -> Sequence[EngineState]:
@@ -200,11 +207,11 @@ class HubLink(Link):
     async def _live(self) -> None:
         last = clock.monotonic()
         while True:
-            await asyncio.sleep(_ALIVE_SECONDS)
+            await asyncio.sleep(self._alive_seconds)
             self._write(Alive())
-            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _ALIVE_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * self._alive_seconds)
             self._silence += elapsed
-            if self._silence > _SILENCE_SECONDS:
+            if self._silence > self._silence_seconds:
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
 
     def _give_up(self, error: QuireError) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -267,6 +268,16 @@ class EngineProcess:
                 # Our standard error may be closed. Read on even then, or the engine would block on a full pipe.
                 with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Starts engine processes."""
+
+    start: Callable[[EngineConfig, Callable[[Sequence[str]], None]], EngineProcess] = EngineProcess
+    """Of what an EngineProcess takes."""
+    backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
+    """Seconds to wait before a start, by the number of failures in a row before it."""
 
 
 def engine_json(config: EngineConfig) -> str:

@@ -17,7 +17,7 @@ from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
 from quire.engine.link.link import Answers, EngineLink
-from quire.engine.link.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
+from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher, engine_json, reset_prefix_cache
 from quire.engine.link.replay import Replay
 from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
@@ -25,8 +25,6 @@ from quire.engine.types import EngineInfo, Request
 
 log = logging.getLogger("quire.supervisor")
 
-_BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
-"""Wait before a start, by the number of failures in a row before it."""
 _END_SECONDS = 60.0
 """How long a process that has failed may take to end by itself."""
 
@@ -37,9 +35,12 @@ class ProcessLink(EngineLink):
     `launch()` starts the process and returns at once; `start()` waits until it is ready and supervises it from then on.
     """
 
-    def __init__(self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset()) -> None:
+    def __init__(
+        self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset(), launcher: Launcher | None = None
+    ) -> None:
         """It stays on these cores; none: on any."""
         super().__init__()
+        self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
         self._cores = cores
         self._config = config
@@ -68,7 +69,7 @@ class ProcessLink(EngineLink):
 
     def launch(self) -> None:
         try:
-            self._process = EngineProcess(self._config, self._replay.begin)
+            self._process = self._launcher.start(self._config, self._replay.begin)
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
         if self._cores:
@@ -218,7 +219,7 @@ class ProcessLink(EngineLink):
         not count as a failure.
         """
         while True:
-            await asyncio.sleep(_BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)])
+            await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
             try:
                 if self._process is None:
                     self.launch()

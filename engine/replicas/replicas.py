@@ -18,6 +18,7 @@ from quire.engine.core.stats import EngineSnapshot, StepRecord, total
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink, EngineState
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
@@ -35,12 +36,13 @@ class Replicas(EngineLink):
 
     owner: EngineClient
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
         super().__init__()
         count = config.data_parallel_size
         cores = replica_cores(count)
         self._replicas = [
-            ProcessLink(replica_config(config, number, cores), number, cores[number]) for number in range(count)
+            ProcessLink(replica_config(config, number, cores), number, cores[number], launcher)
+            for number in range(count)
         ]
         for each in self._replicas:
             each.owner = self
@@ -254,6 +256,8 @@ def _alike(one: Request, other: Request) -> bool:
     )
 
 
-def processes(config: EngineConfig) -> EngineClient:
+def processes(config: EngineConfig, launcher: Launcher | None = None) -> EngineClient:
     """A client whose engines are in processes of their own, as many as the configuration says."""
-    return EngineClient(ProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
+    if config.data_parallel_size == 1:
+        return EngineClient(ProcessLink(config, launcher=launcher))
+    return EngineClient(Replicas(config, launcher))

@@ -52,10 +52,11 @@ def choose_tiers(
     files: WeightFiles | None,
     page_tokens: int,
     make_states: Callable[[], PageMover | None] | None = None,
+    make_tiers: Callable[..., Tiers] = Tiers,
 ) -> tuple[NoTiers, list[str]]:
     """The tiers, and notes on them. `files`: those of the weights that were loaded; None: they are in no file, so no
     later engine could know whether they are the same. `make_states`: what copies slots, where prefixes need
-    snapshots."""
+    snapshots. `make_tiers`: makes them of what Tiers takes."""
     if not (asked := asked_for(config)):
         return NoTiers(), []
     if (mover := make_mover()) is None:
@@ -89,7 +90,7 @@ def choose_tiers(
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}
     room = [_room(tier.name, bounds.get(tier.name), mover.page_bytes, page_tokens) for tier in tiers]
-    return Tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}", states), notes
+    return make_tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}", states), notes
 
 
 def _room(name: str, bound: float | None, page_bytes: int, page_tokens: int) -> str:

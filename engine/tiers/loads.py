@@ -21,6 +21,7 @@ from quire.engine.core.executor import PageMover
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.tiers.tier import Page, Tier
 from quire.engine.tiers.with_slots import state_key
+from quire.engine.tiers.writer import Threads
 
 log = logging.getLogger("quire.tiers")
 
@@ -75,11 +76,18 @@ class Loads:
     """`begin`, `take`, `forget` and `wait` are called by the engine's loop; the pages are fetched in threads."""
 
     def __init__(
-        self, tiers: SequenceOf[Tier], mover: PageMover, pool: BlockPool, promote: Promote, state_bytes: int = 0
+        self,
+        tiers: SequenceOf[Tier],
+        mover: PageMover,
+        pool: BlockPool,
+        promote: Promote,
+        state_bytes: int = 0,
+        threads: Threads = ThreadPoolExecutor,
+        patience: float = PATIENCE,
     ) -> None:
         """`promote`: called in the threads with a page that was found below the first tier. `state_bytes`: of a
         snapshot."""
-        self._state_bytes = state_bytes
+        self._state_bytes, self._patience = state_bytes, patience
         self._promote = promote
         self._tiers = tiers
         self._mover = mover
@@ -90,7 +98,7 @@ class Loads:
         self._coming: dict[bytes, Load] = {}
         self._done: deque[Load] = deque()
         self._news = threading.Event()
-        self._threads = ThreadPoolExecutor(_THREADS, "kv-fetch")
+        self._threads = threads(_THREADS, "kv-fetch")
 
     @property
     def busy(self) -> bool:
@@ -137,7 +145,7 @@ class Loads:
             load = self._done.popleft()
             (self._open if load in self._open else self._overdue).remove(load)
             ended.append(load)
-        overdue = [load for load in self._open if now - load.began > PATIENCE]
+        overdue = [load for load in self._open if now - load.began > self._patience]
         late = []
         for load in overdue:
             self._open.remove(load)
@@ -171,7 +179,7 @@ class Loads:
         for load in self._open:
             load.seqs = []
         self._threads.shutdown(wait=False, cancel_futures=True)
-        until = clock.monotonic() + PATIENCE
+        until = clock.monotonic() + self._patience
         while any(not load.ended for load in self._open if load.running) and clock.monotonic() < until:
             self._news.clear()
             self._news.wait(_NAP)

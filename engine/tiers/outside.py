@@ -27,8 +27,9 @@ class OutsideTier:
     """A Tier whose calls end in time, but for `lookup`, which answers from memory. After one that did not, it has
     nothing and takes nothing, until the engine is built anew."""
 
-    def __init__(self, tier: Tier, identity: bytes) -> None:
+    def __init__(self, tier: Tier, identity: bytes, patience: float = PATIENCE) -> None:
         self.name = tier.name
+        self._patience = patience
         self.off = False
         self._tier = tier
         self._identity = identity
@@ -70,7 +71,7 @@ class OutsideTier:
         done: Future[Result | None] = Future()
         self._calls.put((lambda: self._tried(call), done))  # type: ignore[arg-type]
         try:
-            return done.result(PATIENCE)
+            return done.result(self._patience)
         except TimeoutError:
             if not self.off:
                 log.error("the %s tier hangs, and is not used any more", self.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 
 from quire.engine import clock
 from quire.engine.core.batch import Fetched
@@ -15,11 +16,11 @@ from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.stats import TierStats
 from quire.engine.tiers.costs import Costs
-from quire.engine.tiers.loads import Load, Loads, State
+from quire.engine.tiers.loads import PATIENCE, Load, Loads, State
 from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.with_slots import PagesAndSlots, state_key
-from quire.engine.tiers.writer import Writer
+from quire.engine.tiers.writer import Threads, Writer
 
 Size = Callable[[], tuple[int, int]]
 """Pages, and bytes, that a tier has."""
@@ -36,15 +37,21 @@ class Tiers(NoTiers):
         sizes: Mapping[str, Size] | None = None,
         room: str = "",
         states: PageMover | None = None,
+        *,
+        put_threads: Threads = ThreadPoolExecutor,
+        fetch_threads: Threads = ThreadPoolExecutor,
+        patience: float = PATIENCE,
     ) -> None:
-        """`sizes`: of those that have one, by name. `states`: what copies slots, where prefixes need snapshots."""
+        """`sizes`: of those that have one, by name. `states`: what copies slots, where prefixes need snapshots.
+        `patience`: seconds that a sequence waits for its pages."""
         self.costs = costs
         self.room = room
         self._tiers = tiers
         self._mover = mover = mover if states is None else PagesAndSlots(mover, states)
-        self._state_bytes = 0 if states is None else states.page_bytes
+        state_bytes = 0 if states is None else states.page_bytes
         self._sizes = sizes or {}
-        self._writer = Writer(tiers, mover)
+        self._writer = Writer(tiers, mover, put_threads)
+        self._fetching = state_bytes, fetch_threads, patience
         self._loaded: set[str] = set()
         """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
         waits others may take the pages that came, again and again. So do those for which not all came."""
@@ -55,7 +62,7 @@ class Tiers(NoTiers):
     def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefixes = prefixes
         self._pool = pool
-        self._loads = Loads(self._tiers, self._mover, pool, self._writer.promote, self._state_bytes)
+        self._loads = Loads(self._tiers, self._mover, pool, self._writer.promote, *self._fetching)
         pool.before_reuse = self._writer.secure
         prefixes.snapshots.watch(self._writer.secure)
 

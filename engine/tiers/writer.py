@@ -6,8 +6,9 @@ needed. So what is taken then has mostly been copied; what has not is copied at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from threading import Lock
 
 from quire.engine.core.executor import PageMover
@@ -16,7 +17,8 @@ from quire.engine.tiers.tier import Page, Tier
 _MOST_UNWRITTEN = 256 * 2**20
 """Bytes of copies that wait to be put where they are to go; pages beyond that are not kept."""
 
-
+Threads = Callable[[int, str], Executor]
+"""Makes so many threads of this name."""
 _PATIENCE = 30.0
 """Seconds that the end of an engine waits for what is on its way."""
 
@@ -24,7 +26,7 @@ _PATIENCE = 30.0
 class Writer:
     """`keep`, `secure` and `reset` are called by the engine's loop."""
 
-    def __init__(self, tiers: SequenceOf[Tier], mover: PageMover) -> None:
+    def __init__(self, tiers: SequenceOf[Tier], mover: PageMover, threads: Threads = ThreadPoolExecutor) -> None:
         self._tiers = tiers
         self._mover = mover
         self._leaving: dict[int, bytes] = {}
@@ -38,7 +40,7 @@ class Writer:
         """Grows with every reset: what began to come or to go before it is not for the cache any more."""
         self._unwritten = 0
         """Bytes of the copies that `secure` made and that are not put yet."""
-        self._thread = ThreadPoolExecutor(1, "kv-put")
+        self._thread = threads(1, "kv-put")
         self.stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         """Pages put, by tier."""
         self.lost = 0

@@ -45,6 +45,8 @@ class FakeProcess(EngineProcess):
         self._exit: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
         self._running: dict[str, Request] = {}
         self._tokens: dict[str, int] = {}
+        self.answers = True
+        """Whether it ever says that it has let its engine go."""
 
     @property
     def connected(self) -> bool:
@@ -80,8 +82,9 @@ class FakeProcess(EngineProcess):
                     self._running.pop(request_id, None)
 
     def _let_go(self, answer: FromEngine) -> None:
-        self._running.clear()
-        self._sent.put_nowait(answer)
+        if self.answers:
+            self._running.clear()
+            self._sent.put_nowait(answer)
 
     def step(self, max_requests: int) -> None:
         if self._exit.done() or not self._running:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.member import Life, Member
 from quire.engine.worker.ranks.follower import follow, store_of
-from quire.engine.worker.ranks.remote import Gathering, Remote
+from quire.engine.worker.ranks.remote import SILENCE, Gathering, Remote
 from tests.e2e.server import free_port
 
 Nodes = Callable[..., dict[str, Any]]
@@ -72,10 +73,12 @@ def told() -> dict[str, Any]:
     return {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port(), "nodes_timeout": 60.0}
 
 
-def gathering(settings: dict[str, Any]) -> tuple[Gathering, threading.Thread, list[Remote]]:
+def gathering(
+    settings: dict[str, Any], silence: timedelta = SILENCE
+) -> tuple[Gathering, threading.Thread, list[Remote]]:
     """One that waits in a thread, and what it finds."""
     found: list[Remote] = []
-    made = Gathering(EngineConfig(model=DEMO_MODEL, **settings))
+    made = Gathering(EngineConfig(model=DEMO_MODEL, **settings), silence)
     thread = threading.Thread(target=lambda: found.extend(made.wait()), daemon=True)
     thread.start()
     return made, thread, found

@@ -4,6 +4,8 @@ stages, with those kept in memory that are used most; what is counted, and what 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine, let_go
+from quire.engine.worker.loading.on_disk import IN_MEMORY, filesystem
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder import mapped
 from tests.engine.harness import request, run
@@ -37,10 +40,14 @@ MIB = 2**20
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "mlp_only_layers": []}
 
 
-@pytest.fixture(autouse=True)
-def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' folder may be in memory."""
-    monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", set())
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """On a disk: the tests' folder may be in memory."""
+    if filesystem(tmp_path) not in IN_MEMORY:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def engine(path: Path, **settings: Any) -> Engine:
@@ -70,13 +77,12 @@ WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8",
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """With none kept, with some, which change as uses do, and with all; a step at a time and layers in one call."""
     path, settings = written(way, tmp_path)
     if settings["dtype"] == "float32" and not Cpu().multiplies(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
-    monkeypatch.setattr(mapped, "_EVERY", 2)
     on_disk = settings | {"weights_on_disk": str(tmp_path / "disk")}
     plain = engine(path, **on_disk)
     assert answers(plain) == expected
@@ -86,6 +92,7 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
     store = plain.runner.model.offload
     assert isinstance(store, mapped.MappedExperts)
     some = engine(path, **on_disk, weights_in_memory=5 * store._slot_bytes / 2**30)
+    some.runner.model.offload.every = 2
     first = {*some.runner.model.offload._slot_of}
     assert answers(some) == expected
     assert answers(some) == expected  # with prefixes cached
@@ -98,15 +105,15 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "disk").iterdir())  # the file has no name
 
 
-def test_what_is_used_most_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral", num_local_experts=8, num_experts_per_tok=2)
-    monkeypatch.setattr(mapped, "_EVERY", 1)
     stores = []
     for memory in (None, 3):
         kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
         made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=kept)
         stores.append(made.runner.model.offload)
     store, total = stores[1], len(stores[1]._experts)
+    store.every = 1
     assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
     used = {7, 11, total - 1}
     store._noted.uses[[*used]] = 9
@@ -164,10 +171,11 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(ConfigError, match="has no room for the weights: no space left"):
             engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path))
-    monkeypatch.setattr("quire.engine.worker.loading.on_disk._filesystem", lambda _: "tmpfs")
-    monkeypatch.setattr("quire.engine.worker.loading.on_disk._IN_MEMORY", {"tmpfs"})
-    with pytest.raises(ConfigError, match=r"weights_on_disk: .* is in memory itself \(tmpfs\)"):
-        engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path))
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        pytest.raises(ConfigError, match=r"weights_on_disk: .* is in memory itself \(tmpfs\)"),
+    ):
+        engine(path, dtype="bfloat16", weights_on_disk=memory)
 
 
 def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:

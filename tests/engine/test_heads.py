@@ -4,7 +4,7 @@ changes a token."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.batch import DraftRow
 from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.heads import HeadDrafter
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, model_drafter
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request, SamplingParams
 from quire.engine.worker.heads import Heads
+from quire.engine.worker.startup import Worker
 from tests.engine.harness import run
-from tests.engine.test_speculation import CHEAP, KINDS, known
+from tests.engine.test_speculation import KINDS, always, known
 from tests.tiny_heads import (
     Reference,
     Tensors,
@@ -57,34 +57,43 @@ def made_head(path: Path, method: str, hidden: int = HIDDEN, vocab: int = VOCAB)
     return save_head(path, tensors, eagle_config(hidden, vocab, **more), "model.safetensors"), tensors
 
 
-def started(model: Path, head: Path | None, method: str = "", tokens: int = 4, **options: Any) -> Engine:
+def started(
+    model: Path,
+    head: Path | None,
+    method: str = "",
+    tokens: int = 4,
+    make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
+    **options: Any,
+) -> Engine:
     speculative = None
     if head is not None:
         speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
-    return Engine(EngineConfig(model=str(model), speculative_config=speculative, threads=1, **options))
+    config = EngineConfig(model=str(model), speculative_config=speculative, threads=1, **options)
+    return Engine(config, make_drafter=make_drafter)
 
 
-def drafter_of(made: Engine) -> HeadDrafter:
-    outer = made.scheduler._drafter
-    assert isinstance(outer, Adaptive)
-    assert isinstance(outer._drafter, ForcedTokens)
-    inner = outer._drafter._drafter
-    assert isinstance(inner, Adaptive)
-    assert isinstance(inner._drafter, HeadDrafter)
-    outer._costs = inner._costs = CHEAP
-    inner._own = StepCosts((1, 64), (1e-6, 1e-6))
-    return inner._drafter
+def heads_of(worker: Worker, config: EngineConfig) -> HeadDrafter:
+    """What asks the heads, without what decides which of their guesses pay."""
+    found = model_drafter(worker, config)
+    assert found is not None
+    assert isinstance(found[0], HeadDrafter)
+    return found[0]
 
 
 @dataclass
 class Recorded(Drafter):
     """What heads guess, with the texts that they were asked about and the states behind these. All is tried."""
 
-    drafter: HeadDrafter
-    most: int
+    most: int = 3
+    drafter: HeadDrafter = field(init=False)
     guesses: list[tuple[list[int], list[int]]] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
+
+    def make(self, worker: Worker, config: EngineConfig) -> Drafter:
+        """For the engine whose heads it records."""
+        self.drafter = heads_of(worker, config)
+        return self
 
     def propose(self, asked: Asked, tokens: int) -> list[Guess]:
         found = self.drafter.propose([(seq, min(most, self.most)) for seq, most in asked], tokens)
@@ -122,9 +131,8 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     """Where nothing is right, and where all is: requests that allow one token alone."""
     model = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
-    made = started(model, head, method, enable_prefix_caching=False, max_num_batched_tokens=budget)
-    recorded = Recorded(drafter_of(made), 3)
-    made.scheduler._drafter = recorded
+    recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
+    made = started(model, head, method, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
     requests = [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
     run(made, requests)
@@ -161,8 +169,7 @@ def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, t
     requests = traffic([*KINDS, *KINDS, few, few])
     options = shape | {"dtype": dtype}
     wanted = known(run(started(model, None, **options), requests))
-    made = started(model, head, method, **options)
-    drafter_of(made)
+    made = started(model, head, method, make_drafter=always, **options)
     for _ in range(2):  # the second time prompts are cached
         assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 50
@@ -195,8 +202,7 @@ def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path)
     head, _ = made_head(tmp_path / "head", method)
     requests, options = traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
     wanted = known(run(started(model, None, **options), requests))
-    made = started(model, head, method, **options)
-    drafter_of(made)
+    made = started(model, head, method, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 20
 
@@ -210,12 +216,10 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_pa
     story = json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     few = {"allowed_token_ids": (40, 41), "temperature": 1.0}
     requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, few, {"grammar": story, "temperature": 1.0}])
-    made = started(model, head, method, tokenizer=DEMO_MODEL)
-    drafter_of(made)
+    made = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
     whole = run(made, requests)
     for cut in (1, 3, 8):
-        again = started(model, head, method, tokenizer=DEMO_MODEL)
-        drafter_of(again)
+        again = started(model, head, method, make_drafter=always, tokenizer=DEMO_MODEL)
         parts = [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests]
         rest = run(again, parts)
         assert {name: (answer.ids, answer.finish_reason) for name, answer in rest.items()} == {
@@ -233,10 +237,13 @@ def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Pat
     options = {"max_model_len": 512, "num_kv_blocks": 200, "threads": 1}
     requests = story_requests(6, seed=7, tokens=120)
     wanted = known(run(Engine(EngineConfig(**options)), requests))
-    made = Engine(EngineConfig(speculative_config=speculative, **options))
     # As if a step of the model took ten times as long as one of the head: where both are so small, none would pay.
-    costs = StepCosts((1, 64), (1.0, 3.0))
-    made.scheduler._drafter = Adaptive(drafter_of(made), 4, costs, StepCosts((1, 64), (0.1, 0.2)))
+    costs, own = StepCosts((1, 64), (1.0, 3.0)), StepCosts((1, 64), (0.1, 0.2))
+
+    def drafter(worker: Worker, config: EngineConfig) -> Drafter:
+        return Adaptive(heads_of(worker, config), 4, costs, own)
+
+    made = Engine(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 200
     assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 3
@@ -247,10 +254,8 @@ def test_the_layouts_of_others_hold_the_same_heads(tmp_path: Path) -> None:
     requests = traffic(GREEDY * 2)
 
     def guesses(head: Path, method: str) -> object:
-        made = started(model, head, method)
-        recorded = Recorded(drafter_of(made), 3)
-        made.scheduler._drafter = recorded
-        run(made, requests)
+        recorded = Recorded()
+        run(started(model, head, method, make_drafter=recorded.make), requests)
         return recorded.guesses
 
     head, tensors = made_head(tmp_path / "medusa", "medusa")

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
+from quire.engine.core.drafter import NoDrafts
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import AdapterError, ConfigError
 from quire.engine.loop import Engine
@@ -29,9 +30,9 @@ from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_speculation import CHEAP, Garbage
+from tests.engine.test_speculation import CHEAP, Garbage, Replaceable
 from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known, model
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import save_tiny_model
 from tests.variants import examples
@@ -45,10 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> Engine:
+def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> tuple[Engine, Replaceable]:
     """None: alone, with no cached prefixes."""
-    chosen = {"enable_prefix_caching": False} if shape is None else SHAPES[shape]
-    return Engine(EngineConfig(model=str(model(folder, family)), dtype=dtype, kv_cache_dtype=kv, **(SMALL | chosen)))
+    chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
+    config = EngineConfig(model=str(model(folder, family)), dtype=dtype, kv_cache_dtype=kv, **(SMALL | chosen))
+    return Engine(config, make_drafter=lambda *_: drafts), drafts
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -69,17 +71,14 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     kv: str,
     guesses: int | None,
 ) -> None:
-    requests, alone = asked(traffic), engine(folder, family, dtype, kv, None)
+    requests, (alone, _) = asked(traffic), engine(folder, family, dtype, kv, None)
     wanted: dict[str, object] = {}
     for each in requests:
         wanted |= known(run(alone, [each]))
-    made = engine(folder, family, dtype, kv, shape)
-    plain = made.scheduler._drafter
-    if guesses is not None:
-        made.scheduler._drafter = Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    made, drafts = engine(folder, family, dtype, kv, shape)
+    drafts.drafter = NoDrafts() if guesses is None else Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
     for _ in range(2):
         assert known(run(made, requests)) == wanted
-    made.scheduler._drafter = plain
 
 
 @pytest.mark.few(2)
@@ -139,18 +138,16 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_latents_come_back_from_tiers(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "deepseek_v2")
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
     assert converse(made) == wanted
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()

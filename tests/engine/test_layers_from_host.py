@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.engine.errors import ConfigError
 from quire.engine.worker.loading import on_disk
-from quire.kernels import reference
 from quire.kernels.streaming.from_host import LayersFromHost
 from tests.engine.harness import run
 from tests.engine.ranks import thread_ranks
@@ -28,9 +28,9 @@ SHAPE: dict[str, Any] = {"num_hidden_layers": 5}
 
 @pytest.fixture(autouse=True)
 def stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears are PyTorch's own products of their weights, as on a GPU."""
-    monkeypatch.setattr(reference, "_onednn_packs", lambda *_: False)
-    monkeypatch.setattr(on_disk, "_check", lambda *_: None)
+    """Linears are PyTorch's own products of their weights, as on a GPU, and may be elsewhere."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(on_disk, "check_offload", lambda *_: None)
 
 
 @pytest.mark.few(1)

@@ -21,13 +21,13 @@ from quire.kernels.cpu.decoder.from_disk import LayersFromDisk
 from tests.engine.harness import run
 from tests.engine.models.test_experts import told
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_experts_on_disk import MISSING, answers, any_folder, engine
+from tests.engine.test_experts_on_disk import MISSING, answers, engine, tmp_path
 from tests.engine.test_ranks import QUANTIZED, asked_with_adapters, one_thread
 from tests.gguf_models import write_gguf
 from tests.quantized_models import quantize_checkpoint
 from tests.tiny_models import save_tiny_model
 
-__all__ = ["any_folder", "one_thread", "thread_ranks"]
+__all__ = ["one_thread", "thread_ranks", "tmp_path"]
 pytestmark = [
     pytest.mark.skipif(MISSING is not None or not hasattr(os, "posix_fallocate"), reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),

@@ -28,8 +28,8 @@ from quire.engine.loop import Engine
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, Request, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
-from tests.engine.test_heads import drafter_of, made_head
-from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Right, always, answers, known
+from tests.engine.test_heads import made_head
+from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Replaceable, Right, always, known
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
 from tests.variants import examples
@@ -115,13 +115,16 @@ def hybrid(folder: Path, family: str) -> Path:
 
 
 @cache
-def engine(folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Served = "demo") -> Engine:
+def engine(
+    folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Served = "demo"
+) -> tuple[Engine, Replaceable]:
+    """With what guesses in it where it has no `name`."""
     speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
         method, model = ("mtp", None) if name == "mtp" else weights(folder, name)
         speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
     options: dict[str, Any] = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
-    caching = blocks > 20
+    caching, drafts = blocks > 20, Replaceable()
     made = Engine(
         EngineConfig(
             model=DEMO_MODEL if served == "demo" else str(hybrid(folder, served)),
@@ -130,13 +133,15 @@ def engine(folder: Path, blocks: int, budget: int, dtype: str, name: str = "", s
             enable_prefix_caching=caching,
             speculative_config=speculative,
             **options,
-        )
+        ),
+        make_drafter=always if name else lambda *_: drafts,
     )
-    if name in LOADED[:2]:
-        always(made)
-    elif name:
-        drafter_of(made)
-    return made
+    return made, drafts
+
+
+def plain_answers(made: Engine, drafts: Replaceable, requests: list[Request]) -> dict[str, Answer]:
+    drafts.drafter = NoDrafts()
+    return run(made, requests)
 
 
 def looking(name: str, seed: int, wanted: dict[str, Answer], made: Engine) -> Drafter:
@@ -182,17 +187,15 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     dtype: str,
 ) -> None:
     served, name = who
-    plain, requests = engine(folder, *shape, dtype, served=served), traffic(asked)
-    wanted = answers(plain, requests, None)
-    made, drafter = plain, None
+    (plain, drafts), requests = engine(folder, *shape, dtype, served=served), traffic(asked)
+    wanted, made = plain_answers(plain, drafts, requests), plain
     if name in (*LOADED, "mtp"):
-        made = engine(folder, *shape, dtype, name, served)
+        made, _ = engine(folder, *shape, dtype, name, served)
     else:
-        drafter = looking(name, len(requests), wanted, plain)
+        drafts.drafter = looking(name, len(requests), wanted, plain)
     before = made.stats
     for _ in range(2):  # the second time prompts are cached and others' answers known
-        found = run(made, requests) if drafter is None else answers(made, requests, drafter)
-        assert known(found) == known(wanted)
+        assert known(run(made, requests)) == known(wanted)
     event(f"{served}, {name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
     event(f"{sum(made.stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
     event(f"{made.stats.preemptions > before.preemptions} that one was preempted")
@@ -213,10 +216,10 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(
     requests = traffic(
         [(text, {k: v for k, v in kind.items() if k != "prompt_logprobs"}, n) for text, kind, n in asked]
     )
-    wanted = known(answers(engine(folder, *SHAPES[0], dtype, served=served), requests, None))
+    wanted = known(plain_answers(*engine(folder, *SHAPES[0], dtype, served=served), requests))
     ids: dict[str, list[int]] = {one: answer[0] for one, answer in wanted.items()}
     parts = [
         msgspec.structs.replace(each, emitted_ids=ids[each.id][:cut]) for each in requests if len(ids[each.id]) > cut
     ]
-    rest = run(engine(folder, *SHAPES[0], dtype, name, served), parts)
+    rest = run(engine(folder, *SHAPES[0], dtype, name, served)[0], parts)
     assert {one: answer.ids for one, answer in rest.items()} == {each.id: ids[each.id][cut:] for each in parts}

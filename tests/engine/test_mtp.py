@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ from safetensors.torch import load_file, save_file
 from benchmarks.train_head import story_requests, train_head
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.core.drafter import Drafter
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
+from quire.engine.tiers.tiers import Tiers
 from quire.engine.types import Request, SamplingParams
+from quire.engine.worker.startup import Worker
 from quire.server.cli import main as cli
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import run
-from tests.engine.test_heads import GREEDY, Recorded, drafter_of, traffic
-from tests.engine.test_speculation import KINDS, known
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.test_heads import GREEDY, Recorded, traffic
+from tests.engine.test_speculation import KINDS, always, known
+from tests.engine.tiers.fakes import always as of_tiers
 from tests.engine.tiers.test_engine import HOST, converse, disk
 from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
@@ -49,10 +53,18 @@ def model(folder: Path, family: str) -> Path:
     return save_tiny_mtp(folder / family, family)
 
 
-def started(path: Path, method: str | None = "mtp", tokens: int = 4, **options: Any) -> Engine:
+def started(
+    path: Path,
+    method: str | None = "mtp",
+    tokens: int = 4,
+    make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
+    make_tiers: Callable[..., Tiers] = Tiers,
+    **options: Any,
+) -> Engine:
     asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
-    return Engine(EngineConfig(model=str(path), speculative_config=asked, threads=1, **options))
+    config = EngineConfig(model=str(path), speculative_config=asked, threads=1, **options)
+    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 @pytest.mark.few(2)
@@ -61,9 +73,8 @@ def started(path: Path, method: str | None = "mtp", tokens: int = 4, **options: 
 def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folder: Path) -> None:
     """Where nothing is right, and where all is: a request that allows one token alone."""
     path = model(folder, family)
-    made = started(path, enable_prefix_caching=False, max_num_batched_tokens=budget)
-    recorded = Recorded(drafter_of(made), 3)
-    made.scheduler._drafter = recorded
+    recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
+    made = started(path, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=24)
     run(made, [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
     assert sum(made.stats.accepted_drafts) >= 6
@@ -99,8 +110,7 @@ def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, fol
     alone = started(path, None, enable_prefix_caching=False, dtype=dtype)
     for each in requests:
         wanted |= known(run(alone, [each]))
-    made = started(path, **options)
-    drafter_of(made)
+    made = started(path, make_drafter=always, **options)
     for _ in range(2):  # the second time prompts are cached
         assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 50
@@ -116,25 +126,20 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder
     requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, {"allowed_token_ids": (40, 41)}])
     whole = run(started(path, None), requests)
     for cut in (1, 8):
-        again = started(path)
-        drafter_of(again)
+        again = started(path, make_drafter=always)
         rest = run(again, [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests])
         assert {name: each.ids for name, each in rest.items()} == {n: each.ids[cut:] for n, each in whole.items()}
         assert again.stats.draft_tokens > 0
 
 
 @pytest.mark.slow
-def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh(folder: Path, tmp_path: Path) -> None:
     """What the layer keeps comes back with the pages, states with their snapshots."""
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
     path = model(folder, "qwen3_5")
     options = {"max_model_len": 192, "snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     wanted = converse(started(path, None, enable_prefix_caching=False, **(options | {"state_memory": None})))
-    made = started(path, num_kv_blocks=14, **options, **HOST, **disk(tmp_path))
-    drafter_of(made)
+    tiers = {"make_tiers": of_tiers, **HOST, **disk(tmp_path)}
+    made = started(path, make_drafter=always, num_kv_blocks=14, **options, **tiers)
     assert converse(made) == wanted
     assert made.stats.tiers[0].fetched_pages > 0
     assert made.stats.draft_tokens > 0
@@ -150,9 +155,8 @@ def test_without_being_asked_for_it_is_left_unread(family: str, folder: Path, tm
 
 
 def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
-    made = started(path, **options)
-    recorded = Recorded(drafter_of(made), 3)
-    made.scheduler._drafter = recorded
+    recorded = Recorded()
+    made = started(path, make_drafter=recorded.make, **options)
     params = SamplingParams(temperature=0.0, max_tokens=6)
     run(made, [Request(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
     return recorded.guesses
@@ -180,8 +184,7 @@ def test_its_weights_may_have_few_bits(family: str, left: str, tmp_path: Path) -
 def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     path, requests, options = model(folder, "qwen3_5"), traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
     wanted = known(run(started(path, None, **options), requests))
-    made = started(path, **options)
-    drafter_of(made)
+    made = started(path, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 20
     loaded = started(path, dtype="bfloat16")
@@ -259,8 +262,7 @@ def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None
     options: dict[str, Any] = {"max_model_len": 512, "dtype": "bfloat16"}
     requests = story_requests(4, seed=7, tokens=120)
     wanted = known(run(started(Path(DEMO_MODEL), None, **options), requests))
-    made = started(path, **options)
-    drafter_of(made)
+    made = started(path, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 200
     assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 8

@@ -25,7 +25,7 @@ from quire.engine.loop import Engine, let_go
 from quire.engine.member import Life
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import encode
-from quire.engine.worker.ranks.remote import JOINS, Answer, Join, Joined, Remote, join_of
+from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Join, Joined, Remote, join_of
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
@@ -175,9 +175,9 @@ def ask(settings: dict[str, Any], join: Join) -> Answer:
     return msgspec.msgpack.decode(store.queue_pop(reply), type=Answer)
 
 
-def alive(settings: dict[str, Any], rank: int) -> Life:
+def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE) -> Life:
     """What says that a rank is there."""
-    return Life(Joined(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""))
+    return Life(Joined(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""), silence)
 
 
 def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]) -> None:
@@ -224,12 +224,12 @@ def test_who_would_compute_something_else_is_refused(changed: dict[str, Any], wr
 
 
 def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = told()
     _, thread, found = gathering(settings)
-    member, ours = ThreadMember(member_config(settings)), join_of(member_config(settings), 1, 0).kernels
-    member._own = replace(member._own, kernels="NEON, PyTorch 9")
+    own = join_of(member_config(settings), 1, 0)
+    member, ours = ThreadMember(member_config(settings), replace(own, kernels="NEON, PyTorch 9")), own.kernels
     member.keep(0)
     wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
     assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
@@ -239,19 +239,17 @@ def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both
     assert [each.pid for each in found] == [6]
 
 
-def test_one_place_is_taken_once_until_its_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.ranks.remote.SILENCE", timedelta(seconds=2))
-    monkeypatch.setattr("quire.engine.member.SILENCE", timedelta(seconds=2))
-    settings = told() | {"tensor_parallel_size": 4}
-    _, thread, found = gathering(settings)
+def test_one_place_is_taken_once_until_its_machine_is_silent() -> None:
+    settings, silence = told() | {"tensor_parallel_size": 4}, timedelta(seconds=2)
+    _, thread, found = gathering(settings, silence)
     config = member_config(settings)
     assert not ask(settings, join_of(config, 1, 0, 5)).refused
     assert ask(settings, join_of(config, 1, 0, 6)) == Answer("machine 1 has joined already", final=False)
     while ask(settings, join_of(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
         time.sleep(0.05)
-    lives = [alive(settings, 2)]
+    lives = [alive(settings, 2, silence)]
     assert not ask(settings, join_of(config, 1, 1, 8)).refused
-    lives.append(alive(settings, 3))
+    lives.append(alive(settings, 3, silence))
     thread.join(30)
     assert [each.pid for each in found] == [7, 8]
     for life, remote, code in zip(lives, found, (3, -signal.SIGSEGV), strict=True):

@@ -32,7 +32,7 @@ from quire.kernels.reference import Reference
 from tests.adapters import ALL, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_heads import METHODS, drafter_of, made_head
+from tests.engine.test_heads import METHODS, made_head
 from tests.engine.test_speculation import always
 from tests.gguf_models import write_gguf
 from tests.quantized_models import awq, compressed, compressed_config, float8, gptq, quantize_checkpoint
@@ -79,8 +79,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def engine(path: Path | str, ranks: int, **settings: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings))
+def engine(path: Path | str, ranks: int, make_drafter: Any = None, **settings: Any) -> Engine:
+    config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
+    return Engine(config, make_drafter=make_drafter)
 
 
 def prompts(seed: int = 3) -> list[list[int]]:
@@ -235,10 +236,8 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     elif method in METHODS:
         told["model"] = str(made_head(tmp_path / "head", method)[0])
     expected = run(engine(path, 1, num_kv_blocks=96, max_model_len=128), asked())
-    guessing = engine(path, 2, num_kv_blocks=96, max_model_len=128, speculative_config=told)
-    if method == "draft_model":
-        always(guessing)
-    drafter_of(guessing) if method in METHODS or own else None
+    make = None if method == "ngram" else always
+    guessing = engine(path, 2, make, num_kv_blocks=96, max_model_len=128, speculative_config=told)
     assert_same(run(guessing, asked()), expected)
     assert method == "ngram" or guessing.stats.drafts > 0
 

@@ -12,7 +12,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.server.served_model import fingerprint
 from tests.engine.harness import Answer, request, run
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always
 from tests.tiny_models import save_tiny_model
 
 OLD, MOST = 128, 1024
@@ -26,7 +26,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(path: Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), dtype="float32", **{"num_kv_blocks": 70, **options}))
+    config = EngineConfig(model=str(path), dtype="float32", **{"num_kv_blocks": 70, **options})
+    return Engine(config, make_tiers=always)
 
 
 def answer(made: Engine) -> Answer:
@@ -55,9 +56,7 @@ def test_a_file_and_a_class_rotate_alike(path: Path) -> None:
         assert ours.ids == theirs.ids, options
 
 
-def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path) -> None:
     cached = []
     for most in (OLD, OLD + 16, OLD + 32, OLD + 16):
         made = engine(path, max_model_len=most, kv_offload_dir=str(tmp_path / "pages"))

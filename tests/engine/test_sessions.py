@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from tests.engine.harness import request, run
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.fakes import always
 from tests.engine.tiers.test_engine import disk
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
@@ -104,12 +104,8 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
 
 
 @pytest.mark.parametrize("family", ["mamba2", *nightly("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
-def test_a_kept_conversation_with_states_comes_back_from_tiers(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_path: Path) -> None:
     """From the host's memory, after more was kept than there is room for; then from the disk, in another process."""
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
     chance = random.Random(6)
     options = {"model": str(save_tiny_model(tmp_path / "model", family)), "dtype": "float32", "threads": 1}
     options |= {"max_model_len": 400, "max_num_seqs": 2, "snapshot_tokens": 64, "num_kv_blocks": 30}
@@ -126,7 +122,7 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(
         assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
         return prompt + found.ids
 
-    made = Engine(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)))
+    made = Engine(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)), make_tiers=always)
     first = turn(made, new(170), "first")
     for other in range(5):
         turn(made, new(170), f"other {other}")
@@ -135,7 +131,7 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(
     assert made.stats.prompt_tokens - before.prompt_tokens <= 20 + 10 + 64, "what is behind the last snapshot"
     assert made.stats.tiers[0].fetched_pages > before.tiers[0].fetched_pages
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     turn(again, second + new(20), "first")
     assert again.stats.prompt_tokens <= 20 + 10 + 64
     assert again.stats.tiers[0].fetched_pages > 0

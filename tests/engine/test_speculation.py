@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.drafting.stepwise import Stepwise
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
+from quire.engine.loop import Engine, drafter_of
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Request, SamplingParams, ThinkingBudget
+from quire.engine.worker.startup import Worker
 from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -47,15 +46,29 @@ class Right(Drafter):
         return [Guess(([*self.answers[seq.request.id].ids, 40, 41])[seq.num_output :][:6]) for seq, _ in asked]
 
 
-@cache
-def engine(blocks: int, budget: int) -> Engine:
-    options = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
-    return Engine(EngineConfig(threads=1, enable_prefix_caching=blocks > 20, **options))
+@dataclass
+class Replaceable(Drafter):
+    """Asks the drafter that a test puts here between runs of one engine."""
+
+    drafter: Drafter = field(default_factory=NoDrafts)
+
+    def may_guess(self, request: Request) -> bool:
+        return self.drafter.may_guess(request)
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return self.drafter.propose(asked, tokens)
+
+    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        self.drafter.learn(seq, drafts, accepted)
+
+    def end(self, seq: Sequence) -> None:
+        self.drafter.end(seq)
 
 
-def answers(made: Engine, requests: list[Request], drafter: Drafter | None) -> dict[str, Answer]:
-    made.scheduler._drafter = drafter or NoDrafts()
-    return run(made, requests)
+def always(worker: Worker, config: EngineConfig) -> Drafter | None:
+    """Makes the drafter that the configuration asks for, without regard to what its guesses cost."""
+    draft = None if worker.draft is None else replace(worker.draft, step_costs=[(1, 1e-6), (64, 1e-6)])
+    return drafter_of(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], draft=draft), config)
 
 
 def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[Request]:
@@ -75,13 +88,15 @@ def known(found: dict[str, Answer]) -> dict[str, object]:
 
 @pytest.mark.parametrize("lookup", [PromptLookup(2), SharedLookup(1)], ids=["ngram", "suffix"])
 def test_repetition_is_guessed(lookup: Drafter) -> None:
-    made = engine(100, 512)
+    drafts = Replaceable()
+    options = {"max_model_len": 192, "num_kv_blocks": 100, "max_num_batched_tokens": 512}
+    made = Engine(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
     requests = traffic([PHRASES[0] * 6, PHRASES[3] * 6], [{"allowed_token_ids": (40,)}, {"allowed_token_ids": (41,)}])
-    begun, wanted = made.stats, answers(made, requests, None)
+    begun, wanted = made.stats, run(made, requests)
     plain = made.stats.steps - begun.steps
-    drafter, begun = Adaptive(lookup, 5, CHEAP), made.stats
+    drafts.drafter, begun = Adaptive(lookup, 5, CHEAP), made.stats
     for _ in range(2):
-        assert known(answers(made, requests, drafter)) == known(wanted)
+        assert known(run(made, requests)) == known(wanted)
     after = made.stats
     assert after.steps - begun.steps < 1.5 * plain
     right = sum(after.accepted_drafts) - sum(begun.accepted_drafts)
@@ -119,20 +134,8 @@ def test_what_a_grammar_forces_is_guessed_unasked() -> None:
 
 def drafted(path: Path, model: Path, **options: int) -> Engine:
     speculative = SpeculativeConfig(method="draft_model", model=str(model), num_speculative_tokens=5)
-    return Engine(EngineConfig(model=str(path), speculative_config=speculative, threads=1, dtype="float32", **options))
-
-
-def always(made: Engine) -> Engine:
-    """Without regard to what it costs."""
-    outer = made.scheduler._drafter
-    assert isinstance(outer, Adaptive)
-    assert isinstance(outer._drafter, ForcedTokens)
-    inner = outer._drafter._drafter
-    assert isinstance(inner, Stepwise | Adaptive)
-    outer._costs = inner._costs = CHEAP
-    if isinstance(inner, Stepwise):
-        inner._own = StepCosts((1, 64), (1e-6, 1e-6))
-    return made
+    config = EngineConfig(model=str(path), speculative_config=speculative, threads=1, dtype="float32", **options)
+    return Engine(config, make_drafter=always)
 
 
 KINDS: list[dict[str, object]] = [
@@ -161,7 +164,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], t
     options = {"num_kv_blocks": 200, "max_model_len": 200} | shape
     plain = Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options))
     wanted = known(run(plain, requests))
-    made = always(drafted(path, path, **options))
+    made = drafted(path, path, **options)
     for _ in range(2):
         assert known(run(made, requests)) == wanted
     stats = made.stats
@@ -181,7 +184,7 @@ def test_another_model_changes_no_token(tmp_path: Path) -> None:
     ]
     options = {"num_kv_blocks": 100, "max_model_len": 120}
     wanted = known(run(Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
-    made = always(drafted(path, other, **options))
+    made = drafted(path, other, **options)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 0
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,13 +24,11 @@ from torch import Tensor
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row
-from quire.engine.core.steps import Steps
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.layers.shard import Shard
 from quire.engine.loop import Engine, let_go
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import startup
@@ -42,7 +39,7 @@ from quire.engine.worker.ranks import meeting, processes, rank
 from quire.engine.worker.ranks.follower import follow, teller
 from quire.engine.worker.ranks.meeting import check_connection, in_order
 from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
-from quire.engine.worker.ranks.processes import visible_gpus
+from quire.engine.worker.ranks.processes import STOP_SECONDS, end_all, visible_gpus
 from quire.engine.worker.ranks.spmd import SpmdRunner, for_others
 from quire.kernels import select
 from quire.kernels.attention.own import Own
@@ -78,11 +75,10 @@ pytestmark = [
 BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
 
 
-def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> Engine:
+def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int = 1, **settings: Any) -> Engine:
     """`ahead`: steps that are launched before the last one's picks are read."""
-    made = Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings))
-    made._steps = Steps(made.scheduler, made.runner, ahead, NoHeartbeat())
-    return made
+    config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
+    return Engine(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
 @pytest.mark.few(1)
@@ -156,12 +152,9 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         told["model"] = str(path)
-    guessing = engine(path, 2, speculative_config=told, **settings)
-    if method == "draft_model":
-        always(guessing)
-    else:  # without regard to what it costs
-        lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
-        guessing.scheduler._drafter = Adaptive(lookup, 3, CHEAP)
+    lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
+    make = always if method == "draft_model" else lambda *_: Adaptive(lookup, 3, CHEAP)
+    guessing = engine(path, 2, make, speculative_config=told, **settings)
     assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()))
     assert guessing.stats.drafts > 0
 
@@ -444,9 +437,8 @@ def test_sums_that_come_wrong_end_the_start(cuda: torch.device) -> None:
 
 def test_sums_that_do_not_come_end_the_start(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
-    monkeypatch.setattr(meeting, "_SUM_SECONDS", 0.05)
     with pytest.raises(ConfigError, match=r"a sum did not come in 0\.05 s; NCCL_P2P_DISABLE=1"):
-        check_connection(Wrong(None), cuda)
+        check_connection(Wrong(None), cuda, seconds=0.05)
 
 
 def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> None:
@@ -506,13 +498,12 @@ class Stuck:
         self.destroyed = True
 
 
-def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_end_are_waited_for_together() -> None:
     clock = [100.0]
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     stuck = [Stuck(clock) for _ in range(7)]
-    processes._end(stuck, threading.Event(), set())
+    end_all(stuck, threading.Event(), set(), monotonic=lambda: clock[0])
     assert all(each.destroyed for each in stuck)
-    assert clock[0] - 100 == processes._STOP_SECONDS
+    assert clock[0] - 100 == STOP_SECONDS
 
 
 def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +529,8 @@ def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: py
     def given_up(group: DistributedCollective) -> None:
         raise RankEnded
 
-    monkeypatch.setattr(processes, "_STOP_SECONDS", 0.01)
+    assert isinstance(made.runner, SpmdRunner)
+    made.runner._ranks.stop_seconds = 0.01
     monkeypatch.setattr(DistributedCollective, "check", given_up)
     with pytest.raises(EngineError, match="a rank has closed its pipe"):
         run(made, [request("0", [5, 6, 7])])

@@ -18,9 +18,10 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import PageGroups, page_groups
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.batch import Batch
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.core.drafter import Drafter
+from quire.engine.drafting.choose import choose_drafter
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine, let_go
@@ -31,10 +32,10 @@ from quire.engine.worker import device
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.ranks.pipeline import PipelineRunner
+from quire.engine.worker.startup import Worker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
-from tests.engine.test_speculation import CHEAP
 from tests.engine.test_windows import FOUR
 from tests.gguf_models import write_gguf
 from tests.quantized_models import quantize_checkpoint
@@ -51,8 +52,9 @@ SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", 
 SHAPES += ["mamba2", "granite-hybrid", "nemotron_h", "nemotron_h-latent", "falcon_mamba", "jamba", "lfm3"]
 
 
-def engine(path: Path | str, stages: int, **settings: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), pipeline_parallel_size=stages, **BASE | settings))
+def engine(path: Path | str, stages: int, make_drafter: Any = None, **settings: Any) -> Engine:
+    config = EngineConfig(model=str(path), pipeline_parallel_size=stages, **BASE | settings)
+    return Engine(config, make_drafter=make_drafter)
 
 
 def said(answers: dict[str, Answer]) -> dict[str, object]:
@@ -109,14 +111,17 @@ def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     requests += [request(f"json {i}", texts[0], seed=i, **params, grammar=json_grammar(schema)) for i in range(3)]
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
-    one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, **settings)
-    drafter = divided.scheduler._drafter
-    assert isinstance(drafter, Adaptive)
-    drafter._costs = CHEAP
+    one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, forced, **settings)
     assert said(run(divided, requests)) == said(run(one, requests))
     assert divided.info.kv_bytes == one.info.kv_bytes
     assert divided.info.weight_bytes == one.info.weight_bytes + read_head_bytes(DEMO_MODEL, dtype)
     assert divided.stats.drafts > 0, "what grammars force is not guessed"
+
+
+def forced(worker: Worker, _: EngineConfig) -> Drafter | None:
+    """What grammars force, without regard to what it costs."""
+    costs = [(1, 1.0), (64, 1.001)]
+    return choose_drafter(SpeculativeConfig(method="grammar"), costs, None, worker.compiler)
 
 
 def read_head_bytes(path: str, dtype: str) -> int:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.config import EngineConfig
+from quire.engine.core.drafter import NoDrafts
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
@@ -29,8 +30,9 @@ from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, one_thread
-from tests.engine.test_speculation import CHEAP, Garbage, always
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.test_speculation import CHEAP, Garbage, Replaceable, always
+from tests.engine.tiers.fakes import always as of_tiers
+from tests.engine.tiers.fakes import always_late
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
@@ -73,10 +75,11 @@ def model(folder: Path, family: str) -> Path:
 
 
 @cache
-def engine(folder: Path, family: str, dtype: str, shape: int | None) -> Engine:
+def engine(folder: Path, family: str, dtype: str, shape: int | None) -> tuple[Engine, Replaceable]:
     """None: alone, with no cached prefixes."""
-    chosen = {"enable_prefix_caching": False} if shape is None else SHAPES[shape]
-    return Engine(EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen)))
+    chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
+    config = EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen))
+    return Engine(config, make_drafter=lambda *_: drafts), drafts
 
 
 def known(answers: dict[str, Answer]) -> dict[str, object]:
@@ -116,17 +119,15 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     dtype: str,
     guesses: int | None,
 ) -> None:
-    requests, alone = asked(traffic), engine(folder, family, dtype, None)
+    requests, (alone, _) = asked(traffic), engine(folder, family, dtype, None)
     wanted: dict[str, object] = {}
     for each in requests:
         wanted |= known(run(alone, [each]))
-    made = engine(folder, family, dtype, shape)
-    plain, before = made.scheduler._drafter, made.stats
-    if guesses is not None:
-        made.scheduler._drafter = Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    made, drafts = engine(folder, family, dtype, shape)
+    before, garbage = made.stats, Garbage(random.Random(guesses))
+    drafts.drafter = NoDrafts() if guesses is None else Adaptive(garbage, 8, CHEAP)
     for _ in range(2):
         assert known(run(made, requests)) == wanted
-    made.scheduler._drafter = plain
     event(f"drafts {made.stats.draft_tokens > before.draft_tokens}, hits {made.stats.prefix_hits > before.prefix_hits}")
     event(f"preempted {made.stats.preemptions > before.preemptions}")
 
@@ -145,9 +146,9 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
-    made = Engine(EngineConfig(model=path, speculative_config="ngram", **options))
+    lookup = {"method": "ngram", "num_speculative_tokens": 8}
+    made = Engine(EngineConfig(model=path, speculative_config=lookup, **options), make_drafter=always)
     fresh = Engine(EngineConfig(model=path, enable_prefix_caching=False, **options))
-    made.scheduler._drafter = Adaptive(made.scheduler._drafter._drafter, 8, CHEAP)
     rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
     for turn in range(6):
         said = [rng.randrange(3, VOCAB) for _ in range(11)]
@@ -224,22 +225,18 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         *nightly(("jamba", "int8"), ("zamba2", "auto"), ("lfm3", "auto"), ("lfm3", "int8")),
     ],
 )
-def test_states_come_back_from_tiers_with_their_pages(
-    family: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
-    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
     plain = Engine(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(made) == wanted
     assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()
@@ -257,18 +254,17 @@ def test_states_come_back_however_late_their_copies_are(family: str, folder: Pat
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
-def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> None:
     """On the disk a snapshot is a file larger than a page's."""
-    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
     path = save_tiny_model(tmp_path / "model", "qwen3_5")
     options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
-    first = Engine(EngineConfig(**options))
+    first = Engine(EngineConfig(**options), make_tiers=always_late)
     wanted = known(run(first, [each]))
     first.close()
 
     def again() -> int:
-        made = Engine(EngineConfig(**options))
+        made = Engine(EngineConfig(**options), make_tiers=always_late)
         assert known(run(made, [each])) == wanted
         made.close()
         return made.stats.prompt_tokens
@@ -379,8 +375,7 @@ def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: 
     path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
     plain = Engine(EngineConfig(model=path, **options))
     draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
-    made = Engine(EngineConfig(model=path, speculative_config=draft, **options))
-    always(made)
+    made = Engine(EngineConfig(model=path, speculative_config=draft, **options), make_drafter=always)
     prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
     asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
     wanted = known(run(plain, asked))

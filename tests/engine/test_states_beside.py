@@ -49,8 +49,8 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def engine(path: Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), **BASE | options))
+def engine(path: Path, make_drafter: Any = None, **options: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), **BASE | options), make_drafter=make_drafter)
 
 
 def texts(seed: int = 5) -> list[list[int]]:
@@ -82,8 +82,7 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
     wanted = alone(path, requests, **few)
     assert wanted != alone(path, requests), "weights are rounded"
     for shape in SHAPES:
-        made = engine(path, **few | shape)
-        made.scheduler._drafter = Adaptive(Garbage(random.Random(4)), 8, CHEAP)
+        made = engine(path, lambda *_: Adaptive(Garbage(random.Random(4)), 8, CHEAP), **few | shape)
         for _ in range(2):
             assert known(run(made, requests)) == wanted, shape
         assert made.stats.prefix_hits > 0

@@ -21,9 +21,10 @@ _OTHER_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_
 folder."""
 
 
-def keep_kernels() -> str | None:
+def keep_kernels(temporary: Path | None = None, uid: int | None = None) -> str | None:
     """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
-    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
+    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles. `temporary`,
+    `uid`: by default the system's folder, and this process's user."""
     for name in _OTHER_CACHES:
         if (folder := os.environ.get(name)) and _cannot_write(Path(folder)) is not None:
             del os.environ[name]
@@ -31,8 +32,8 @@ def keep_kernels() -> str | None:
     if (reason := _cannot_write(wanted)) is None:
         _bring_shipped(wanted)
         return None
-    uid = os.getuid()
-    own = Path(tempfile.gettempdir()) / f"quire-triton-{uid}"
+    uid = os.getuid() if uid is None else uid
+    own = (temporary or Path(tempfile.gettempdir())) / f"quire-triton-{uid}"
     if (failed := _cannot_write(own)) is not None or own.stat().st_uid != uid:
         whose = failed or "it is another user's"
         raise ConfigError(f"Triton's kernels cannot be kept: {wanted} ({reason}), nor {own} ({whose}); set {_CACHE}")

@@ -50,7 +50,8 @@ class ImageFeatures:
         would change its bits."""
         self._tower, self._vision, self._apart = tower, vision, apart
         self.places = ImagePlaces(vision)
-        self._most = most_bytes
+        self.most_bytes = most_bytes
+        """Of features that are kept; those of the image that was read last are in any case."""
         self._kept: OrderedDict[Key, Tensor] = OrderedDict()
         """The one that was used last at the end."""
         self._bytes = 0
@@ -139,7 +140,7 @@ class ImageFeatures:
         self.made += 1
         self._kept[key] = features
         self._bytes += features.nbytes
-        while self._bytes > self._most and len(self._kept) > 1:
+        while self._bytes > self.most_bytes and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= dropped.nbytes
 

@@ -35,7 +35,8 @@ from quire.kernels.streaming.layers import StreamedLayers
 from quire.kernels.streaming.offload import Offload
 
 _PARAM, _OF_GPUS = "weights_on_disk", "cpu_offload_gb"
-_IN_MEMORY = {"tmpfs", "ramfs"}
+IN_MEMORY = {"tmpfs", "ramfs"}
+"""File systems whose files are no files on a disk."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -44,7 +45,7 @@ def start_offload(
 ) -> tuple[Offload, Scheme] | None:
     """Of a model, or of a rank's part, as Decoder takes it. `stored`, `tensors`: as open_weights takes them. Raises
     ConfigError."""
-    _check(config, model_config, chosen)
+    check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choice = partial(most_streamed, elsewhere=int(config.cpu_offload_gb * GIB))
         made: Offload = LayersFromHost(chosen.backend, chosen.device, choice, STREAM_SLOTS)
@@ -55,7 +56,8 @@ def start_offload(
     return made, open_weights(config, stored, model_config, made.backend, chosen.dtype, tensors).scheme
 
 
-def _check(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> None:
+def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> None:
+    """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
     experts, device = bool(chosen.spec.parts(ExpertsSpec)), chosen.device.type
     by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
     shared = bool(chosen.spec.parts(SharedBlockSpec)) and "layers of the model share weights"
@@ -87,8 +89,8 @@ def _on_disk(config: EngineConfig, folder: Path, chosen: Chosen) -> Offload:
     made: Offload | None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        kind = _filesystem(folder)
-        refuse(_PARAM, kind in _IN_MEMORY and f"{folder} is in memory itself ({kind}); name a folder on a disk")
+        kind = filesystem(folder)
+        refuse(_PARAM, kind in IN_MEMORY and f"{folder} is in memory itself ({kind}); name a folder on a disk")
         if chosen.spec.parts(ExpertsSpec):
             made = experts_on_disk(chosen.backend, folder, int((memory or 0) * GIB) // processes)
         else:
@@ -164,7 +166,7 @@ def _wrong(why: str, param: str = _PARAM) -> ConfigError:
     return ConfigError(f"{param}: {why}", param=param)
 
 
-def _filesystem(folder: Path) -> str:
+def filesystem(folder: Path) -> str:
     """The type of the file system that the folder is on, as Linux names it; "" where that is not known."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -23,7 +23,6 @@ _STORE_SECONDS = timedelta(seconds=60)
 _TRIED = 2**20
 _PRIME = 251
 """Numbers of a first sum, and what they stay under."""
-_SUM_SECONDS = 60.0
 
 
 def open_store(listener: socket.socket) -> dist.TCPStore:
@@ -62,12 +61,14 @@ def in_order(config: EngineConfig, device: torch.device) -> bool:
     return config.deterministic or device.type == "cpu"
 
 
-def check_connection(group: Collective, device: torch.device, setting: str = "tensor_parallel_size") -> None:
+def check_connection(
+    group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
+) -> None:
     """Sum some megabytes once. Raises ConfigError where the ranks cannot reach each other, with what the library says
     of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs. `setting`:
-    what asks for them."""
+    what asks for them. `seconds`: how long a sum may take."""
     try:
-        wrong = _wrong_sum(group, device)
+        wrong = _wrong_sum(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
         said = (str(error.__cause__ or error).strip() or "no message").splitlines()
         wrong = next((line for line in said if "rror" in line), said[0])
@@ -81,16 +82,16 @@ def check_connection(group: Collective, device: torch.device, setting: str = "te
         raise ConfigError(f"{setting}: {wrong}", param=setting) from cause
 
 
-def _wrong_sum(group: Collective, device: torch.device) -> str | None:
+def _wrong_sum(group: Collective, device: torch.device, seconds: float) -> str | None:
     """What is wrong with a sum of whole numbers, which float32 holds."""
     numbers = torch.arange(_TRIED, device=device, dtype=torch.float32) % _PRIME
     found = group.sum(numbers.clone())
     if device.type == "cuda":
         done = torch.cuda.Event()
         done.record()
-        until = time.monotonic() + _SUM_SECONDS
+        until = time.monotonic() + seconds
         while not done.query():  # else it would be NCCL's timeout that ends the start, after minutes
             if time.monotonic() > until:
-                return f"a sum did not come in {_SUM_SECONDS:g} s"
+                return f"a sum did not come in {seconds:g} s"
             time.sleep(0.01)
     return None if torch.equal(found, group.count * numbers) else "a sum came wrong"

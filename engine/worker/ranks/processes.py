@@ -54,7 +54,7 @@ from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
-_STOP_SECONDS = 5.0
+STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
 _LOOK_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -107,6 +107,8 @@ class Ranks(SingleProcess):
     """What they are called."""
     over_memory = True
     """Whether they may reach each other over memory that they share."""
+    stop_seconds = STOP_SECONDS
+    """How long the end of a process whose pipe broke is waited for."""
 
     def __init__(self, config: EngineConfig, chosen: Chosen, on_end: Callable[[int], None] | None = None) -> None:
         """`config`: with this machine's own paths. `on_end` is called, by a thread, with the return code of a process
@@ -159,7 +161,7 @@ class Ranks(SingleProcess):
         weakref.finalize(self, _let_go, self._over, waits).atexit = False
         allowed = allowed_cores()
         cores = node_cores(here, allowed) if on_cpu else []
-        self._end = weakref.finalize(self, _end, self._processes, self._closing, allowed if cores else set())
+        self._end = weakref.finalize(self, end_all, self._processes, self._closing, allowed if cores else set())
         try:
             for rank in range(1, here):
                 self._start(Start(told, rank, memory, sorted(cores[rank]) if cores else [], store))
@@ -211,7 +213,7 @@ class Ranks(SingleProcess):
         try:
             yield
         except (RankEnded, ConnectionError, TimeoutError) as error:
-            self._ended.wait(_STOP_SECONDS)  # a pipe breaks a moment before its process has ended
+            self._ended.wait(self.stop_seconds)  # a pipe breaks a moment before its process has ended
             raise EngineError(self.failure or "a rank has closed its pipe") from error
         except RuntimeError as error:  # PyTorch's
             self._check(error)
@@ -347,16 +349,21 @@ def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, pa
                 process.destroy()
 
 
-def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
+def end_all(
+    processes: Sequence[RankProcess],
+    closing: threading.Event,
+    cores: Set[int],
+    monotonic: Callable[[], float] = time.monotonic,
+) -> None:
     """`cores`: those that this thread had before it was bound to fewer, if it was."""
     closing.set()
     stay_on(cores)
     for process in processes:
         process.end()
-    until = time.monotonic() + _STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
+    until = monotonic() + STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
     for process in processes:
         try:
-            process.wait(max(until - time.monotonic(), 0))
+            process.wait(max(until - monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.destroy()
 
@@ -364,7 +371,7 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
 def _let_go(over: threading.Event, closing: threading.Thread | None) -> None:
     over.set()
     if closing is not None:
-        closing.join(_STOP_SECONDS)
+        closing.join(STOP_SECONDS)
 
 
 def _close(over: threading.Event, group: Collective) -> None:

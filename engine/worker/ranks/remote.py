@@ -105,8 +105,8 @@ def answers_of(rank: int) -> str:
 class Remote:
     """A rank on another machine, which may be used as its Child would be there."""
 
-    def __init__(self, place: tuple[str, int], rank: int, join: Join) -> None:
-        """`place`: the store's."""
+    def __init__(self, place: tuple[str, int], rank: int, join: Join, silence: timedelta = SILENCE) -> None:
+        """`place`: the store's. `silence`: after which its machine has gone."""
         self.pid, self.host = join.pid, join.host
         self.lost = True
         """Whether nobody has said how it ended."""
@@ -114,7 +114,7 @@ class Remote:
         self._code = -signal.SIGKILL  # nothing that was computed takes a machine away
         self._ended = threading.Event()
         answers = find_store(place)
-        answers.set_timeout(SILENCE)
+        answers.set_timeout(silence)
         self.get = Inbox(partial(self._next, answers)).get
 
     @property
@@ -162,9 +162,9 @@ class Gathering:
     """Waits for the ranks of other machines at an address. `host` is the address as a number, and `store` where all
     ranks meet."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError where nobody can be waited for there, and ModelError."""
-        self._config = config
+    def __init__(self, config: EngineConfig, silence: timedelta = SILENCE) -> None:
+        """`silence`: see Remote. Raises ConfigError where nobody can be waited for there, and ModelError."""
+        self._config, self._silence = config, silence
         self._own = join_of(config, 0, 0)
         self._joined: dict[int, Remote] = {}
         self._said: set[str] = set()
@@ -212,7 +212,7 @@ class Gathering:
         answer = self._judge(join)
         if not answer.refused:
             rank = join.node * self._config.ranks_here + join.place
-            self._joined[rank] = Remote((self.host, self.store.port), rank, join)
+            self._joined[rank] = Remote((self.host, self.store.port), rank, join, self._silence)
         self.store.queue_push(join.reply, encode(answer))
 
     def _say(self, text: str) -> None:

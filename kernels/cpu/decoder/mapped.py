@@ -23,8 +23,6 @@ from quire.kernels.streaming.offload import OffloadCounts
 
 _CHUNK = 64 << 20
 """Bytes that are mapped at a time, and at most wait to be written while weights are loaded."""
-_EVERY = 32
-"""Steps after which it is looked at which experts are the most used."""
 _MOST_MOVED = 64 << 20
 """Bytes that are copied then, at most."""
 _BETTER = 1.25
@@ -148,6 +146,8 @@ class MappedExperts(ExpertsOnDisk):
     def __init__(self, arena: MappedArena, memory: int) -> None:
         """memory: bytes for the most used experts. `backend` is set by who makes it, for it packs into the arena."""
         self._arena, self._memory = arena, memory
+        self.every = 32
+        """Steps after which it is looked at which experts are the most used."""
         self._steps = self._read_before = 0
 
     def settle(self) -> None:
@@ -203,7 +203,7 @@ class MappedExperts(ExpertsOnDisk):
 
     def step(self) -> None:
         self._steps += 1
-        if self._steps % _EVERY == 0 and 0 < len(self._slot_of) < len(self._experts):
+        if self._steps % self.every == 0 and 0 < len(self._slot_of) < len(self._experts):
             self._renew()
 
     def _renew(self) -> None:

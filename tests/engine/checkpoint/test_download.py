@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint import failures
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.errors import ModelError
 from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
@@ -107,8 +106,8 @@ def test_a_file_that_came_wrong_is_not_kept(hub: Hub) -> None:
     assert resolve_model("own/gguf:Q8_0").read_bytes() == GGUFS["m-Q8_0.gguf"]
 
 
-def test_a_disk_without_room_is_told_before_anything_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_free", lambda: 100)
+def test_a_disk_without_room_is_told_before_anything_comes(hub: Hub) -> None:
+    hub.repos["own/gguf"].sizes["m-Q4_K_M.gguf"] = 2**60
     assert "too full for own/gguf: `quire list`" in refusal("own/gguf:Q4_K_M")
     assert not hub.downloads("m-")
 

@@ -1,5 +1,7 @@
 """How the KV cache is planned, which configurations are refused, and what is measured for it."""
 
+import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -95,18 +97,26 @@ def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp
     assert cleared(58)[58:] == [True] * 6, "fewer than an eighth are left"
 
 
-def test_weights_larger_than_the_memory_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def enlarge(file: Path) -> None:
+    """By a tensor of eight TiB, which the disk has a hole for."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, tensors = json.loads(content[8 : 8 + length]), content[8 + length :]
+    end = len(tensors) + 2**43
+    header["model.layers.0.more"] = {"dtype": "F32", "shape": [2**41], "data_offsets": [len(tensors), end]}
+    told = json.dumps(header).encode()
+    file.write_bytes(len(told).to_bytes(8, "little") + told + tensors)
+    os.truncate(file, 8 + len(told) + end)
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
     weights = StoredWeights(floats=GIB, other_bytes=0)
     for free, dtype, fits in ((4.1, "float32", True), (3.9, "float32", False), (1.6, "bfloat16", True)):
-        monkeypatch.setattr("quire.engine.checkpoint.kv_plan._meminfo", lambda key, free=free: int(free * GIB))
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):
-            check_room(weights, dtype)
-    monkeypatch.setattr("quire.engine.checkpoint.kv_plan._meminfo", lambda key: None)
-    check_room(weights, "float32")  # on a system that does not report its free memory, nothing is refused
+            check_room(weights, dtype, meminfo={"MemAvailable": int(free * GIB)}.get)
+    check_room(weights, "float32", meminfo=lambda key: None)  # where free memory is not reported, nothing is refused
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.checkpoint.kv_plan._meminfo", lambda key: 1000)
+    enlarge(path / "model.safetensors")
     with pytest.raises(ConfigError, match="model: the weights take"):
         Engine(EngineConfig(model=str(path)))
 

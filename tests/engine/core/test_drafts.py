@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
 from quire.engine.core.sequence import Sequence
-from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Grammar, Request, ThinkingBudget
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -59,21 +58,16 @@ class Oracle(Drafter):
         return known[:right] + [(token + 1) % 50 + 3 for token in known[right : right + self.wrong]]
 
 
-def answers_of(
-    engine: Engine, requests: list[Request], ahead: int, drafter: Drafter | None = None
-) -> dict[str, Answer]:
-    engine.scheduler._drafter = drafter or NoDrafts()
-    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
-    return run(engine, requests)
+class MakeEngine(Protocol):
+    def __call__(self, drafter: Drafter, ahead: int) -> Engine: ...
 
 
-def check(engine: Callable[[], Engine], requests: list[Request], wanted: dict[str, Answer], ahead: int) -> None:
-    plain = engine()
-    assert answers_of(plain, requests, ahead) == wanted
+def check(engine: MakeEngine, requests: list[Request], wanted: dict[str, Answer], ahead: int) -> None:
+    plain = engine(NoDrafts(), ahead)
+    assert run(plain, requests) == wanted
     for right, wrong in ((4, 0), (0, 3), (2, 2)):
-        drafting = engine()
-        got = answers_of(drafting, requests, ahead, Oracle(wanted, right, wrong))
-        assert got == wanted, f"{right} right, {wrong} wrong"
+        drafting = engine(Oracle(wanted, right, wrong), ahead)
+        assert run(drafting, requests) == wanted, f"{right} right, {wrong} wrong"
         if right and not ahead:
             assert drafting.stats.steps < plain.stats.steps
         assert drafting.stats.generation_tokens == plain.stats.generation_tokens
@@ -85,27 +79,30 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
     requests = traffic(VOCAB, KINDS)
 
-    def engine(**options: int) -> Engine:
+    def engine(drafter: Drafter, ahead: int, **options: int) -> Engine:
         options = {"num_kv_blocks": 300, "threads": 1, "enable_prefix_caching": False} | options
-        return Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+        config = EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options)
+        return Engine(config, make_drafter=lambda *_: drafter, steps_ahead=ahead)
 
-    wanted = run(engine(), requests)
+    wanted = run(engine(NoDrafts(), 0), requests)
     check(engine, requests, wanted, 0)
-    check(lambda: engine(max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
-    check(lambda: engine(max_num_seqs=5), requests, wanted, 1)
-    small = engine(num_kv_blocks=13, max_model_len=200)
+    check(partial(engine, max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
+    check(partial(engine, max_num_seqs=5), requests, wanted, 1)
+    small = engine(Oracle(wanted, 2, 2), 0, num_kv_blocks=13, max_model_len=200)
     if small.info.block_size == 16:
-        assert answers_of(small, requests, 0, Oracle(wanted, 2, 2)) == wanted
+        assert run(small, requests) == wanted
         assert small.stats.preemptions > 0
 
 
 def test_beside_grammars_and_with_a_prefix_cache() -> None:
     """The embedded model."""
     requests = traffic(300, [*KINDS[:3], GRAMMAR])
-    engine = Engine(EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1))
-    wanted = run(engine, requests)
+    config = EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1)
+    wanted = run(Engine(config), requests)
     oracle = Oracle(wanted, 2, 2)
-    got = answers_of(engine, requests, 1, oracle)
-    assert {name: answer.ids for name, answer in got.items()} == {name: answer.ids for name, answer in wanted.items()}
+    engine = Engine(config, make_drafter=lambda *_: oracle, steps_ahead=1)
+    for _ in range(2):  # the second time prompts are cached
+        got = run(engine, requests)
+        assert {name: each.ids for name, each in got.items()} == {name: each.ids for name, each in wanted.items()}
     assert oracle.asked == {each.id for each in requests}
     assert engine.stats.prefix_hits > 0

@@ -313,8 +313,7 @@ def requests() -> list[Request]:
 
 
 def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
-    engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options))
-    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
+    engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options), steps_ahead=ahead)
     got = run(engine, requests)
     return got, engine.stats.preemptions
 

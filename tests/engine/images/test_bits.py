@@ -103,11 +103,11 @@ def test_after_a_preemption(path: Path) -> None:
     assert served.stats.preemptions > 0
 
 
-def test_features_that_were_let_go_of_are_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
     asked = [about(path, "a", 1, 2), about(path, "b", 3)]  # which take the room from each other
     wanted = {each.id: alone(path, each) for each in asked}
     served = engine(path, long_prefill_token_threshold=5, enable_prefix_caching=False)
-    monkeypatch.setattr(served.runner._features, "_most", 0)  # type: ignore[attr-defined]
+    served.runner._features.most_bytes = 0  # type: ignore[attr-defined]
     assert run(served, asked) == wanted
     assert made(served) > sum(len(each.images) for each in asked)
 

@@ -37,7 +37,7 @@ from quire.engine.worker.heads import Heads
 from quire.kernels.reference import Reference
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_heads import drafter_of
+from tests.engine.test_speculation import always
 from tests.tiny_vision import picture
 from tests.vision_families import FAMILIES, config_of, expected, image_processor, save_family
 
@@ -134,8 +134,9 @@ def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **o
     return msgspec.structs.replace(made, spans=read.spans, images=read.images)
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16", **options}))
+def engine(path: Path, make_drafter: Any = None, **options: object) -> Engine:
+    config = EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16", **options})
+    return Engine(config, make_drafter=make_drafter)
 
 
 def bits(answers: dict[str, Answer]) -> dict[str, object]:
@@ -209,8 +210,8 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     save_file({**tensors, **own, **norms, **join}, path / "model.safetensors", {"format": "pt"})
     asked = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
     wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
-    guessing = engine(path, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
-    heads = drafter_of(guessing)._heads
+    guessing = engine(path, always, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
+    heads = guessing._drafting
     assert isinstance(heads, Heads)
     assert bits(run(guessing, asked)) == bits(wanted)
     assert guessing.stats.draft_tokens > 10

@@ -14,8 +14,6 @@ from quire.engine import errors
 from quire.engine.config import EngineConfig
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
-from quire.engine.link import hub as hubs
-from quire.engine.link import hub_link as remotes
 from quire.engine.link import hub_messages as messages
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import encode
@@ -38,10 +36,14 @@ class Shared:
 
 
 @asynccontextmanager
-async def shared(folder: Path, count: int = 2, **options: float) -> AsyncIterator[Shared]:
-    engine = FakeEngine(PICK, **options)  # type: ignore[arg-type]
-    hub = Hub(EngineClient(engine), f"ipc://{folder}/hub")
-    clients = [EngineClient(HubLink(EngineConfig(), f"ipc://{folder}/hub", str(number))) for number in range(count)]
+async def shared(
+    folder: Path, count: int = 2, *, tell: float = 1.0, alive: float = 1.0, silence: float = 10.0, **options: float
+) -> AsyncIterator[Shared]:
+    engine, address = FakeEngine(PICK, **options), f"ipc://{folder}/hub"  # type: ignore[arg-type]
+    hub = Hub(EngineClient(engine), address, tell_seconds=tell)
+    seconds = {"alive_seconds": alive, "silence_seconds": silence}
+    links = [HubLink(EngineConfig(), address, str(number), **seconds) for number in range(count)]
+    clients = [EngineClient(link) for link in links]
     try:
         hub.listen()
         for number, client in enumerate(clients):
@@ -155,11 +157,8 @@ async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
             server.clients[0].submit([request("late")])
 
 
-async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remotes, "_ALIVE_SECONDS", 0.02)
-    monkeypatch.setattr(remotes, "_SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(hubs, "_TELL_SECONDS", 0.1)
-    async with shared(tmp_path, step_seconds=0.01) as server:
+async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path) -> None:
+    async with shared(tmp_path, tell=0.1, alive=0.02, silence=0.3, step_seconds=0.01) as server:
         client = server.clients[0]
         await asyncio.sleep(0.5)
         assert client.healthy, "the hub gives signs of life though nothing happens"

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
@@ -30,7 +30,7 @@ ACTIONS = st.one_of(
 
 
 async def run(actions: list[tuple[str, int]]) -> None:
-    client = EngineClient(ProcessLink(EngineConfig()))
+    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(FakeProcess)))
     await client.link.start()
     callers: list[Caller] = []
     for number, (action, value) in enumerate(actions):
@@ -68,12 +68,10 @@ async def run(actions: list[tuple[str, int]]) -> None:
 @settings(deadline=None, max_examples=examples(300))
 @given(st.lists(ACTIONS, max_size=40))
 def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
-        asyncio.run(run(actions))
+    asyncio.run(run(actions))
 
 
-async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
     """Open streams wait for a replacement."""
     seconds: list[float] = []
 
@@ -82,8 +80,7 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
             super().__init__(config, on_begun)
             seconds.append(config.warmup_seconds)
 
-    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", Noted)
-    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0)))
+    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0), launcher=Launcher(Noted)))
     await client.link.start()
     for _ in range(2):
         assert isinstance(client.link._process, Noted)
@@ -97,9 +94,7 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
     assert seconds == [20.0, 0.0, 0.0]
 
 
-async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_own() -> None:
     """As where somebody overwrote the model's folder while it was served."""
     contents = ["one", "one", "two"]
 
@@ -107,8 +102,7 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
         def connect(self) -> None:
             self._sent.put_nowait(Ready(msgspec.structs.replace(INFO, content=contents.pop(0))))
 
-    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", Overwritten)
-    client = EngineClient(ProcessLink(EngineConfig()))
+    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(Overwritten)))
     await client.link.start()
     for left in (1, 0):
         assert client.alive
@@ -122,10 +116,9 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
     await client.link.stop()
 
 
-async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_that_came_together_reach_a_reader_together() -> None:
     """So a server that is behind its engine sends fewer and larger chunks."""
-    monkeypatch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
-    client = EngineClient(ProcessLink(EngineConfig()))
+    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(FakeProcess)))
     await client.link.start()
     params = SamplingParams(max_tokens=LENGTH)
     stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.errors import AdapterError
-from quire.engine.lora import values
 from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
+from quire.engine.lora.values import check_finite
 from tests.adapters import save_adapter
 from tests.tiny_models import save_tiny_model
 
@@ -145,9 +145,18 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_number_is_looked_at(dtype: torch.dtype, folder: Path, spool: Spool, monkeypatch: Any) -> None:
-    """The largest numbers are served, beside the last of which nothing larger stands."""
-    monkeypatch.setattr(values, "_PIECE", 100)
+def test_every_number_is_looked_at(dtype: torch.dtype, folder: Path, spool: Spool, tmp_path: Path) -> None:
+    """The largest numbers are served, beside the last of which nothing larger stands; in files of more than a million
+    numbers too."""
+    many, file = torch.full((2**20 + 300,), torch.finfo(dtype).max, dtype=dtype), tmp_path / "many.safetensors"
+    save_file({"many": many}, file)
+    check_finite(file)
+    for at in (0, 2**20 - 1, 2**20, -1):
+        spoilt = many.clone()
+        spoilt[at] = torch.nan
+        save_file({"many": spoilt}, file)
+        with pytest.raises(AdapterError, match="many: holds numbers that are infinite or NaN"):
+            check_finite(file)
     numbers = torch.full((8, 64), torch.finfo(dtype).max, dtype=dtype)
     numbers[0] = -torch.finfo(dtype).max
     for bad in (torch.inf, -torch.inf, torch.nan):

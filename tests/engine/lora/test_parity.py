@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
+from quire.engine.tiers.tiers import Tiers
 from quire.engine.types import Adapter, Request, SamplingParams
 from tests.adapters import ALL, merge, save_adapter
 from tests.engine.harness import run
@@ -27,9 +29,10 @@ def spool(root: Path, model: Path, **options: int) -> Spool:
     return Spool(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
 
 
-def engine(model: Path, **options: object) -> Engine:
+def engine(model: Path, make_drafter: Any = None, make_tiers: Any = Tiers, **options: object) -> Engine:
     settings = {"model": str(model), "dtype": "float32", "max_lora_rank": 64, "num_kv_blocks": 256, "enable_lora": True}
-    return Engine(EngineConfig(**(settings | options)))  # type: ignore[arg-type]
+    config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
+    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 def asked(name: str, prompt: Sequence[int], adapter: Adapter | None, **params: object) -> Request:

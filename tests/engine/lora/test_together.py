@@ -11,15 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.engine.errors import InvalidRequest
-from quire.engine.tiers import writer
-from quire.engine.tiers.costs import Costs
 from quire.engine.types import Adapter, Request
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked, engine, prompts, spool
 from tests.engine.test_heads import made_head
-from tests.engine.test_speculation import CHEAP, always
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.test_speculation import always
+from tests.engine.tiers.fakes import always as of_tiers
 from tests.texts import CHATML, byte_level_tokenizer
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
@@ -83,11 +81,7 @@ def test_the_same_tokens(
     if method == "mtp":  # the same weights, and a layer more
         guessing = save_tiny_mtp(tmp_path / "model", "llama")
         options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
-    plain, other = engine(model), engine(guessing, **options)
-    if method in ("ngram", "suffix"):
-        other.scheduler._drafter._costs = CHEAP
-    elif method is not None:
-        always(other)
+    plain, other = engine(model), engine(guessing, None if method is None else always, **options)
     together = run(other, every)
     for request in every:
         alone = run(plain, [request])[request.id]
@@ -100,12 +94,8 @@ def test_the_same_tokens(
         assert sum(other.stats.accepted_drafts) > 10
 
 
-def test_a_prefix_in_a_tier_is_its_adapter_s_alone(
-    model: Path, adapters: list[Adapter | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Costs, "worthwhile", Always.worthwhile)
-    monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
-    made, ids = engine(model, kv_offload_memory=0.1), list(range(3, 60))
+def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[Adapter | None]) -> None:
+    made, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
     wanted = run(made, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
     for index in (0, 2):
         made.scheduler.pool.forget()

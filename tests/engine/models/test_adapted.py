@@ -15,7 +15,6 @@ from quire.engine.checkpoint.families import family_not_served
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.drafting.adaptive import StepCosts
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.loop import Engine
 from quire.engine.models.adapted.build import build
@@ -23,7 +22,7 @@ from quire.engine.models.adapted.interface import MaskFunction
 from quire.engine.models.adapted.probe import probe, window_of
 from quire.engine.types import Request
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_speculation import CHEAP
+from tests.engine.test_speculation import always
 from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -45,8 +44,9 @@ def laguna(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def engine_of(path: str | Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "max_num_batched_tokens": 24} | options))
+def engine_of(path: str | Path, make_drafter: Any = None, **options: Any) -> Engine:
+    config = EngineConfig(model=str(path), **{"num_kv_blocks": 64, "max_num_batched_tokens": 24} | options)
+    return Engine(config, make_drafter=make_drafter)
 
 
 def requests(**params: object) -> list[Request]:
@@ -190,11 +190,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
     served, guesses = (path, laguna) if drafts else (laguna, path)
     for draft in (guesses, served):
         asked: dict[str, Any] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-        engine = engine_of(served, max_num_batched_tokens=256, speculative_config=asked)
-        outer: Any = engine.scheduler._drafter
-        inner = outer._drafter._drafter
-        outer._costs = inner._costs = CHEAP
-        inner._own = StepCosts((1, 64), (0.01, 0.02))
+        engine = engine_of(served, always, max_num_batched_tokens=256, speculative_config=asked)
         assert run(engine, requests(logprobs=1)) == run(engine_of(served), requests(logprobs=1))
         sampled, alone = run(engine, requests(temperature=1.0)), run(engine_of(served), requests(temperature=1.0))
         assert {name: each.ids for name, each in sampled.items()} == {name: each.ids for name, each in alone.items()}

@@ -16,6 +16,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Failed, Load, Ready, ToEngine
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
@@ -25,6 +26,7 @@ from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, Fak
 from tests.variants import examples
 
 N = 3
+FAKE = Launcher(FakeProcess)
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 3), st.just(0)),
     st.tuples(st.just("submit killers"), st.integers(1, 2), st.just(0)),
@@ -37,16 +39,15 @@ ACTIONS = st.one_of(
 
 
 @contextmanager
-def fakes() -> Iterator[pytest.MonkeyPatch]:
-    """What is set on it is undone at the end, in the right order."""
+def no_cores() -> Iterator[None]:
+    """Processes that are none stay on no cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", FakeProcess)
         patch.setattr("quire.engine.replicas.replicas.replica_cores", lambda count: [set()] * count)
-        yield patch
+        yield
 
 
-async def started(count: int = N) -> EngineClient:
-    client = processes(EngineConfig(data_parallel_size=count))
+async def started(count: int = N, launcher: Launcher = FAKE, **options: int) -> EngineClient:
+    client = processes(EngineConfig(data_parallel_size=count, **options), launcher)
     await client.link.start()
     return client
 
@@ -109,12 +110,12 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
 @settings(deadline=None, max_examples=examples(150))
 @given(st.lists(ACTIONS, max_size=40))
 def test_streams_are_complete_whenever_replicas_end(actions: list[tuple[str, int, int]]) -> None:
-    with fakes():
+    with no_cores():
         asyncio.run(run(actions))
 
 
 async def test_a_death_moves_streams_at_once() -> None:
-    with fakes():
+    with no_cores():
         client = await started(2)
         callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
         await settle()
@@ -141,7 +142,7 @@ async def test_a_death_moves_streams_at_once() -> None:
 
 
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
-    with fakes():
+    with no_cores():
         client = await started(2)
         bad = Caller(client, ["killer"])
         good = [Caller(client, [f"good-{i}"]) for i in range(3)]
@@ -157,10 +158,8 @@ async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
 
 
 async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
-    with fakes():
-        client = await started(2)
-        for each in client.link._replicas:
-            each._failures = 1  # so that they wait a moment before they start
+    with no_cores():
+        client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
         kill(client, 0)
         kill(client, 1)
         await settle()
@@ -190,11 +189,10 @@ async def until_gone(client: EngineClient, number: int) -> None:
 
 
 async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
-    with fakes() as patch:
-        client = await started(2)
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
-        for each in client.link._replicas:
-            each._config = each._config.model_copy(update={"max_engine_starts": 1})
+    kinds: list[type[FakeProcess]] = [FakeProcess]
+    with no_cores():
+        client = await started(2, Launcher(lambda *given: kinds[-1](*given)), max_engine_starts=1)
+        kinds.append(Unstartable)
         good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
         bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
         await settle()
@@ -214,7 +212,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
 
 
 async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
-    with fakes():
+    with no_cores():
         client = await started(2)
         weights = Weights(client)
         callers = [Caller(client, [f"good-{i}"]) for i in range(4)]
@@ -242,10 +240,12 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
 
 
 async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
-    with fakes() as patch:
-        client = await started(2)
+    with no_cores():
+        client = await started(2, Launcher(FakeProcess, backoff=[0.3]))
         weights = Weights(client)
-        patch.setattr(process_of(client, 0), "_let_go", lambda answer: None)  # it never answers
+        silent = process_of(client, 0)
+        assert silent is not None
+        silent.answers = False
         change = asyncio.create_task(weights.update("/"))
         for _ in range(50):
             await asyncio.sleep(0)
@@ -255,7 +255,6 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
         kill(client, 0, CRASHED)
         assert await change == "2"
         assert [each.weights_version for each in client.link._replicas] == ["2", "2"]
-        client.link._replicas[0]._failures = 1  # so that it waits a moment before it starts
         kill(client, 0)
         await settle()
         with pytest.raises(Overloaded, match="being replaced"):
@@ -265,7 +264,7 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
 
 
 async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
-    with fakes():
+    with no_cores():
         client = await started(2)
         forgotten: list[int] = []
         client.link._router.forget = forgotten.append  # type: ignore[method-assign]
@@ -290,9 +289,8 @@ async def test_all_have_the_shortest_context() -> None:
                 loaded.append(EngineConfig.model_validate_json(message.config).max_model_len)
             super().send(message)
 
-    with fakes() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Fitted)
-        client = processes(EngineConfig(data_parallel_size=3))
+    with no_cores():
+        client = processes(EngineConfig(data_parallel_size=3), Launcher(Fitted))
         info = await client.link.start()
         assert info.max_model_len == 80
         assert loaded == [80, 80]
@@ -301,9 +299,8 @@ async def test_all_have_the_shortest_context() -> None:
 
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
-    with fakes() as patch:
-        patch.setattr("quire.engine.link.supervisor.EngineProcess", Unstartable)
-        client = processes(EngineConfig(data_parallel_size=2))
+    with no_cores():
+        client = processes(EngineConfig(data_parallel_size=2), Launcher(Unstartable))
         with pytest.raises(ConfigError, match="there is no room"):
             await client.link.start()
         assert not client.alive

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from threading import Event, Lock
+from typing import Any
 
+from quire.engine.core.executor import PageMover
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.loads import PATIENCE
 from quire.engine.tiers.tier import Page, Tier
@@ -22,19 +24,30 @@ class Always(Costs):
         return len(tiers)
 
 
-class Inline:
+class Inline(Executor):
     """A ThreadPoolExecutor without threads: pages are in their tiers at once, however busy the machine is."""
 
     def __init__(self, *_: object) -> None:
         pass
 
-    def submit(self, function: Callable[..., object], *args: object) -> Future[object]:
-        done: Future[object] = Future()
-        done.set_result(function(*args))
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*args, **named))
         return done
 
-    def shutdown(self, **_: object) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         pass
+
+
+def always(tiers: Sequence[Tier], mover: PageMover, _: Costs, *rest: Any) -> Tiers:
+    """Makes Tiers that fetch whatever is there, though to compute these models' tokens may cost less; and that have at
+    once what is put there."""
+    return Tiers(tiers, mover, Always(16), *rest, put_threads=Inline)
+
+
+def always_late(tiers: Sequence[Tier], mover: PageMover, _: Costs, *rest: Any) -> Tiers:
+    """The same by threads."""
+    return Tiers(tiers, mover, Always(16), *rest)
 
 
 class FakeMover:
@@ -103,5 +116,5 @@ class Unreliable(Dictionary):
             super().put(digest, page)
 
 
-def tiers_of(device: FakeDevice, tiers: Sequence[Tier]) -> Tiers:
-    return Tiers(tiers, FakeMover(device), Always(device.block))
+def tiers_of(device: FakeDevice, tiers: Sequence[Tier], **threads: Any) -> Tiers:
+    return Tiers(tiers, FakeMover(device), Always(device.block), **threads)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,13 +12,11 @@ from safetensors.torch import load_file, save_file
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
-from quire.engine.tiers import writer
-from quire.engine.tiers.costs import Costs
 from quire.engine.types import Request
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_heads import METHODS, Recorded, drafter_of, made_head
-from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.test_heads import METHODS, Recorded, made_head
+from tests.engine.tiers.fakes import always, always_late
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tree import ROOT
 
@@ -28,15 +26,9 @@ HOST = {"kv_offload_memory": 0.1}
 CONVERSATIONS, TURNS = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch whatever is there, though to compute these models' tokens may cost less; and put it there at once."""
-    monkeypatch.setattr(Costs, "worthwhile", Always.worthwhile)
-    monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
-
-
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options))
+def engine(path: Path, make_drafter: Any = None, make_tiers: Any = always, **options: object) -> Engine:
+    config = EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options)
+    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 def disk(folder: Path) -> dict[str, object]:
@@ -44,8 +36,6 @@ def disk(folder: Path) -> dict[str, object]:
 
 
 Results = dict[str, tuple[list[int], list[float]]]
-Guesses = list[tuple[list[int], list[int]]]
-"""Texts, and what was guessed after them."""
 
 
 def results(answers: dict[str, Answer]) -> Results:
@@ -103,13 +93,10 @@ def test_tokens_are_the_same_and_only_new_ones_are_computed(dtype: str, kv: str,
 
 @compiled
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_tokens_are_the_same_however_late_the_copies_are(
-    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "ThreadPoolExecutor", ThreadPoolExecutor)
+def test_tokens_are_the_same_however_late_the_copies_are(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     wanted = converse(engine(path, kv_cache_dtype=kv))
-    made = engine(path, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
+    made = engine(path, make_tiers=always_late, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
     assert converse(made) == wanted
     made.close()
 
@@ -152,28 +139,25 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
     prompt = list(range(3, 100))
     first, probe = turn(0, 0, prompt, max_tokens=1), turn(1, 0, prompt, max_tokens=30)
 
-    def opened(**options: object) -> Engine:
+    def opened(recorded: Recorded, **options: object) -> Engine:
         asked = {"method": method, "model": str(head), "num_speculative_tokens": 3}
         options = {"num_kv_blocks": 100, "max_model_len": 200, "dtype": "float32"} | options
-        return engine(path, speculative_config=asked, **options)
-
-    def answered(made: Engine) -> tuple[Results, Guesses]:
-        made.scheduler._drafter = recorded = Recorded(drafter_of(made), 3)
-        answers = run(made, [probe])
-        return results(answers), recorded.guesses
+        return engine(path, recorded.make, speculative_config=asked, **options)
 
     plain = engine(path, num_kv_blocks=100, max_model_len=200, dtype="float32")
     run(plain, [first])
     wanted = results(run(plain, [probe]))
-    one = opened(**disk(tmp_path))
+    before, after = Recorded(), Recorded()
+    one = opened(before, **disk(tmp_path))
     run(one, [first])
-    tokens, guesses = answered(one)
+    assert not before.guesses
+    assert results(run(one, [probe])) == wanted
     one.close()
-    two = opened(**disk(tmp_path))
-    assert answered(two) == (tokens, guesses)
+    two = opened(after, **disk(tmp_path))
+    assert results(run(two, [probe])) == wanted
+    assert after.guesses == before.guesses
     assert two.stats.tiers[0].fetched_pages == 7
-    assert tokens == wanted
-    assert sum(len(guess) for _, guess in guesses) > 30
+    assert sum(len(guess) for _, guess in before.guesses) > 30
     two.close()
 
 
@@ -296,7 +280,7 @@ def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     tensors = load_file(path / "model.safetensors")
     config = EngineConfig(model=str(path), num_kv_blocks=14, max_model_len=192, **HOST, **disk(tmp_path))
-    made = Engine(config, tensors=tensors.items())
+    made = Engine(config, tensors=tensors.items(), make_tiers=always)
     assert [tier.name for tier in made.stats.tiers] == ["host"]
     assert any("in no file" in note for note in made.info.notes)
     made.close()

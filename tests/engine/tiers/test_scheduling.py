@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.tiers import loads, outside, writer
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
@@ -17,6 +18,8 @@ from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachi
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
 from tests.variants import examples
+
+PUT_INLINE: dict[str, Any] = {"put_threads": Inline}
 
 
 class WithTiers(SchedulerMachine):
@@ -105,9 +108,9 @@ TestLargePages = LargePages.TestCase
 TestLargePages.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
 
 
-def scheduler(device: FakeDevice, tier: Tier, **options: int) -> Scheduler:
+def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | None = None, **options: int) -> Scheduler:
     defaults = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
-    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier]), **defaults | options)
+    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **tier_options or {}), **defaults | options)
 
 
 def request(name: str, prompt: list[int], **params: object) -> Request:
@@ -137,15 +140,9 @@ def settle(some: Scheduler) -> None:
 A, B, C = ([first] * 4 + [1, 2, 3, 4] * 7 for first in (5, 6, 8))
 
 
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
-
-
-@pytest.mark.usefixtures("inline")
 def test_what_leaves_the_device_comes_back() -> None:
     device = FakeDevice()
-    some = scheduler(device, HostTier(10_000))
+    some = scheduler(device, HostTier(10_000), PUT_INLINE)
     assert run(some, device, request("a", A, max_tokens=1)) == {"a": 0}
     run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))  # which need all pages
     computed = some.stats().prompt_tokens
@@ -212,10 +209,9 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
 
 def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
-    monkeypatch.setattr(outside, "PATIENCE", 0.05)
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
-        watched = OutsideTier(tier, bytes(16))
+        watched = OutsideTier(tier, bytes(16), patience=0.05)
         some = scheduler(device, watched)
         if hangs == "put":
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))
@@ -237,15 +233,14 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         tier.open.set()
 
 
-def test_what_takes_too_long_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_computed() -> None:
     device, tier = FakeDevice(), Dictionary()
-    some = scheduler(device, tier, num_blocks=24)
+    some = scheduler(device, tier, {"patience": 0.0}, num_blocks=24)
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
     some.pool.forget()
     tier.open.clear()
-    monkeypatch.setattr(loads, "PATIENCE", 0.0)
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
     assert some.stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
     assert some.tiers.costs.page_seconds["dictionary"] > 0, "and the next one knows"
@@ -254,10 +249,9 @@ def test_what_takes_too_long_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
         some.schedule()
 
 
-@pytest.mark.usefixtures("inline")
 def test_a_preempted_sequence_finds_its_pages_again() -> None:
     device = FakeDevice()
-    some = scheduler(device, HostTier(10_000), num_blocks=10)
+    some = scheduler(device, HostTier(10_000), PUT_INLINE, num_blocks=10)
     long = [request(name, [first] * 4 + [1, 2, 3, 4] * 3, max_tokens=20) for name, first in (("a", 5), ("b", 6))]
     run(some, device, *long)
     stats = some.stats()
@@ -284,12 +278,12 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
 
 
-@pytest.mark.usefixtures("inline")
-def test_what_a_step_copies_from_is_not_filled_by_a_load_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
     """Of a large page, nobody's, one sequence copies the beginning; the next one's load would get that page first."""
-    monkeypatch.setattr(loads, "ThreadPoolExecutor", Inline)
     device = FakeDevice(12)
-    some = scheduler(device, Dictionary(), num_blocks=3, block_size=12, prefix_piece=2)
+    some = scheduler(
+        device, Dictionary(), PUT_INLINE | {"fetch_threads": Inline}, num_blocks=3, block_size=12, prefix_piece=2
+    )
     run(some, device, request("loaded", A[:13], max_tokens=1))
     some.pool.forget()
     run(some, device, request("short", B[:7], max_tokens=1))

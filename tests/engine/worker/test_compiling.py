@@ -32,7 +32,7 @@ from quire.kernels.gpu.quantization import library
 from quire.kernels.probe import last_tokens
 from quire.kernels.softmax import Softmax
 from tests.engine.harness import request, run
-from tests.engine.test_heads import drafter_of, made_head
+from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import always
 from tests.engine.worker.test_never_waits import KINDS, Agreeing, QuietRanks, capture
 from tests.tiny_models import save_tiny_model
@@ -103,7 +103,12 @@ class Alone(QuietRanks):
 
 
 def start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, path: Path | None = None, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    path: Path | None = None,
+    make_drafter: Any = None,
+    **options: Any,
 ) -> Engine:
     """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
     `path`: where the model is, if it is there."""
@@ -122,7 +127,7 @@ def start(
         monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: Alone(config))
     path = path or save_tiny_model(tmp_path, family, max_position_embeddings=1024)
     config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
-    return Engine(config)
+    return Engine(config, make_drafter=make_drafter)
 
 
 @pytest.mark.slow
@@ -178,11 +183,7 @@ def test_what_drafts_launches_nothing_else(
         path, shape = None, options | {"speculative_config": speculative}
         if method == "mtp":
             path, shape = save_tiny_mtp(tmp_path / "model", family), shape | {"max_model_len": 512}
-        made = start(monkeypatch, tmp_path / "model", family, path, **shape)
-        if method == "draft_model":
-            return always(made)
-        drafter_of(made)
-        return made
+        return start(monkeypatch, tmp_path / "model", family, path, always, **shape)
 
     launched_alike(monkeypatch, started, drafts=True)
 

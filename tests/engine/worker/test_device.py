@@ -17,7 +17,6 @@ from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
 from quire.engine.worker import startup, trials
-from quire.engine.worker.compiling import kept
 from quire.engine.worker.compiling.kept import keep_kernels
 from quire.engine.worker.device import check_attention, choose_device, choose_dtype, nvidia_driver
 from quire.engine.worker.memory import explained
@@ -181,10 +180,9 @@ def test_flash_attn_4_takes_its_own_folder_where_the_image_s_cannot_be_written(
 def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")  # nobody may write there, root included
     own = tmp_path / f"quire-triton-{os.getuid()}"
-    note = keep_kernels()
+    note = keep_kernels(tmp_path)
     assert note is not None
     assert note.startswith(
         f"Triton's kernels are kept in {own}, for uid {os.getuid()} cannot write to /proc/self/models"
@@ -197,13 +195,11 @@ def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
 def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")
     uid = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     (tmp_path / f"quire-triton-{uid + 1}").mkdir()
     with pytest.raises(ConfigError, match=r"it is another user's\); set TRITON_CACHE_DIR"):
-        keep_kernels()
+        keep_kernels(tmp_path, uid + 1)
 
 
 def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:

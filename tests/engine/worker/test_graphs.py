@@ -19,11 +19,9 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import one_group
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request, SamplingParams
 from quire.engine.worker.graphs import capture as capturing
 from quire.engine.worker.graphs import decodes, prompts
@@ -40,7 +38,7 @@ from quire.kernels.probe import Capture
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
-from tests.engine.test_heads import Recorded, drafter_of, made_head
+from tests.engine.test_heads import Recorded, made_head
 from tests.engine.test_speculation import always
 from tests.kernels.fake_capture import FakeCapture, Refusing
 from tests.kernels.fake_flash import FakeFlashAttn
@@ -59,7 +57,15 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
-def start(monkeypatch: pytest.MonkeyPatch, capture: Capture | None, **options: Any) -> Engine:
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+    capture: Capture | None,
+    make_drafter: Any = None,
+    *,
+    ahead: int | None = None,
+    **options: Any,
+) -> Engine:
+    """`ahead`: steps that are launched before the last one's picks are read."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
@@ -67,7 +73,8 @@ def start(monkeypatch: pytest.MonkeyPatch, capture: Capture | None, **options: A
         "max_num_batched_tokens": 256,
         "warmup_seconds": 0.0,
     } | options
-    return Engine(EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options))
+    config = EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options)
+    return Engine(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
 def traffic() -> list[Request]:
@@ -114,7 +121,7 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
     for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
         capture, picks = FakeCapture(), list[int]()
         wanted = run(start(monkeypatch, None), requests)
-        engine = start(monkeypatch, capture)
+        engine = start(monkeypatch, capture, ahead=1)
         assert isinstance(engine.runner, Runner)
         write = engine.runner._write_largest
 
@@ -123,7 +130,6 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
             return write(hidden, *rest)
 
         monkeypatch.setattr(engine.runner, "_write_largest", written)
-        engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
         assert picked(run(engine, requests)) == picked(wanted)
         assert engine.runner.graphs is not None
         of_picks = [size for size, pages, _ in engine.runner.graphs.captured.graphs if pages is None]
@@ -141,9 +147,8 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
     with monkeypatch.context() as patch:
         patch.setattr(loading, "page_groups", lambda states, *_, **__: one_group(len(states)))
         wanted = run(start(patch, None, **options), traffic())
-    engine = start(monkeypatch, capture, **options)
+    engine = start(monkeypatch, capture, ahead=1, **options)
     assert engine.info.page_groups == 2
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     assert picked(run(engine, traffic())) == picked(wanted)
     assert capture.replays > len(capture.recordings) > 3
 
@@ -158,8 +163,7 @@ def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     shown = [about(path, name, str(count), *range(count), **options) for count in range(3)]
     asked, capture = [*shown, _ending_within(shown[1])], FakeCapture()
     wanted = picked(run(start(monkeypatch, None, model=str(path)), asked))
-    engine = start(monkeypatch, capture, model=str(path))
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    engine = start(monkeypatch, capture, ahead=1, model=str(path))
     for _ in range(2):
         assert picked(run(engine, asked)) == wanted
     assert capture.replays > len(capture.recordings) > 2
@@ -179,9 +183,8 @@ def _ending_within(asked: Request) -> Request:
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
-    engine = start(monkeypatch, FakeCapture(), enable_prefix_caching=False)
+    engine = start(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
     engine.scheduler.pool.allocate(36)  # four pages are left
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add(each)
@@ -235,8 +238,7 @@ class Right(Drafter):
 def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
     capture = FakeCapture()
-    engine = start(monkeypatch, capture)
-    engine.scheduler._drafter = Right(wanted)
+    engine = start(monkeypatch, capture, lambda *_: Right(wanted))
     assert picked(run(engine, traffic())) == picked(wanted)
     assert engine.stats.draft_tokens > 100
     assert sum(engine.stats.accepted_drafts) > 20
@@ -259,7 +261,7 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
         speculative = SpeculativeConfig(method="draft_model", model=str(drafts), num_speculative_tokens=3)
         found = []
         for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
-            engine = always(start(monkeypatch, capture, model=str(model), speculative_config=speculative))
+            engine = start(monkeypatch, capture, always, model=str(model), speculative_config=speculative)
             while idle and engine.prepare():
                 pass
             assert picked(run(engine, traffic())) == picked(wanted)
@@ -289,10 +291,10 @@ def with_heads(
             made_head(Path(head), method)
     speculative = SpeculativeConfig(method=method, model=head, num_speculative_tokens=3)
     options = {"model": str(model), "speculative_config": speculative, "max_num_seqs": 3} | options
-    engine = start(monkeypatch, capture, **options)
+    recorded = Recorded()
+    engine = start(monkeypatch, capture, recorded.make, **options)
     for each in engine._drafting.pages:
         each.zero_()
-    engine.scheduler._drafter = recorded = Recorded(drafter_of(engine), 3)
     return engine, recorded
 
 
@@ -409,8 +411,7 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
     lora = {"model": str(path), "enable_lora": True, "max_loras": slots, "max_lora_rank": 8}
     wanted = run(start(monkeypatch, None, **lora), every)
     capture = FakeCapture()
-    engine = start(monkeypatch, capture, **lora)
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    engine = start(monkeypatch, capture, ahead=1, **lora)
     got = run(engine, every)
     plain = run(start(monkeypatch, None, model=str(path)), traffic())
     assert {name: answer.ids for name, answer in got.items()} == {name: each.ids for name, each in wanted.items()}
@@ -627,7 +628,7 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
     wanted = run(Engine(EngineConfig(**options)), traffic())
     speculative = SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3)
-    made = always(Engine(EngineConfig(speculative_config=speculative, **options)))
+    made = Engine(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
     graphs = made._drafting.graphs
@@ -651,8 +652,8 @@ def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) ->
     wanted = {name: answer.ids for name, answer in run(Engine(EngineConfig(**options)), requests).items()}
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     for eager in (True, False):
-        made = Engine(EngineConfig(speculative_config=speculative, enforce_eager=eager, **options))
-        drafter_of(made)
+        config = EngineConfig(speculative_config=speculative, enforce_eager=eager, **options)
+        made = Engine(config, make_drafter=always)
         assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
         assert sum(made.stats.accepted_drafts) > 20
         graphs = made._drafting.graphs

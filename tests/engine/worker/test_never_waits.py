@@ -20,13 +20,11 @@ from torch.nn import functional
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.steps import Steps
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
 from quire.engine.worker import device, draft_runner, memory, startup, trials
 from quire.engine.worker.draft_runner import DraftRunner
@@ -46,8 +44,8 @@ from quire.kernels.gpu.libraries.paged import FlashPages
 from quire.kernels.gpu.quantization import library, quantized, rounding, trial
 from tests.engine.harness import request, run
 from tests.engine.images.test_families import about
-from tests.engine.test_heads import drafter_of, made_head
-from tests.engine.test_speculation import CHEAP, Garbage
+from tests.engine.test_heads import made_head
+from tests.engine.test_speculation import CHEAP, Garbage, Replaceable, always
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import nightly
@@ -144,12 +142,15 @@ def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
         Waiting.capturing = False
 
 
-def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **options: Any) -> Engine:
+def start(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make_drafter: Any = None, *, graphs: bool, **options: Any
+) -> Engine:
     """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
-        engine = Engine(EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options))
+        config = EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options)
+        engine = Engine(config, make_drafter=make_drafter, steps_ahead=1)
     launch = Runner.launch
 
     def launched(runner: Runner, batch: Any) -> Any:
@@ -157,7 +158,6 @@ def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **opti
             return launch(runner, batch)
 
     monkeypatch.setattr(Runner, "launch", launched)
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     return engine
 
 
@@ -202,13 +202,11 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
-
     class Two(Drafter):
         def propose(self, asked: Asked, tokens: int) -> list[Guess]:
             return [Guess([PICKED, PICKED, 9][: min(len(seq.tokens) % 4, most)]) for seq, most in asked]
 
-    engine.scheduler._drafter = Two()
+    engine = start(gpu, monkeypatch, lambda *_: Two(), graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert sum(engine.stats.accepted_drafts) > 20
@@ -227,8 +225,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     monkeypatch.setattr(draft_head, "load_weights", lambda table, *_, **__: empty_weights(table))
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     options = {"model": str(path), "speculative_config": speculative, "attention_backend": "triton"}
-    engine = start(gpu, monkeypatch, graphs=graphs, **options)
-    drafter_of(engine)
+    engine = start(gpu, monkeypatch, always, graphs=graphs, **options)
     name = "_guess_by_graphs" if graphs else "_guess"
     guess, calls = getattr(Heads, name), list[int]()
 
@@ -314,12 +311,13 @@ def test_states_and_latents(
     """In graphs, in prompts, and with guesses."""
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
-    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path), state_memory=0.1)
+    drafts, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
+    engine = start(gpu, monkeypatch, lambda *_: drafts, graphs=True, **options)
     with gpu.allows_waits():
         engine.runner.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    engine.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
+    drafts.drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert engine.stats.draft_tokens > 0
     assert engine.stats.captured_prompt_steps > 3

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import graph_tokens
 from quire.engine.core.batch import Batch, Row
-from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
-from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Request
 from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
@@ -92,9 +90,8 @@ def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
     asked = traffic((250, 3, 252)) if pages < 40 else traffic()
     wanted = picked(run(graphed(monkeypatch, None), asked))
-    engine = graphed(monkeypatch, FakeCapture(), enable_prefix_caching=False)
+    engine = graphed(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
     engine.scheduler.pool.allocate(40 - pages)
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     for _ in range(2):
         found = {each.id: Answer() for each in asked}
         for each in asked:
@@ -139,8 +136,7 @@ def test_windows_with_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(graphed(monkeypatch, None), traffic())
-    engine = graphed(monkeypatch, FakeCapture())
-    engine.scheduler._drafter = Right(wanted)
+    engine = graphed(monkeypatch, FakeCapture(), make_drafter=lambda *_: Right(wanted))
     assert twice(engine, traffic()) == picked(wanted)
     assert sum(engine.stats.accepted_drafts) > 20
     assert engine.stats.captured_prompt_steps > 3

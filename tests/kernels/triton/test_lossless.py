@@ -50,9 +50,9 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
         monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
         monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (32,))
     made = Engine(
-        EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options)
+        EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options),
+        make_drafter=lambda *_: Adaptive(Garbage(random.Random(3)), 8, CHEAP),
     )
-    made.scheduler._drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
     for _ in range(2):
         found = run(made, asked)
         assert [found[each.id].ids for each in asked] == wanted

@@ -11,7 +11,6 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.explain import MAX_NAMES, MAX_STEPS, explanation
 from quire.server.observe.request_log import RequestLog, RequestRecord, request_id
-from tests.machine import set_clock
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -121,10 +120,9 @@ def record(number: int, began: float, ended: float, chunks: list[tuple[str, int,
     return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, tuple(chunks), tuple(out))
 
 
-def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     clock = 0.0
-    set_clock(monkeypatch, monotonic=lambda: clock)
-    history = History()
+    history = History(clock=lambda: clock)
     history.submitted(request("a"))
     token = RequestOutput("a", [7])
     history.stepped([], record(1, 2.0, 3.0, [("a", 0, 2)]))
