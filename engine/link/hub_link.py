@@ -65,6 +65,7 @@ class HubLink(Link):
         config: EngineConfig,
         address: str,
         identity: str,
+        wire: Callable[..., Wire] = Wire,
         *,
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
@@ -72,6 +73,7 @@ class HubLink(Link):
         """address, identity: where the hub listens, and how it knows this process. alive_seconds: between two signs of
         life to the hub. silence_seconds: after so long without one from it, all that waits for it is given up."""
         super().__init__()
+        self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
         """How this process answers the questions of others."""
@@ -98,7 +100,7 @@ class HubLink(Link):
 
     def launch(self) -> None:
         self._welcome = asyncio.get_running_loop().create_future()
-        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
+        self._wire = self._make_wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
         self._wire.connect(self._address)
         self._write(Hello())
         self._tasks.begin(self._receive())

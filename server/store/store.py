@@ -18,7 +18,7 @@ from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.budget import OwnerSizes
 from quire.server.encoding import encode_json
-from quire.server.store.database import FILE, PATIENCE, ROW, Database
+from quire.server.store.database import FILE, PATIENCE, ROW, Connect, Database
 from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
 from quire.server.store.room import Room
 
@@ -323,11 +323,11 @@ class Reader:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Reader]:
+def reading(folder: Path, connect: Connect | None = None) -> Iterator[Reader]:
     """Gives what reads the store of a folder, as it is at this moment, in another process than the one that has the
-    Store."""
+    Store. `connect`: see Database."""
     path = f"{(folder / FILE).resolve().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(path, uri=True, timeout=PATIENCE, isolation_level=None)) as database:
+    with closing((connect or sqlite3.connect)(path, uri=True, timeout=PATIENCE, isolation_level=None)) as database:
         database.execute("begin")  # what is deleted a few rows at a time is there whole, or not at all
         yield Reader(database)
 

@@ -47,13 +47,17 @@ class _Worker:
     writer: asyncio.StreamWriter
 
 
+LaunchWorkers = Callable[..., Child]
+
+
 class WorkerPool:
     """Runs functions of a body's bytes, the model and the configuration. The process that forks workers starts with
     `start`, or when it is first needed."""
 
-    def __init__(self, source: ModelSource, adapters: Collection[str] = ()) -> None:
-        """`adapters`: the model's, as they come and go."""
+    def __init__(self, source: ModelSource, adapters: Collection[str] = (), launch: LaunchWorkers = Child) -> None:
+        """`adapters`: the model's, as they come and go. `launch`: starts the process that forks."""
         self._source = source
+        self._launch = launch
         self._adapters = adapters
         self.slots = min(8, max(2, usable_cpus() // 2))
         """Workers at the same time."""
@@ -252,7 +256,7 @@ class WorkerPool:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = process = Child(
+            self._process = process = self._launch(
                 [*module("quire.server.workers.worker"), str(theirs.fileno())],
                 descriptors=[theirs.fileno()],
                 environment=os.environ | NO_BACKTRACE,

@@ -150,8 +150,8 @@ class _Thread:
         self.tell()
 
 
-class _Awaited:
-    """What a thread gets from the loop."""
+class Awaited:
+    """What a thread gets from the loop, in place of run_coroutine_threadsafe's future."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
         self._thread: _Thread = _Thread.here.thread
@@ -194,8 +194,7 @@ def virtual_time(rng: random.Random) -> Iterator[Loop]:
     with pytest.MonkeyPatch.context() as patch:
         set_clock(patch, monotonic=loop.time, time=lambda: EPOCH + loop.time())
         set_random(patch, rng.getrandbits)
-        patch.setattr("anyio.to_thread.run_sync", _in_turn)
-        patch.setattr("asyncio.run_coroutine_threadsafe", _Awaited)
+        patch.setattr("anyio.to_thread.run_sync", _in_turn)  # Starlette's, for the files that it sends
         try:
             yield loop
         finally:

@@ -20,7 +20,7 @@ from quire.server import again
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import Peers
+from quire.server.peers import FromThread, Peers
 from quire.server.store.calls import Calls
 from quire.server.store.data import Processes
 from quire.server.store.database import Database
@@ -124,14 +124,14 @@ def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
 def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
     """A hub that was silent ended each process's notes for good."""
 
-    def asking(link: Any) -> Callable[[bytes], bytes]:
+    def asking(link: Any, from_thread: FromThread) -> Callable[[bytes], bytes]:
         loop = asyncio.get_running_loop()
 
         async def ask(body: bytes) -> bytes:
             (said,) = await link.ask(TOPIC, body, to=HUB)
             return bytes(said)
 
-        return lambda body: asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+        return lambda body: from_thread(ask(body), loop).result()
 
     patch.setattr("quire.server.app.asking", asking)
 
