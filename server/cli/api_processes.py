@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.processes.wire import Wire
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
-from quire.server.cli.environment import INTERRUPTED, signals_told
+from quire.server.cli.environment import INTERRUPTED, SignalsTold, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
 from quire.server.store.database import Connect
@@ -94,7 +94,7 @@ class OperatingSystem:
     """Starts an API process."""
     sockets: Callable[[], SocketFolder] = SocketFolder
     wire: Callable[..., Wire] = Wire
-    signals: Callable[[Callable[[int], None]], AbstractContextManager[None]] = signals_told
+    signals: SignalsTold = signals_told
     connect: Connect | None = None
     """See Database."""
 

@@ -17,6 +17,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
 from quire.engine.types import Request
 from quire.server import again
+from quire.server.budget import OwnerSizes
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
@@ -42,15 +43,21 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def writing(self: Any, sizes: Any = None) -> Iterator[sqlite3.Connection]:
-        with self._mutex:
-            self._connection.execute("begin immediate")
+    def writing(self: Database, *sizes: OwnerSizes) -> Iterator[sqlite3.Connection]:
+        with self.reading() as connection:
+            connection.execute("begin immediate")
+            for each in sizes:
+                each.begin()
             try:
-                yield self._connection
+                yield connection
             except BaseException:
-                self._connection.execute("rollback")
+                connection.execute("rollback")
+                for each in sizes:
+                    each.revert()
                 raise
-            self._connection.execute("commit")
+            connection.execute("commit")
+            for each in sizes:
+                each.commit()
 
     patch.setattr(Database, "writing", writing)
 
@@ -69,9 +76,10 @@ def an_event_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
-    def request(self: Any, id: str) -> Request:
-        first: Request = self._open[id].request
-        return first
+    known = EngineClient.request
+
+    def request(self: EngineClient, id: str) -> Request:
+        return msgspec.structs.replace(known(self, id), emitted_ids=[])
 
     patch.setattr(EngineClient, "request", request)
 
@@ -118,7 +126,7 @@ def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
 
 def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
     writing = Database.writing
-    patch.setattr(Database, "writing", lambda self, sizes=None: writing(self))
+    patch.setattr(Database, "writing", lambda self, *sizes: writing(self))
 
 
 def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
