@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,8 @@ def main() -> None:
             return
         held = Held()
         held.install()
-        connect = sqlite3.connect
-        sqlite3.connect = lambda *given, **more: connect(*given, **more, factory=Timed)  # type: ignore[assignment,misc]
         began = time.perf_counter()
-        data = open_data(folder, size)
+        data = open_data(folder, size, connect=partial(sqlite3.connect, factory=Timed))
         print(f"opened in {time.perf_counter() - began:.1f} s")
         measure(data, held, args.rounds)
         data.close()

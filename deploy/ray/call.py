@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
+
+from quire.engine import random_source
 
 Headers = list[tuple[bytes, bytes]]
 """As ASGI has them: names in lower case."""
@@ -73,7 +74,7 @@ def make_call(
         asked = None  # the replica will say what is wrong with it
     resumable = seeds and asked is not None and bool(asked.stream) and path in RESUMABLE
     if asked is not None and resumable and asked.seed is None:
-        body = with_seed(body, secrets.randbits(53))
+        body = with_seed(body, random_source.randbits(53))
     if body:
         kept.append((b"content-length", b"%d" % len(body)))
     return Call(

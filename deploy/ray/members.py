@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,8 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data import Standing, open_data
+from quire.server.store.database import Connect
 from quire.server.store.shared import answer_in_thread
 from quire.server.store.tail import PREFIX
 
@@ -57,12 +58,19 @@ class _Member:
 class Members:
     """All methods are the event loop's, but for those of `living`."""
 
-    def __init__(self, folder: Path, max_bytes: int, living: Callable[[], Set[str]], retention: float = 0) -> None:
-        """`max_bytes`, `retention`: see open_data, whose errors it raises; `living`: the names of the replicas
-        that have not ended, which takes a while."""
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        living: Callable[[], Set[str]],
+        retention: float = 0,
+        connect: Connect | None = None,
+    ) -> None:
+        """`max_bytes`, `retention`, `connect`: see open_data, whose errors it raises; `living`: the names of the
+        replicas that have not ended, which takes a while."""
         self._living = living
-        self._data = open_data(folder, max_bytes, there := living(), retention=retention)
-        self.life = secrets.token_hex(8)
+        self._data = open_data(folder, max_bytes, there := living(), retention=retention, connect=connect)
+        self.life = random_source.token_hex(8)
         """Another one's is another."""
         (folder / LIFE).write_text(self.life)
         tails = {path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}

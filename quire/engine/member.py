@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import uuid
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
@@ -23,6 +21,7 @@ import msgspec
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from quire.engine import clock, random_source
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse
 from quire.engine.processes.child import Child
@@ -116,7 +115,7 @@ class Member:
         where the first machine does not want us, or where nobody was there in time at the start."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         me = f"machine {self._config.node_rank} of {self._config.nnodes}"
-        deadline, said = time.monotonic() + self._config.nodes_timeout, False
+        deadline, said = clock.monotonic() + self._config.nodes_timeout, False
         while not self.ending.is_set():
             if process.poll() is not None:
                 if self._joined:
@@ -132,7 +131,7 @@ class Member:
             if not said:
                 said = True
                 self._say(place, f"{me} waits for machine 0 at {where}: {why}")
-            if time.monotonic() > deadline and not self._joined:
+            if clock.monotonic() > deadline and not self._joined:
                 late = (
                     f"nobody let this machine join {where} in {self._config.nodes_timeout:g} s (nodes_timeout): {why}"
                 )
@@ -149,7 +148,7 @@ class Member:
             ours, theirs = connection.getsockname(), connection.getpeername()
             if ours == theirs:  # where the port is one that clients get
                 raise ConnectionRefusedError("nobody listens there")
-        store, reply = find_store((theirs[0], theirs[1])), uuid.uuid4().hex
+        store, reply = find_store((theirs[0], theirs[1])), random_source.uuid_hex()
         store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
         join = replace(self._own, place=place, pid=pid, host=ours[0], reply=reply)
         store.queue_push(JOINS, encode(join))
@@ -187,7 +186,7 @@ class Life:
     def __init__(self, joined: Joined, silence: timedelta = SILENCE) -> None:
         """`silence`: after which the first machine takes this one to have gone. Raises ConnectionError."""
         self._silence = silence
-        self._heard = time.monotonic()
+        self._heard = clock.monotonic()
         self._failed = False
         self._code: int | None = None
         self._over = threading.Event()
@@ -198,7 +197,7 @@ class Life:
     @property
     def gone(self) -> bool:
         """Whether the first machine has gone, and left the rank the time to end."""
-        silent = time.monotonic() - self._heard
+        silent = clock.monotonic() - self._heard
         return silent > (_STOP_SECONDS if self._failed else _GONE_SECONDS)
 
     def end(self, code: int) -> None:
@@ -211,7 +210,7 @@ class Life:
         with suppress(RuntimeError):
             while not self._over.wait(self._silence.total_seconds() / 5):
                 store.queue_push(queue, encode(Progress()))
-                self._heard = time.monotonic()
+                self._heard = clock.monotonic()
             assert self._code is not None
             store.queue_push(queue, encode(Ended(self._code)))
             return

@@ -5,13 +5,13 @@ What it does is told in engine/core/stats.py; what a step is made of is in engin
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
         own seed, so it does not depend on n."""
         if self.seed is None:
-            return secrets.randbits(63)
+            return random_source.randbits(63)
         if choice == 0:
             return self.seed & (2**63 - 1)
         return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1

@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from quire.engine import clock
 from quire.engine.checkpoint.files import adapter_folder, stored_at
 from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
 from quire.engine.lora.files import read_adapter
@@ -122,11 +122,11 @@ class Adapters:
 
     def _note(self, digest: str) -> None:
         if all(each.digest != digest for each in self._named.values()):
-            self._unnamed.setdefault(digest, time.monotonic())
+            self._unnamed.setdefault(digest, clock.monotonic())
 
     def _sweep(self) -> None:
         """Delete the files that nobody can need any more."""
-        used, now = self._in_use(), time.monotonic()
+        used, now = self._in_use(), clock.monotonic()
         for digest, since in list(self._unnamed.items()):
             if now - since > _LINGER and digest not in used:
                 del self._unnamed[digest]

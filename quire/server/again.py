@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import replace as replaced
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.types import Span
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call
@@ -60,7 +60,7 @@ def pinned(spec: GenerationSpec, resumed: Resumed | None, *, keyed: bool, kept: 
     if spec.beam_search or not kept:
         return spec
     seed = spec.params.seed
-    params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
+    params = msgspec.structs.replace(spec.params, seed=random_source.randbits(63) if seed is None else seed)
     return replaced(spec, params=params, resumable=_resumable(spec, keyed=keyed))
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
@@ -18,6 +17,7 @@ from quire.engine.core.history import History
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.lora.modules import Modules
+from quire.engine.processes.child import Child
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
@@ -36,7 +36,7 @@ from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.logs import log_request
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
-from quire.server.peers import Link, Peers, asking
+from quire.server.peers import FromThread, Link, Peers, asking
 from quire.server.routes import (
     endpoints,
     engine,
@@ -55,8 +55,10 @@ from quire.server.routes.stored import batches, conversations, files, streams
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from quire.server.store.data import Data, open_data
+from quire.server.store.database import Connect
 from quire.server.store.shared import shared_data
 from quire.server.store.sweeper import DAY
+from quire.server.workers.pool import LaunchWorkers
 
 BODIES_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""
@@ -81,16 +83,21 @@ class OnlyModel:
 
 
 def create_app(
-    client: EngineClient, source: ModelSource, modules: Modules | None = None, link: Link | None = None
+    client: EngineClient,
+    source: ModelSource,
+    modules: Modules | None = None,
+    link: Link | None = None,
+    launch: LaunchWorkers = Child,
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what `serving`
-    raises. `modules`: see there; `link`: see `application`; of a client with a HubLink it is that one. Raises what
-    `application` raises."""
+    raises. `modules`, `launch`: see there; `link`: see `application`; of a client with a HubLink it is that one.
+    Raises what `application` raises."""
     config, tenants = source.config, Tenants(source.config)
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Models]:
-        async with serving(source, modules, client, keyed=tenants.closed, folder=config.data_dir) as runtime:
+        folder = config.data_dir
+        async with serving(source, modules, client, keyed=tenants.closed, folder=folder, launch=launch) as runtime:
             yield OnlyModel(runtime)
 
     held = HELD_BYTES + (0 if source.images is None else IMAGE_BYTES)
@@ -98,12 +105,21 @@ def create_app(
     return application(config, tenants, opened, held=held, link=shared)
 
 
-def _data(config: ServerConfig, folder: Path, link: Link | None) -> Data:
-    """What is kept: of this process, or of the one that the link leads to. Raises ConfigError."""
+def kept_data(
+    config: ServerConfig,
+    link: Link | None,
+    *,
+    connect: Connect | None = None,
+    from_thread: FromThread = asyncio.run_coroutine_threadsafe,
+) -> Data | None:
+    """What is kept: of this process, or of the one that the link leads to; None without data_dir. `connect`: see
+    Database; `from_thread`: see `asking`. Raises ConfigError."""
+    if config.data_dir is None:
+        return None
     if link is not None:
-        return shared_data(folder, asking(link))
+        return shared_data(config.data_dir, asking(link, from_thread))
     retention = config.response_retention_days * DAY
-    return open_data(folder, int(config.max_stored_size * 2**30), retention=retention)
+    return open_data(config.data_dir, int(config.max_stored_size * 2**30), retention=retention, connect=connect)
 
 
 def application(
@@ -114,11 +130,12 @@ def application(
     *,
     held: int = HELD_BYTES + IMAGE_BYTES,
     link: Link | None = None,
+    open_kept: Callable[[ServerConfig, Link | None], Data | None] = kept_data,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
-    open_data and `opened` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is
-    kept, where others share it."""
+    `opened` and `open_kept` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is
+    kept, where others share it. `open_kept`: gives what is kept."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:
@@ -132,9 +149,7 @@ def application(
         async with AsyncExitStack() as ending:  # the last one that began ends first
             if spans is not None:
                 ending.push_async_callback(asyncio.to_thread, spans.close)
-            data = None
-            if config.data_dir is not None:
-                data = _data(config, config.data_dir, link)
+            if (data := open_kept(config, link)) is not None:
                 ending.callback(data.close)
             served = await ending.enter_async_context(opened())
             peers = Peers(link, None if data is None else data.calls)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from time import monotonic
+
+from quire.engine import clock
 
 log = logging.getLogger("quire.server")
 
@@ -74,7 +75,7 @@ class BurstTransport(asyncio.Transport):
         as making it. Only for a body that has begun, while the transport is writable."""
         if chunk:  # an empty one would be the end
             self.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-            self.chunk_written = monotonic()
+            self.chunk_written = clock.monotonic()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._held:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
-from concurrent.futures import CancelledError
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, Protocol
 
 from quire.engine.errors import QuireError
 from quire.engine.link.answering import Answer, Answering
@@ -74,8 +74,12 @@ class Peers:
             self._link.answering.add(topic, answer)
 
 
-def asking(link: Link) -> Callable[[bytes], bytes]:
-    """How threads ask the process that has the data. The function raises Unanswered."""
+FromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop], "Future[bytes]"]
+
+
+def asking(link: Link, from_thread: FromThread = asyncio.run_coroutine_threadsafe) -> Callable[[bytes], bytes]:
+    """How threads ask the process that has the data. The function raises Unanswered. `from_thread`: has the event loop
+    run a coroutine for a thread."""
     loop = asyncio.get_running_loop()
 
     async def ask(body: bytes) -> bytes:
@@ -87,7 +91,7 @@ def asking(link: Link) -> Callable[[bytes], bytes]:
 
     def in_thread(body: bytes) -> bytes:
         try:
-            return asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+            return from_thread(ask(body), loop).result()
         except CancelledError:  # the event loop ends, and the answer may be on its way
             raise Unanswered("this process ended before it was answered") from None
 

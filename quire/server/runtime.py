@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,11 +14,13 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.engine import clock
 from quire.engine.link.broadcast import WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.weights import WeightChanges, Weights
 from quire.engine.lora.modules import Modules
+from quire.engine.processes.child import Child
 from quire.engine.receipts.hashes import ModelHashes
 from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission
@@ -46,7 +47,7 @@ from quire.server.store.data import Data
 from quire.server.store.store import Store
 from quire.server.streams import Streams
 from quire.server.workers.grammars import GrammarChecker
-from quire.server.workers.pool import WorkerPool
+from quire.server.workers.pool import LaunchWorkers, WorkerPool
 
 
 @dataclass(slots=True)
@@ -143,10 +144,17 @@ def server_of(request: Request) -> Server:
 
 @asynccontextmanager
 async def serving(
-    source: ModelSource, modules: Modules | None, client: EngineClient, *, keyed: bool, folder: Path | None
+    source: ModelSource,
+    modules: Modules | None,
+    client: EngineClient,
+    *,
+    keyed: bool,
+    folder: Path | None,
+    launch: LaunchWorkers = Child,
 ) -> AsyncIterator[Runtime]:
     """A model that is ready to answer until the block ends; then its engine ends too. client: launched, not started.
     modules: those that may have adapters. folder: where adapters are kept. keyed: see Admission.
+    launch: see WorkerPool.
 
     Raises what client.link.start(), adapters_of and ModelSource.model raise.
     """
@@ -163,7 +171,7 @@ async def serving(
         )
         model = replace(
             unstarted,
-            created=int(time.time()),
+            created=int(clock.time()),
             fingerprint=fingerprint(info, client.link.weights_version, config),
             context_length=info.max_model_len,
             tasks=info.tasks,
@@ -171,7 +179,7 @@ async def serving(
             no_images=info.no_images if info.no_images or unstarted.images is not None else TEXT_ALONE,
             adapters=() if adapters is None else adapters.names,
         )
-        ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
+        ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters, launch)).close)
         ending.callback((turns := LoopTurns()).close)
         ending.callback((fetcher := Fetcher(config.allowed_media_domains)).close)
         admission = Admission(client, config, info.max_model_len, keyed=keyed)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from time import monotonic
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from quire.engine import clock
 from quire.server.bursts import BurstTransport
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING
@@ -64,7 +64,7 @@ class EventStream(EventSourceResponse):
         self._failed = failed
         self._begun = False
         """Whether the status was sent."""
-        self._sent = monotonic()
+        self._sent = clock.monotonic()
         self._transport = transport
         self._sending = asyncio.Lock()
 
@@ -101,7 +101,7 @@ class EventStream(EventSourceResponse):
                 if not self._begun:
                     await self._begin(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._sent = monotonic()
+                self._sent = clock.monotonic()
         except Exception as error:
             async with self._sending:  # a ping may be sending the status
                 if not self._begun:
@@ -114,7 +114,7 @@ class EventStream(EventSourceResponse):
 
     async def _ping(self, send: Send) -> None:
         while True:
-            silent = monotonic() - self._last_sent
+            silent = clock.monotonic() - self._last_sent
             if silent < self.ping_interval:
                 await asyncio.sleep(self.ping_interval - silent)
                 continue
@@ -122,7 +122,7 @@ class EventStream(EventSourceResponse):
             async with self._sending:
                 if self.active:
                     await send({"type": "http.response.body", "body": self._ping_event, "more_body": True})
-            self._sent = monotonic()
+            self._sent = clock.monotonic()
 
 
 @asynccontextmanager

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.again import Here, Resumed, computed_by, given
 from quire.server.generation.generation import Generation
@@ -146,10 +145,10 @@ class Streams:
         """A call to be made again, which nobody else answers any more; with the tokens that it has by now. `claims`:
         where its claim is put. Of several that ask for it at once, each waits until the one before it has begun, and
         takes it over. Raises HTTPException where that one takes long."""
-        attempt, ends = 1 + secrets.randbits(31), time.monotonic() + CLAIM_SECONDS
+        attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process, attempt)
         while not await asyncio.to_thread(claim):
-            if time.monotonic() > ends:
+            if clock.monotonic() > ends:
                 raise busy()
             await asyncio.sleep(_CLAIM_LOOK_SECONDS)
         self._attempts.add(attempt)
@@ -182,7 +181,7 @@ class Streams:
         if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
             if self._noting is not None:
                 await asyncio.wait({self._noting})
-            note = Note(owner, id, progress, time.time() + running.ends_after, answered=True)
+            note = Note(owner, id, progress, clock.time() + running.ends_after, answered=True)
             with suppress(sqlite3.OperationalError, OSError):  # it is in the tail
                 await asyncio.to_thread(self._calls.note, [note], self._peers.process)
         return msgspec.msgpack.encode(progress)
@@ -204,7 +203,7 @@ class Streams:
             return None
         if not 0 < len(key) <= MAX_KEY:
             raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
-        now = time.monotonic()
+        now = clock.monotonic()
         if (other := self._claims.get((owner, key))) is not None and other.until > now:
             raise busy()
         claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
@@ -276,7 +275,7 @@ class Streams:
         running.close = partial(_end, running, close)
         self._running[owner, spec.id] = running
         try:
-            ends = time.time() + _RUNNING_SECONDS
+            ends = clock.time() + _RUNNING_SECONDS
             if not await self._put(owner, call, ends):
                 raise busy()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
@@ -329,7 +328,7 @@ class Streams:
         """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
         if self._noting is not None:  # of one that was cancelled: what it writes must not come behind this
             await asyncio.wait({self._noting})
-        now, notes, over = time.time(), list[Note](), list[tuple[str, str, Running]]()
+        now, notes, over = clock.time(), list[Note](), list[tuple[str, str, Running]]()
         turned = self._tail is not None and self._tail.turn(
             (running.number, *key, len(running.progress.ids)) for key, running in self._running.items()
         )

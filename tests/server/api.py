@@ -19,6 +19,7 @@ from quire.server.config import ServerConfig
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource
 from tests.server.fake import FakeEngine
+from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 
 VOCAB_SIZE = 259
@@ -66,7 +67,7 @@ def make_app(
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
-    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}))
+    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}), launch=FORKED)
 
 
 @asynccontextmanager

@@ -6,10 +6,8 @@ from functools import partial
 
 import pytest
 
-from quire.server.workers import pool
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
-from tests.server.forked import ForkedChild
 from tests.server.statements import Watched
 
 
@@ -27,15 +25,3 @@ def statements_read_no_whole_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Watched))
     yield
     assert not Watched.faults
-
-
-@pytest.fixture(autouse=True)
-def workers_begin_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test does not ask for `started_workers`."""
-    if "started_workers" not in request.fixturenames:
-        monkeypatch.setattr(pool, "Child", ForkedChild)
-
-
-@pytest.fixture
-def started_workers() -> None:
-    """The process that forks workers is started as a server starts it, with all its imports."""

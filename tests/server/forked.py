@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.server.workers.worker import fork_workers
 
@@ -31,6 +32,10 @@ class ForkedChild:
     async def kill(self) -> None:
         self._process.kill()
         await asyncio.to_thread(self._process.join)
+
+
+FORKED: Any = ForkedChild
+"""`launch` of a WorkerPool."""
 
 
 def _run(control: socket.socket, environment: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quire.engine.core.history import History, Step
 from quire.engine.core.stats import StepRecord
 from quire.server.batches.pace import OWN, Pace, StepTimes
+from tests.machine import set_clock
 
 APART, LONG = 0.02, 2.0
 
@@ -37,7 +38,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr("quire.server.batches.pace.monotonic", made := Clock())
+    set_clock(monkeypatch, monotonic=(made := Clock()))
     return made
 
 

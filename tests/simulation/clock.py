@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import selectors
-import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
@@ -16,6 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import pytest
+
+from tests.machine import set_clock, set_random
 
 EPOCH = 1_800_000_000.0
 """Seconds of the Unix clock at which every simulation begins."""
@@ -151,8 +150,8 @@ class _Thread:
         self.tell()
 
 
-class _Awaited:
-    """What a thread gets from the loop."""
+class Awaited:
+    """What a thread gets from the loop, in place of run_coroutine_threadsafe's future."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
         self._thread: _Thread = _Thread.here.thread
@@ -190,19 +189,12 @@ def _owned(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyn
 
 @contextmanager
 def virtual_time(rng: random.Random) -> Iterator[Loop]:
-    """A loop; within the block its clock is that of the module `time`, and what is drawn at random comes from `rng`."""
+    """A loop; within the block its clock is that of all, and what is drawn at random comes from `rng`."""
     loop = Loop(rng)
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("quire.") and getattr(module, "monotonic", None) is time.monotonic:
-                patch.setattr(module, "monotonic", loop.time)
-        patch.setattr("time.time", lambda: EPOCH + loop.time())
-        patch.setattr("time.monotonic", loop.time)
-        patch.setattr("secrets.token_hex", lambda size=32: f"{rng.getrandbits(8 * size):0{2 * size}x}")
-        patch.setattr("uuid.uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4))
-        patch.setattr("secrets.randbits", rng.getrandbits)
-        patch.setattr("anyio.to_thread.run_sync", _in_turn)
-        patch.setattr("asyncio.run_coroutine_threadsafe", _Awaited)
+        set_clock(patch, monotonic=loop.time, time=lambda: EPOCH + loop.time())
+        set_random(patch, rng.getrandbits)
+        patch.setattr("anyio.to_thread.run_sync", _in_turn)  # Starlette's, for the files that it sends
         try:
             yield loop
         finally:

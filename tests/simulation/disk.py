@@ -80,12 +80,9 @@ class WithDisk(Owned):
     disk: Disk
 
 
-_connect = sqlite3.connect
-
-
 def connect(*args: Any, **more: Any) -> sqlite3.Connection:
     """sqlite3.connect, for a process of a simulation. Opening a file is no write that may fail here."""
-    connection = _connect(*args, **more, factory=Connection)
+    connection = sqlite3.connect(*args, **more, factory=Connection)
     if isinstance(process := PROCESS.get(), WithDisk):
         connection.disk = process.disk
     return connection

@@ -126,7 +126,7 @@ class SimulatedProcess(EngineProcess):
 
     async def _run(self) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.1, 2.0)))
-        self._from_engine.put_nowait(Ready(ENGINE))
+        self._from_engine.put_nowait(Ready(msgspec.structs.replace(ENGINE, code=str(self._version))))
         while True:
             if not self.running:
                 self._take(await self._to_engine.get())

@@ -18,9 +18,10 @@ from deploy.ray.members import Members
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from tests.simulation.clock import PROCESS
-from tests.simulation.disk import Disk, WithDisk
+from tests.simulation.disk import Disk, WithDisk, connect
 from tests.simulation.engine import Alive
 from tests.simulation.server import FAULTS, AppProcess, Program, end_tasks
 from tests.simulation.several import OfSeveral
@@ -48,7 +49,7 @@ class Owner(WithDisk):
         await asyncio.sleep(self._server.rng.choice((0.0, 0.5, 2.0)))
         while self.members is None:
             try:
-                self.members = Members(self.disk.folder, GIGABYTE, self._server.living)
+                self.members = Members(self.disk.folder, GIGABYTE, self._server.living, connect=connect)
             except ConfigError:  # the one before has not ended: Serve tries again
                 await asyncio.sleep(0.5)
         await self._stopping.wait()
@@ -79,7 +80,7 @@ class Replica(AppProcess):
         self._folder = program.data_dir
         self._link = JournalLink(identity, server.calling(identity))
         program.link.link = self._link
-        self._client = EngineClient(ProcessLink(EngineConfig()))
+        self._client = EngineClient(ProcessLink(EngineConfig(), launcher=server.launcher))
         program.begin(server.disk.folder, self._client)
         super().__init__(program.app)
 
@@ -122,10 +123,17 @@ class Replicas(OfSeveral):
     )
 
     def __init__(
-        self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
+        self,
+        programs: Sequence[Program],
+        folder: Path,
+        rng: random.Random,
+        engines: Alive,
+        network: Network,
+        launcher: Launcher,
     ) -> None:
         super().__init__(network)
         self.rng = rng
+        self.launcher = launcher
         self.disk = Disk(folder, rng)
         self.failure: BaseException | None = None
         self.replicas: dict[int, Replica] = {}

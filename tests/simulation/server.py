@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -16,15 +17,16 @@ from starlette.types import Message
 
 from quire.engine.config import EngineConfig
 from quire.engine.link.client import EngineClient
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.server.access.tenants import Tenants
-from quire.server.app import OnlyModel, application
+from quire.server.app import OnlyModel, application, kept_data
 from quire.server.config import ServerConfig
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME, VOCAB_SIZE
-from tests.simulation.clock import PROCESS, Owned
-from tests.simulation.disk import Disk, WithDisk
+from tests.simulation.clock import PROCESS, Awaited, Owned
+from tests.simulation.disk import Disk, WithDisk, connect
 from tests.simulation.engine import Alive
 from tests.simulation.wire import Network
 from tests.texts import CHATML, byte_level_tokenizer
@@ -46,7 +48,9 @@ class Program:
         config = ServerConfig(served_model_name=[NAME], data_dir=self.data_dir, **options)
         tokenizer = byte_level_tokenizer(CHATML).tokenizer
         self._source = ModelSource(config, tokenizer, VOCAB_SIZE, {})
-        self.app = application(config, Tenants(config), self._opened, link=link)
+        from_thread: Any = Awaited
+        open_kept = partial(kept_data, connect=connect, from_thread=from_thread)
+        self.app = application(config, Tenants(config), self._opened, link=link, open_kept=open_kept)
 
     def begin(self, folder: Path, client: EngineClient) -> None:
         """What is in the folder is what the next process finds."""
@@ -117,13 +121,19 @@ class ServerProcess(AppProcess, WithDisk):
     FAULTS: ClassVar = FAULTS
 
     def __init__(
-        self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
+        self,
+        programs: Sequence[Program],
+        folder: Path,
+        rng: random.Random,
+        engines: Alive,
+        network: Network,
+        launcher: Launcher,
     ) -> None:
         """Of one program. `engines`: where its own are."""
         (program,) = programs
         self.disk = Disk(folder, rng)
         self.engines = engines
-        program.begin(folder, EngineClient(ProcessLink(EngineConfig())))
+        program.begin(folder, EngineClient(ProcessLink(EngineConfig(), launcher=launcher)))
         super().__init__(program.app)
 
     @property

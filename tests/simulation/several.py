@@ -17,21 +17,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import pytest
 from fastapi import FastAPI
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
+from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from quire.server.cli import api_processes
-from quire.server.cli.api_processes import ApiProcesses, Setup
+from quire.server.cli.api_processes import ApiProcesses, OperatingSystem, Setup
 from quire.server.config import ServerConfig
 from quire.server.store.tail import PREFIX
 from tests.server.api import NAME
 from tests.simulation.clock import PROCESS, Gone
-from tests.simulation.disk import Disk, WithDisk
+from tests.simulation.disk import Disk, WithDisk, connect
 from tests.simulation.engine import Alive
 from tests.simulation.server import FAULTS, AppProcess, Program, end_tasks
 from tests.simulation.wire import Network, SimulatedWire
@@ -60,10 +59,10 @@ def programs(folder: Path, number: int) -> list[Program]:
 class ApiProcess(AppProcess):
     asks = True
 
-    def __init__(self, program: Program, folder: Path, setup: Setup) -> None:
+    def __init__(self, program: Program, folder: Path, setup: Setup, network: Network) -> None:
         self.identity = setup.identity
         self._tail = folder / f"{PREFIX}{setup.identity}"
-        self._link = HubLink(EngineConfig(), setup.hub, setup.identity)
+        self._link = HubLink(EngineConfig(), setup.hub, setup.identity, wires(network))
         self._link.on_failure = partial(self.die, 1)
         program.link.link = self._link
         program.begin(folder, EngineClient(self._link))
@@ -187,7 +186,13 @@ class SharedServer(OfSeveral):
     FAULTS: ClassVar = ("api", "api", "api", "late", "late", "readers", "readers", *FAULTS)
 
     def __init__(
-        self, programs: Sequence[Program], folder: Path, rng: random.Random, engines: Alive, network: Network
+        self,
+        programs: Sequence[Program],
+        folder: Path,
+        rng: random.Random,
+        engines: Alive,
+        network: Network,
+        launcher: Launcher,
     ) -> None:
         super().__init__(network)
         self.disk = Disk(folder, rng)
@@ -200,8 +205,9 @@ class SharedServer(OfSeveral):
         config = ServerConfig(served_model_name=[NAME], data_dir=folder, api_server_count=len(programs))
         context = copy_context()
         context.run(PROCESS.set, self)
-        self._processes = context.run(ApiProcesses, config, _Listener(), 0.0)  # type: ignore[arg-type]
-        self._client = self._processes._client
+        self._client = EngineClient(ProcessLink(EngineConfig(), launcher=launcher))
+        system = simulated(network, self._client)
+        self._processes = context.run(ApiProcesses, config, _Listener(), 0.0, system)  # type: ignore[arg-type]
         self.task = context.run(asyncio.create_task, self._live())
 
     async def _live(self) -> None:
@@ -210,7 +216,7 @@ class SharedServer(OfSeveral):
 
     def begin(self, setup: Setup) -> ApiProcess:
         number = int(setup.identity.partition(".")[0])
-        api = self.apis[number] = Context().run(ApiProcess, self._programs[number], self._folder, setup)
+        api = self.apis[number] = Context().run(ApiProcess, self._programs[number], self._folder, setup, self.network)
         return api
 
     @property
@@ -247,23 +253,21 @@ class SharedServer(OfSeveral):
             engine.exit()
 
 
+def wires(network: Network) -> Any:
+    """What stands for the class Wire."""
+    return partial(SimulatedWire, network)
+
+
+def simulated(network: Network, client: EngineClient) -> OperatingSystem:
+    """What stands for the machine's processes and sockets. `client`: of the engine."""
+    child: Any = _Child
+    sockets: Any = _Sockets
+    return OperatingSystem(lambda config: client, child, sockets, wires(network), _signals_told, connect)
+
+
 @contextmanager
 def _signals_told(tell: Callable[[int], None]) -> Iterator[None]:
     server = PROCESS.get()
     assert isinstance(server, SharedServer)
     server.on_signal = tell
     yield
-
-
-def in_place(patch: pytest.MonkeyPatch, network: Network) -> None:
-    """What stands for the machine's processes and sockets."""
-
-    def wire(*given: Any, **named: Any) -> SimulatedWire:
-        return SimulatedWire(network, *given, **named)
-
-    patch.setattr("quire.engine.link.hub.Wire", wire)
-    patch.setattr("quire.engine.link.hub_link.Wire", wire)
-    patch.setattr(api_processes, "Child", _Child)
-    patch.setattr(api_processes, "SocketFolder", _Sockets)
-    patch.setattr(api_processes, "signals_told", _signals_told)
-    patch.setattr(api_processes, "processes", lambda config: EngineClient(ProcessLink(EngineConfig())))

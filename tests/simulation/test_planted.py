@@ -17,10 +17,11 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
 from quire.engine.types import Request
 from quire.server import again
+from quire.server.budget import OwnerSizes
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.sampling import Sampling
 from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import Peers
+from quire.server.peers import FromThread, Peers
 from quire.server.store.calls import Calls
 from quire.server.store.data import Processes
 from quire.server.store.database import Database
@@ -42,15 +43,21 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def writing(self: Any, sizes: Any = None) -> Iterator[sqlite3.Connection]:
-        with self._mutex:
-            self._connection.execute("begin immediate")
+    def writing(self: Database, *sizes: OwnerSizes) -> Iterator[sqlite3.Connection]:
+        with self.reading() as connection:
+            connection.execute("begin immediate")
+            for each in sizes:
+                each.begin()
             try:
-                yield self._connection
+                yield connection
             except BaseException:
-                self._connection.execute("rollback")
+                connection.execute("rollback")
+                for each in sizes:
+                    each.revert()
                 raise
-            self._connection.execute("commit")
+            connection.execute("commit")
+            for each in sizes:
+                each.commit()
 
     patch.setattr(Database, "writing", writing)
 
@@ -69,9 +76,10 @@ def an_event_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
-    def request(self: Any, id: str) -> Request:
-        first: Request = self._open[id].request
-        return first
+    known = EngineClient.request
+
+    def request(self: EngineClient, id: str) -> Request:
+        return msgspec.structs.replace(known(self, id), emitted_ids=[])
 
     patch.setattr(EngineClient, "request", request)
 
@@ -87,13 +95,14 @@ def another_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
-    known = Sampling._known
+    made = Sampling.__init__
 
-    def shorter(self: Any) -> Progress:
-        found = known(self)
-        return Progress([ids[1:] for ids in found.ids], found.cached, found.ends)
+    def init(self: Any, spec: GenerationSpec, *given: Any) -> None:
+        if (had := spec.progress) is not None:
+            spec = replaced(spec, progress=Progress([ids[1:] for ids in had.ids], had.cached, had.ends))
+        made(self, spec, *given)
 
-    patch.setattr(Sampling, "_known", shorter)
+    patch.setattr(Sampling, "__init__", init)
 
 
 def tails_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -117,20 +126,20 @@ def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
 
 def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
     writing = Database.writing
-    patch.setattr(Database, "writing", lambda self, sizes=None: writing(self))
+    patch.setattr(Database, "writing", lambda self, *sizes: writing(self))
 
 
 def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
     """A hub that was silent ended each process's notes for good."""
 
-    def asking(link: Any) -> Callable[[bytes], bytes]:
+    def asking(link: Any, from_thread: FromThread) -> Callable[[bytes], bytes]:
         loop = asyncio.get_running_loop()
 
         async def ask(body: bytes) -> bytes:
             (said,) = await link.ask(TOPIC, body, to=HUB)
             return bytes(said)
 
-        return lambda body: asyncio.run_coroutine_threadsafe(ask(body), loop).result()
+        return lambda body: from_thread(ask(body), loop).result()
 
     patch.setattr("quire.server.app.asking", asking)
 
@@ -161,7 +170,8 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("quire.server.streams._PUT_TRIES", 0)
+    """Nobody tries again what the process that has the journal did not answer."""
+    patch.setattr("quire.server.streams.Unanswered", Gone)
 
 
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:

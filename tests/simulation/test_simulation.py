@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
+from quire.engine.link.process import Launcher
 from quire.server.store.data import open_data
 from tests.server.api import NAME
-from tests.simulation import clients, disk
+from tests.simulation import clients
 from tests.simulation.clock import PROCESS, virtual_time
 from tests.simulation.engine import Alive, Computing, SimulatedProcess
 from tests.simulation.replicas import Replicas
 from tests.simulation.server import AppProcess, Connection, Program, ServerProcess
-from tests.simulation.several import OfSeveral, SharedServer, in_place
+from tests.simulation.several import OfSeveral, SharedServer
 from tests.simulation.wire import Network
 from tests.tiers import slow
 
@@ -106,7 +107,9 @@ class World:
         assert (status, answer[-14:]) == (200, b"data: [DONE]\n\n"), (status, answer)
 
     async def _start(self) -> None:
-        self._server = self._kind(self._programs, self._path, self.rng, self._engines, self.network)
+        self._server = self._kind(
+            self._programs, self._path, self.rng, self._engines, self.network, Launcher(self.process)
+        )
         while not self._server.answers:
             assert self._server.failure is None, self._server.failure
             await asyncio.sleep(0.05)
@@ -263,16 +266,12 @@ class World:
 def simulate(seed: int, folder: Path, programs: Sequence[Program], kind: type[Server] = ServerProcess) -> list[str]:
     """Returns what happened."""
     world = World(seed, folder, programs, kind)
-    with virtual_time(random.Random(-seed)) as loop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sqlite3.connect", disk.connect)
-        in_place(patch, world.network)
-        loop.run_until_complete(_run(world, patch))
+    with virtual_time(random.Random(-seed)) as loop:
+        loop.run_until_complete(_run(world))
     return [*world.told, f"{loop.selector.turns} turns"]
 
 
-async def _run(world: World, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("quire.engine.link.supervisor.EngineProcess", world.process)
-    patch.setattr("quire.server.runtime.fingerprint", lambda *_: f"fp_{world.version}_deterministic")
+async def _run(world: World) -> None:
     try:
         await world.run()
     except BaseException:

@@ -8,6 +8,7 @@ import stat
 import threading
 from pathlib import Path
 
+from quire.engine import random_source
 from quire.engine.errors import ConfigError
 
 ROOT = "quire-kv"
@@ -39,7 +40,7 @@ def forget_pages(folder: str | Path) -> None:
     """Forget all pages that are kept in this folder, whatever engine put them there: at once, though it takes a thread
     some time to remove so many files. What it leaves unfinished is removed at the next start."""
     root = Path(folder).absolute() / ROOT
-    gone = root.with_name(f"{GONE}{ROOT}-{os.getpid()}-{os.urandom(4).hex()}")
+    gone = root.with_name(f"{GONE}{ROOT}-{os.getpid()}-{random_source.token_hex(4)}")
     try:
         root.rename(gone)
     except FileNotFoundError:

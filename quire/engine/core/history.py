@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Literal, Protocol
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.batch import Batch
 from quire.engine.core.stats import Phase, StepRecord
 from quire.engine.types import PrefixReport, Request, RequestOutput
@@ -137,9 +137,10 @@ class Recorder(Protocol):
 class History:
     """Timelines of open requests and of those that ended last."""
 
-    def __init__(self, keep: int = KEPT_REQUESTS, replicas: int = 1, clock: Callable[[], float] | None = None) -> None:
-        """clock: by default time.monotonic."""
-        self._clock = clock or monotonic
+    def __init__(
+        self, keep: int = KEPT_REQUESTS, replicas: int = 1, clock: Callable[[], float] = lambda: clock.monotonic()
+    ) -> None:
+        self._clock = clock
         self.keep = keep
         """How many ended requests to remember."""
         self.listeners: list[Callable[[Step], None]] = []

@@ -23,8 +23,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from time import monotonic
 
+from quire.engine import clock
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.state_snapshots import NoSnapshots, Standing
@@ -75,7 +75,7 @@ class Sessions:
         self,
         pool: BlockPool,
         share: float = SHARE,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float] = lambda: clock.monotonic(),
         snapshots: NoSnapshots | None = None,
         counts: Counts | None = None,
     ) -> None:

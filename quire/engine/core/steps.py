@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from time import monotonic
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.batch import Batch
 from quire.engine.core.executor import Executor, Pending
 from quire.engine.core.history import step_record
@@ -57,11 +57,11 @@ class Steps:
         if self._under_way and self._scheduler.looks_back:
             self._heartbeat.begin_step([])
             self._learn(self._under_way.popleft())
-        began = monotonic()
+        began = clock.monotonic()
         batch = self._scheduler.schedule()
         self._heartbeat.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
-            decided = monotonic()
+            decided = clock.monotonic()
             self._under_way.append(_Launched(batch, self._executor.launch(batch), began, decided))
         if self.last is None and len(self._under_way) > (0 if batch is None else self._ahead):
             self._learn(self._under_way.popleft())
@@ -77,10 +77,10 @@ class Steps:
 
     def _learn(self, step: _Launched) -> None:
         output = step.pending.result()
-        computed = monotonic()
+        computed = clock.monotonic()
         self._scheduler.apply(step.batch, output)
         self._learnt += 1
         self.last = step_record(
-            step.batch, self._learnt, (step.began, step.decided, computed, monotonic()), captured=output.captured
+            step.batch, self._learnt, (step.began, step.decided, computed, clock.monotonic()), captured=output.captured
         )
         self._scheduler.tiers.computed(self.last.tokens, computed - step.decided)

@@ -11,10 +11,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.history import History, Recorder
 from quire.engine.core.stats import EngineSnapshot, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
@@ -194,7 +194,7 @@ class EngineClient:
     def age(self, request_id: str) -> float:
         """Seconds since an open request was submitted; 0 when it is not open."""
         entry = self._open.get(request_id)
-        return 0.0 if entry is None else monotonic() - entry.reader.submitted_at
+        return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
     def reset_prefix_cache(self) -> None:
         """See Link.reset_prefix_cache."""

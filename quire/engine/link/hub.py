@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from time import monotonic
 
 import msgspec
 import zmq
 
+from quire.engine import clock
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.answering import Answering
@@ -65,14 +65,16 @@ _REMEMBER_SECONDS = 5.0
 class Hub:
     """All methods must be called from the client's event loop."""
 
-    def __init__(self, client: EngineClient, address: str, *, tell_seconds: float = 1.0) -> None:
+    def __init__(
+        self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
+    ) -> None:
         """address: where API processes connect, as ZeroMQ writes it. tell_seconds: after so long the state is sent
         again though nothing has changed: it is the hub's sign of life."""
         self._client, self._tell_seconds = client, tell_seconds
         self._weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
         client.turns = None  # so are turns
-        self._wire = Wire(zmq.ROUTER)
+        self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}
         """By the identity of the API process."""
@@ -286,10 +288,10 @@ class Hub:
     # How the engines are
 
     async def _tick(self) -> None:
-        last = told = monotonic()
+        last = told = clock.monotonic()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            last, elapsed = monotonic(), min(monotonic() - last, 2 * _TICK_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _TICK_SECONDS)
             for channel in self._channels.values():
                 channel.silence += elapsed
             if last - told > self._tell_seconds:

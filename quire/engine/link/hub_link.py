@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from time import monotonic
 
 import msgspec
 import zmq
 
+from quire.engine import clock
 from quire.engine.config import EngineConfig
 from quire.engine.core.stats import EngineSnapshot, EngineStats, total
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
@@ -65,6 +65,7 @@ class HubLink(Link):
         config: EngineConfig,
         address: str,
         identity: str,
+        wire: Callable[..., Wire] = Wire,
         *,
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
@@ -72,6 +73,7 @@ class HubLink(Link):
         """address, identity: where the hub listens, and how it knows this process. alive_seconds: between two signs of
         life to the hub. silence_seconds: after so long without one from it, all that waits for it is given up."""
         super().__init__()
+        self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
         """How this process answers the questions of others."""
@@ -98,7 +100,7 @@ class HubLink(Link):
 
     def launch(self) -> None:
         self._welcome = asyncio.get_running_loop().create_future()
-        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
+        self._wire = self._make_wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
         self._wire.connect(self._address)
         self._write(Hello())
         self._tasks.begin(self._receive())
@@ -205,11 +207,11 @@ class HubLink(Link):
         self.on_failure()
 
     async def _live(self) -> None:
-        last = monotonic()
+        last = clock.monotonic()
         while True:
             await asyncio.sleep(self._alive_seconds)
             self._write(Alive())
-            last, elapsed = monotonic(), min(monotonic() - last, 2 * self._alive_seconds)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * self._alive_seconds)
             self._silence += elapsed
             if self._silence > self._silence_seconds:
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))

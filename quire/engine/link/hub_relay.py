@@ -4,8 +4,8 @@ API process, because a message costs as much as the tokens of some ten streams."
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import monotonic
 
+from quire.engine import clock
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
@@ -59,7 +59,7 @@ class Relayed:
         self.ids: Sequence[str] = [request.id for request in requests]
         self.tenant = requests[0].tenant
         self.call = ""  # which the API process knows
-        self.submitted_at = monotonic()
+        self.submitted_at = clock.monotonic()
         self.channel = channel
         self._stats = stats
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Protocol
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.errors import QuireError, SlowReader
 from quire.engine.types import RequestOutput
 
@@ -58,7 +58,7 @@ class OutputStream:
         self.ids = ids
         self.tenant = tenant
         self.call = call
-        self.submitted_at = monotonic()
+        self.submitted_at = clock.monotonic()
         self._abort = abort
         self._open = set(ids)
         """Requests that have not ended."""

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import IO, ClassVar
 
 import zmq
 
+from quire.engine import clock
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
@@ -107,7 +107,7 @@ class EngineProcess:
         self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr,), daemon=True)
         self._stderr_thread.start()
         self._clock = RunnableClock(self.pid)
-        self._last_heartbeat = self._last_check = time.monotonic()
+        self._last_heartbeat = self._last_check = clock.monotonic()
         self._heartbeat_clock = self._progress_clock = 0.0
         """What `_clock` showed at the last heartbeat, and at the last one that reported progress."""
         self._stuck_ms = 0
@@ -125,7 +125,7 @@ class EngineProcess:
     @property
     def silence(self) -> float:
         """Seconds since the last heartbeat."""
-        return time.monotonic() - self._last_heartbeat
+        return clock.monotonic() - self._last_heartbeat
 
     @property
     def last_stderr(self) -> str:
@@ -233,7 +233,7 @@ class EngineProcess:
                     self._fault_signal_sender = sender
 
     def _on_alive(self, stuck_ms: int) -> None:
-        self._last_heartbeat = time.monotonic()
+        self._last_heartbeat = clock.monotonic()
         self._heartbeat_clock = self._clock.seconds
         if stuck_ms <= self._stuck_ms:
             self._progress_clock = self._clock.seconds
@@ -244,7 +244,7 @@ class EngineProcess:
 
         Only time counts in which the engine was able to run and in which we were able to notice that it did.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         elapsed, self._last_check = min(now - self._last_check, 2 * _CHECK_SECONDS), now
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(elapsed, inspect=inspect)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
 
+from quire.engine import clock
 from quire.engine.config import EngineConfig, fitted
 from quire.engine.core.stats import EngineSnapshot, EngineStats
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
@@ -279,12 +279,12 @@ class ProcessLink(EngineLink):
             if self.asleep:
                 await self._sleep_without_process()
                 continue
-            began = time.monotonic()
+            began = clock.monotonic()
             # Open streams wait for it: it captures its decode graphs when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
                 raise EngineError("the files of the model are not those that it had: start the server again")
-            log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
+            log.warning("a new engine is ready after %.1f s", clock.monotonic() - began)
 
     async def _sleep_without_process(self) -> None:
         """Until an engine has been started because somebody asked for it."""

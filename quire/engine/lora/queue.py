@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from time import monotonic
 
+from quire.engine import clock
 from quire.engine.core.executor import AdapterLoader
 from quire.engine.core.fairness import FairQueue
 from quire.engine.core.sequence import Sequence
@@ -80,9 +80,9 @@ class AdapterQueue(FairQueue):
         if not self._parked and all(slot.ready or not slot.digest for slot in self._slots):
             return ()
         failed: list[tuple[Sequence, str]] = []
-        began = monotonic()
+        began = clock.monotonic()
         loaded = self._loader.loaded()
-        seconds = (monotonic() - began) / max(1, len(loaded))
+        seconds = (clock.monotonic() - began) / max(1, len(loaded))
         for number, error in loaded:
             slot = self._slots[number - 1]
             if error is None:

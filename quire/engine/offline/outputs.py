@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import types
+from quire.engine import clock, types
 from quire.engine.core.history import Timeline
 from quire.engine.link.output_stream import Versions
 from quire.engine.receipts.receipt import Receipt
@@ -177,7 +176,7 @@ def metrics_of(timeline: Timeline) -> RequestMetrics:
     first = ended if timeline.first_token is None else timeline.first_token
     begun = [began for phase, began, _ in timeline.intervals(ended) if phase != "queued"]
     return RequestMetrics(
-        arrival_time=time.time() - time.monotonic() + timeline.submitted,
+        arrival_time=clock.time() - clock.monotonic() + timeline.submitted,
         queued_ts=timeline.submitted,
         scheduled_ts=begun[0] if begun else ended,
         first_token_ts=first,

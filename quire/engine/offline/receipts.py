@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.reader import Asked, by_digest
 from quire.engine.offline.images import checked
@@ -36,7 +36,7 @@ class Receipts:
         versions = [version for choice in choices for version, _ in choice.versions]
         return Receipt(
             id=task.id,
-            created=int(time.time()),
+            created=int(clock.time()),
             model=running.model.name,
             hashes=await running.hashes.of(versions or [running.client.link.weights_version]),
             computed=await running.hashes.computed(running.info),

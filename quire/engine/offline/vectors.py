@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from quire.engine import random_source
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.link.client import EngineClient
@@ -92,7 +92,7 @@ async def pool_all(
     when the engine failed one of them."""
     if not prompts:
         return []
-    name = secrets.token_hex(8)
+    name = random_source.token_hex(8)
     requests = [
         Request(id=f"{name}-{index}", prompt_ids=ids, params=one, seed=0, adapter=adapter)
         for index, ((_, ids), one, adapter) in enumerate(zip(prompts, params, adapters, strict=True))

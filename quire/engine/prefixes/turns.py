@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.types import Request
 
 TENANT_BYTES = 8 << 20
@@ -57,7 +57,7 @@ class LastTurns:
             return
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *emitted]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name
-        turn = Turn(time.time(), request.tenant, adapter, request.keep_seconds, tokens)
+        turn = Turn(clock.time(), request.tenant, adapter, request.keep_seconds, tokens)
         self._turns[key] = turn
         self._bytes[turn.tenant] += _size(turn)
         while self._bytes[turn.tenant] > self._tenant_bytes:

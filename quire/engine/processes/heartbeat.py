@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.engine import clock
+
 _DEATH_SECONDS = 1.0
 """How long a signal gets to end this process."""
 HEARTBEAT_SECONDS = 0.25
@@ -73,12 +75,12 @@ class Heartbeat(NoHeartbeat):
     def begin_step(self, new_ids: Sequence[str]) -> None:
         if new_ids:
             self._write(RequestsBegan(list(new_ids)))
-        self._last_progress = time.monotonic()
+        self._last_progress = clock.monotonic()
 
     def progress(self) -> None:
         # The model is also run outside of steps, when its memory is measured at start-up. That is not a step.
         if self._last_progress is not None:
-            self._last_progress = time.monotonic()
+            self._last_progress = clock.monotonic()
 
     def end_step(self) -> None:
         self._last_progress = None
@@ -97,7 +99,7 @@ class Heartbeat(NoHeartbeat):
     def _send_heartbeats(self) -> None:
         while True:
             last = self._last_progress
-            self._write(Alive(0 if last is None else max(1, int((time.monotonic() - last) * 1000))))
+            self._write(Alive(0 if last is None else max(1, int((clock.monotonic() - last) * 1000))))
             time.sleep(HEARTBEAT_SECONDS)
 
     def _write(self, message: HeartbeatMessage) -> None:

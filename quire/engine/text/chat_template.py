@@ -19,6 +19,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.text.conversation.abilities import (
     TemplateAbilities,
@@ -373,4 +374,4 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.fromtimestamp(clock.time()).strftime(format)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from time import monotonic
 
+from quire.engine import clock
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
@@ -116,7 +116,7 @@ def _copy_seconds(mover: PageMover) -> float:
     """To copy a page to the device a few times, which nobody uses yet."""
     mover.claim([0])
     page = mover.read(0)
-    began = monotonic()
+    began = clock.monotonic()
     for _ in range(_ROUNDS):
         mover.write(0, page)
-    return monotonic() - began
+    return clock.monotonic() - began

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 
+from quire.engine import random_source
 from quire.engine.checkpoint.kv_folder import GONE, NEW, ROOT, forget_pages, make, open_root
 from quire.engine.tiers.tier import Page
 
@@ -75,7 +76,7 @@ class DiskTier:
         with self._lock:
             if name in self._files or len(page) > self._most:
                 return
-        new = self._root / self._own / f"{NEW}{os.getpid()}-{os.urandom(4).hex()}"
+        new = self._root / self._own / f"{NEW}{os.getpid()}-{random_source.token_hex(4)}"
         try:
             make(self._root)  # somebody may have had all pages forgotten
             make(new.parent)

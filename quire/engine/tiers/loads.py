@@ -13,9 +13,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import NamedTuple
 
+from quire.engine import clock
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.executor import PageMover
 from quire.engine.core.sequence import Sequence, Status
@@ -130,7 +130,7 @@ class Loads:
         self._pool.share(cached)
         pages = self._pool.allocate(len(digests))
         self._mover.claim(pages)
-        load = Load([seq], cached, pages, digests, tiers, monotonic(), generation, state)
+        load = Load([seq], cached, pages, digests, tiers, clock.monotonic(), generation, state)
         self._open.append(load)
         self._coming |= {pieces[-1]: load for pieces in digests}
         seq.status = Status.LOADING
@@ -179,8 +179,8 @@ class Loads:
         for load in self._open:
             load.seqs = []
         self._threads.shutdown(wait=False, cancel_futures=True)
-        until = monotonic() + self._patience
-        while any(not load.ended for load in self._open if load.running) and monotonic() < until:
+        until = clock.monotonic() + self._patience
+        while any(not load.ended for load in self._open if load.running) and clock.monotonic() < until:
             self._news.clear()
             self._news.wait(_NAP)
 
@@ -196,7 +196,7 @@ class Loads:
                 load.has_state = state is not None and self._fill(load, ~state.slot, state_key(state.digest))
         except Exception:  # whatever it is, the sequence computes what is missing
             log.exception("KV pages cannot be copied to the device")
-        load.ended = monotonic()
+        load.ended = clock.monotonic()
         self._done.append(load)
         self._news.set()
 
@@ -204,14 +204,14 @@ class Loads:
         """Fetch a page, or ~slot, from the first tier that has it; False: none has."""
         size = self._mover.page_bytes if page >= 0 else self._state_bytes
         for index, tier in enumerate(self._tiers):
-            began = monotonic()
+            began = clock.monotonic()
             found = tier.fetch(digest)
             if found is None or len(found) != size:
                 continue
             self._mover.write(page, found)
             if page >= 0:
                 pages, seconds = load.fetched.get(tier.name, (0, 0.0))
-                load.fetched[tier.name] = (pages + 1, seconds + monotonic() - began)
+                load.fetched[tier.name] = (pages + 1, seconds + clock.monotonic() - began)
                 load.filled += 1
             if index:
                 self._promote(digest, found, self._tiers[:index], load.generation)

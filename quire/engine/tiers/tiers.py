@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
 
+from quire.engine import clock
 from quire.engine.core.batch import Fetched
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.executor import PageMover
@@ -123,7 +123,7 @@ class Tiers(NoTiers):
     def arrived(self) -> SequenceOf[Sequence]:
         if not self._loads.pending:
             return ()
-        now, found = monotonic(), list[Sequence]()
+        now, found = clock.monotonic(), list[Sequence]()
         ended, late = self._loads.take(now)
         for load, seqs in late:
             if load.tiers:

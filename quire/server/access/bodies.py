@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import insort
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.encodings import BodyTooLarge, Decoder, encodings_of, in_thread
@@ -23,15 +23,8 @@ from quire.server.budget import Budget
 
 FREE_BYTES = 64 * 1024
 """Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
-PATIENCE = 10.0
-"""Seconds that a body may wait for room in the budget."""
-_CHECK_SECONDS = 0.5
-_SLOW_AFTER = 2.0
-"""While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
 READ = "quire.body"
 """The scope's key of a Body that an application around this one has read."""
-LONGEST = 300.0
-"""Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -53,21 +46,35 @@ class Body:
     release: Callable[[], None] = lambda: None
     """Gives its place in the budget back, and its pieces up. Does nothing the second time."""
 
-    @property
-    def slow(self) -> bool:
-        seconds = time.monotonic() - self.began
-        return seconds > _SLOW_AFTER and self.size < self.held * seconds / (PATIENCE / 2)
+
+@dataclass(frozen=True, slots=True)
+class BodyTimes:
+    """Seconds that bodies may take."""
+
+    room: float = 10.0
+    """To wait for room in the budget."""
+    check: float = 0.5
+    """Between two looks for slow senders, while a body waits."""
+    slow: float = 2.0
+    """While others wait, a body that has taken more must come so fast that all of it is there in half of `room`."""
+    whole: float = 300.0
+    """Until a body is whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
+
+    def is_slow(self, body: Body) -> bool:
+        seconds = clock.monotonic() - body.began
+        return seconds > self.slow and body.size < body.held * seconds / (self.room / 2)
 
 
 class Bodies:
-    """Bodies that do not fit into the budget wait, unread; after PATIENCE they are refused.
+    """Bodies that do not fit into the budget wait, unread; after a time they are refused.
 
     While one waits, senders that are slow are cut off, so nobody can hold the budget for long by sending little.
     """
 
-    def __init__(self, max_bytes: int, budget: int) -> None:
+    def __init__(self, max_bytes: int, budget: int, times: BodyTimes = BodyTimes()) -> None:
         """max_bytes: of one body. budget: bytes of all; one body always fits."""
         self._max_bytes = max_bytes
+        self._times = times
         self._budget = Budget(max(budget, max_bytes))
         self._under_way: set[Body] = set()
         self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
@@ -108,11 +115,12 @@ class Bodies:
         try:
             await self._hold(body, int(headers.get("content-length", 0)))
             try:
-                async with asyncio.timeout(LONGEST) as body.deadline:
+                async with asyncio.timeout(self._times.whole) as body.deadline:
                     await self._receive(request, body)
             except TimeoutError:
                 raise HTTPException(
-                    408, f"The body came too slowly: it takes {LONGEST:g} s at most, and less while others wait"
+                    408,
+                    f"The body came too slowly: it takes {self._times.whole:g} s at most, and less while others wait",
                 ) from None
             body.deadline = None
             if encodings and body.size:
@@ -129,7 +137,7 @@ class Bodies:
             self._grant()
 
     async def _receive(self, request: Request, body: Body) -> None:
-        body.began = time.monotonic()
+        body.began = clock.monotonic()
         more = True
         while more:
             message = await request.receive()
@@ -172,9 +180,9 @@ class Bodies:
         waiting = (size, body, granted)
         insort(self._waiting, waiting, key=itemgetter(0))  # small ones are not held up by large ones
         try:
-            for _ in range(round(PATIENCE / _CHECK_SECONDS)):
+            for _ in range(round(self._times.room / self._times.check)):
                 self._cut_slow_senders()
-                await asyncio.wait([granted], timeout=_CHECK_SECONDS)
+                await asyncio.wait([granted], timeout=self._times.check)
                 if granted.done():
                     return
         finally:
@@ -202,11 +210,11 @@ class Bodies:
 
     def _cut_slow_senders(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now < self._cut_at + _CHECK_SECONDS / 2:  # one of those that wait looks for all of them
+        if now < self._cut_at + self._times.check / 2:  # one of those that wait looks for all of them
             return
         self._cut_at = now
         for body in self._under_way:
-            if body.held and body.slow and body.deadline is not None and not body.deadline.expired():
+            if body.held and self._times.is_slow(body) and body.deadline is not None and not body.deadline.expired():
                 body.deadline.reschedule(now)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import zlib
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest
 
 ENCODINGS = ("zstd", "gzip")
@@ -93,12 +93,12 @@ async def in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
 
 def _batch(parts: Iterator[bytes]) -> list[bytes] | None:
     """The next parts; None after the last one."""
-    ends = time.monotonic() + _BATCH_SECONDS
+    ends = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:
         if part:
             batch.append(part)
-        if len(batch) == _BATCH_PARTS or time.monotonic() >= ends:
+        if len(batch) == _BATCH_PARTS or clock.monotonic() >= ends:
             return batch
     return batch or None
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
+from quire.engine import clock
 from quire.engine.errors import RateLimited
 
 SECONDS_PER_MINUTE = 60.0
@@ -57,7 +57,7 @@ class RateLimits:
         self,
         requests_per_minute: int | None,
         tokens_per_minute: int | None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lambda: clock.monotonic(),
     ) -> None:
         self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.encoding import encode_ascii
 from quire.server.protocol.kept import URLS
@@ -81,7 +81,7 @@ def failed_line(name: str, code: str, message: str, param: str | None = None) ->
 
 def _result(name: str, response: bytes, error: bytes) -> bytes:
     # ASCII, for a custom_id may have half a surrogate pair
-    head = b'{"id":"batch_req_%b","custom_id":%b' % (uuid.uuid4().hex.encode(), encode_ascii(name))
+    head = b'{"id":"batch_req_%b","custom_id":%b' % (random_source.uuid_hex().encode(), encode_ascii(name))
     return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from time import monotonic
 from weakref import WeakKeyDictionary
 
+from quire.engine import clock
 from quire.engine.core.history import Step
 from quire.engine.link.client import EngineClient
 
@@ -63,7 +63,7 @@ class Pace:
 
     def holds(self, begun: int) -> bool:
         """Whether the next line has to wait, while `begun` lines are being answered."""
-        clients, now = self._clients(), monotonic()
+        clients, now = self._clients(), clock.monotonic()
         names = (item for each in clients for item in each.open_everywhere.items())
         others = sum(count for name, count in names if not name.endswith(OWN))
         queued = sum(each.queued_tokens for each in clients)
@@ -78,7 +78,7 @@ class Pace:
 
     def begin(self) -> None:
         """A line begins."""
-        self._begun_at = monotonic()
+        self._begun_at = clock.monotonic()
 
     def _known(self, client: EngineClient) -> StepTimes:
         if (times := self._times.get(client)) is None:

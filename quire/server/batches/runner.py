@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from msgspec.structs import replace as changed
 from starlette.types import ASGIApp
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
 from quire.engine.link.client import EngineClient
 from quire.server.access.gateways import PRIORITY
@@ -175,7 +175,7 @@ class BatchRunner:
 
     async def _answer(self, owner: str, batch: Batch) -> None:
         """Until all lines have a result, or the time is over, or nobody wants more."""
-        left, ends = self._left[batch.id], max(0.0, batch.expires_at - time.time())
+        left, ends = self._left[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(ends, left.set)
         try:
             if (tenant := self._tenants.owner(owner)) is None:

@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.link.client import EngineClient
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_messages import NotStarted, Serving
 from quire.engine.link.hub_relay import Channel
@@ -27,11 +30,13 @@ from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped
 from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.processes.wire import Wire
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
-from quire.server.cli.environment import INTERRUPTED, signals_told
+from quire.server.cli.environment import INTERRUPTED, SignalsTold, signals_told
 from quire.server.config import ServerConfig
 from quire.server.store.data import Data, open_data
+from quire.server.store.database import Connect
 from quire.server.store.shared import TOPIC, answer_in_thread
 from quire.server.store.sweeper import DAY
 
@@ -80,15 +85,32 @@ def check(config: ServerConfig, models: Path | None) -> None:
         raise ConfigError("api_server_count: this system has no SO_REUSEPORT, by which processes share a port")
 
 
+@dataclass(frozen=True, slots=True)
+class OperatingSystem:
+    """What these processes have of it."""
+
+    engines: Callable[[ServerConfig], EngineClient] = processes
+    launch: Callable[[Sequence[str], bytes], Child] = Child
+    """Starts an API process."""
+    sockets: Callable[[], SocketFolder] = SocketFolder
+    wire: Callable[..., Wire] = Wire
+    signals: SignalsTold = signals_told
+    connect: Connect | None = None
+    """See Database."""
+
+
 class ApiProcesses:
     """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, started: float) -> None:
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, started: float, system: OperatingSystem = OperatingSystem()
+    ) -> None:
         """Of a configuration that `check` lets through."""
         self._config = config
+        self._system = system
         self._listener = listener
         self._started = started
-        self._client = processes(config)
+        self._client = system.engines(config)
         self._data: Data | None = None
         """What API processes keep, which ask for it here."""
         self._processes: dict[int, Child] = {}
@@ -108,13 +130,14 @@ class ApiProcesses:
         folder = self._config.data_dir
         if folder is not None:
             retention = self._config.response_retention_days * DAY
-            self._data = open_data(folder, int(self._config.max_stored_size * 2**30), retention=retention)
-        with signals_told(partial(self._on_signal, main_task)):
+            size, connect = int(self._config.max_stored_size * 2**30), self._system.connect
+            self._data = open_data(folder, size, retention=retention, connect=connect)
+        with self._system.signals(partial(self._on_signal, main_task)):
             self._client.link.launch()
             try:
-                with closing(SocketFolder()) as sockets:
+                with closing(self._system.sockets()) as sockets:
                     self._hub_address = f"ipc://{sockets.hub}"
-                    hub = Hub(self._client, self._hub_address)
+                    hub = Hub(self._client, self._hub_address, self._system.wire)
                     hub.answering.add(TOPIC, self._asked)
                     return await self._serve(hub)
             except asyncio.CancelledError:
@@ -196,7 +219,7 @@ class ApiProcesses:
             address=self._listener.getsockname(),
             started=self._started,
         )
-        return Child(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
+        return self._system.launch(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _watched(self, process: Child, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""

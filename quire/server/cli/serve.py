@@ -32,7 +32,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.access.addresses import is_loopback
 from quire.server.cli.announcement import announcement, url
-from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
+from quire.server.cli.environment import INTERRUPTED, SignalsTold, raise_file_limit, signals_told
 from quire.server.cli.flags import add, command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.machine import Machine, this_machine
@@ -217,9 +217,15 @@ class Service:
     """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
     def __init__(
-        self, config: ServerConfig, models: OneModel | SeveralModels, listener: socket.socket, started: float
+        self,
+        config: ServerConfig,
+        models: OneModel | SeveralModels,
+        listener: socket.socket,
+        started: float,
+        signals: SignalsTold = signals_told,
     ) -> None:
         self._config = config
+        self._signals_told = signals
         self._listener = listener
         self._started = started
         self._models = models
@@ -236,7 +242,7 @@ class Service:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
-        with signals_told(partial(self._on_signal, main_task)):
+        with self._signals_told(partial(self._on_signal, main_task)):
             self._models.launch()
             try:
                 hosting = await asyncio.to_thread(_import_the_rest)

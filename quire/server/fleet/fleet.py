@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.engine import clock
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import (
@@ -134,7 +134,7 @@ class Fleet:
     async def remove(self, member: Member) -> None:
         """Unload it and serve it no more."""
         self.members.remove(member)
-        member.failure, member.failed_at = ModelNotFound("The model was removed"), time.monotonic()
+        member.failure, member.failed_at = ModelNotFound("The model was removed"), clock.monotonic()
         member.changed.set()
         await self.unload(member)
 
@@ -159,19 +159,19 @@ class Fleet:
     def wanted(self, member: Member) -> Iterator[None]:
         """Within the block the model is to be awake; it may be only for a slice of the time."""
         member.open += 1
-        member.used_at = time.monotonic()
+        member.used_at = clock.monotonic()
         self._wake.set()
         try:
             yield
         finally:
             member.open -= 1
-            member.used_at = time.monotonic()
+            member.used_at = clock.monotonic()
             self._wake.set()
 
     async def load(self, member: Member) -> Runtime:
         """Wait until a model that is `wanted` is loaded. Raises what the load raises."""
         while member.runtime is None:
-            if member.failure is not None and time.monotonic() - member.failed_at < _AGAIN_SECONDS:
+            if member.failure is not None and clock.monotonic() - member.failed_at < _AGAIN_SECONDS:
                 told = ModelUnloadable if isinstance(member.failure, ModelError) else Overloaded
                 raise told(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
             member.changed.clear()
@@ -203,7 +203,7 @@ class Fleet:
 
     async def _step(self) -> None:
         """Make one change, if one is due: bury, wake, or let sleep."""
-        now = time.monotonic()
+        now = clock.monotonic()
         for member in self.members:
             if member.runtime is not None and not member.runtime.client.alive and not member.ending.is_set():
                 log.error("models: the engine of %s could not be brought back", member.entry.name)
@@ -241,7 +241,7 @@ class Fleet:
                 await self._load(member)
         else:
             await member.runtime.weights.wake_up()
-        member.awake_at = member.used_at = time.monotonic()
+        member.awake_at = member.used_at = clock.monotonic()
         self._wake.set()
 
     async def _rest(self, member: Member) -> None:
@@ -276,7 +276,7 @@ class Fleet:
 
     def _fail(self, member: Member, error: QuireError) -> None:
         """What its requests are told, for a while."""
-        member.failure, member.failed_at = error, time.monotonic()
+        member.failure, member.failed_at = error, clock.monotonic()
         member.changed.set()
 
     async def _hold(self, member: Member, started: asyncio.Future[None]) -> None:
@@ -285,7 +285,7 @@ class Fleet:
             async with self._open_model(member.entry) as runtime:
                 runtime.workers.start()
                 member.runtime = runtime
-                member.awake_at = member.used_at = time.monotonic()
+                member.awake_at = member.used_at = clock.monotonic()
                 started.set_result(None)
                 await member.ending.wait()
         except Exception as error:

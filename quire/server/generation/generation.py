@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from quire.engine import clock
 from quire.engine.core.history import Timeline
 from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ class Generation(ABC):
         """Whether anything of it is computed, and not all of it told again."""
         self._cut_short = False
         """Whether some choice was ended before it was complete."""
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -198,7 +198,7 @@ class Generation(ABC):
         choice.finished, choice.ended_by = True, reason
         self._metrics.choice_ended(
             reason,
-            seconds=time.monotonic() - self._began,
+            seconds=clock.monotonic() - self._began,
             decode_seconds=0.0 if choice.first_at is None else choice.last_at - choice.first_at,
             prompt_tokens=len(choice.prompt.ids),
             generation_tokens=choice.completion_tokens,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.history import Timeline
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
@@ -130,7 +130,7 @@ class Sampling(Generation):
 
     def _pushed(self, outputs: list[RequestOutput]) -> Iterator[list[ChoiceDelta]]:
         """The steps that outputs make: one, but of a resumable spec one for each token."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._spec.resumable and not (self._as_it_comes and len(outputs) == 1 == len(outputs[0].new_ids)):
             for output in outputs:
                 for single in self._singles(output):
@@ -147,7 +147,7 @@ class Sampling(Generation):
 
     async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
-        now = time.monotonic()
+        now = clock.monotonic()
         for whole in outputs:
             for output in self._singles(whole) if self._spec.resumable else (whole,):
                 async with self._turns:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.engine import clock
 from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
 from quire.server.store.progress import Progress
@@ -157,7 +157,7 @@ class GenerationSpec(CallSpec):
     questions: Sequence[Question] = ()
     """Of a call of the Decisions API, one for each prompt."""
 
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=lambda: int(clock.time()))
     """Of the answer, in seconds of the Unix clock."""
     resumable: bool = False
     """Its events are numbered, and always the same: each token is a step of its own."""

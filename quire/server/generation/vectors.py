@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine import clock
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.types import Image, PoolingParams, Request, RequestOutput, Span
@@ -51,7 +51,7 @@ class Vectors:
     def __init__(self, spec: VectorSpec, client: EngineClient, metrics: Metrics) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         self._metrics = metrics
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._open = {f"{spec.id}-{index}": len(each.ids) for index, each in enumerate(spec.inputs)}
         """Prompt tokens of the requests that have not ended."""
         self._ids = list(self._open)
@@ -117,7 +117,7 @@ class Vectors:
     def _count(self, id: str, reason: str) -> None:
         self._metrics.choice_ended(
             reason,
-            seconds=time.monotonic() - self._began,
+            seconds=clock.monotonic() - self._began,
             decode_seconds=0.0,
             prompt_tokens=self._open.pop(id),
             generation_tokens=0,

@@ -41,6 +41,9 @@ _EMBEDDING = tuple(ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:f
 """Networks of IPv6 whose addresses stand for others of IPv4."""
 
 
+LookUp = Callable[..., Sequence[tuple[Any, ...]]]
+
+
 class Forbidden(Exception):
     """A host has no address that the server may connect to."""
 
@@ -59,8 +62,8 @@ def is_public(address: str) -> bool:
 class GuardedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to addresses that may be reached, and to no others, whatever a name stands for."""
 
-    def __init__(self, may_reach: Callable[[str], bool], lookups: Executor) -> None:
-        self._may_reach, self._lookups = may_reach, lookups
+    def __init__(self, may_reach: Callable[[str], bool], lookups: Executor, look_up: LookUp) -> None:
+        self._may_reach, self._lookups, self._look_up = may_reach, lookups, look_up
         self._network = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -71,7 +74,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        look_up = partial(socket.getaddrinfo, host.strip("[]"), port, type=socket.SOCK_STREAM)
+        look_up = partial(self._look_up, host.strip("[]"), port, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         if not addresses or not all(self._may_reach(each) for each in addresses):
@@ -108,11 +111,17 @@ class _Room:
 class Fetcher:
     """Fetches for all requests of a model."""
 
-    def __init__(self, domains: Sequence[str], may_reach: Callable[[str], bool] = is_public) -> None:
-        """`domains`: hosts that may be asked; *.example.com: all below it; *: any."""
+    def __init__(
+        self,
+        domains: Sequence[str],
+        may_reach: Callable[[str], bool] = is_public,
+        look_up: LookUp = socket.getaddrinfo,
+    ) -> None:
+        """`domains`: hosts that may be asked; *.example.com: all below it; *: any. `look_up`: finds a name's addresses,
+        as getaddrinfo."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_LOOKUPS, "names")
-        self._network = GuardedNetwork(may_reach, self._lookups)
+        self._network = GuardedNetwork(may_reach, self._lookups, look_up)
         self._trusted = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
 
     def close(self) -> None:

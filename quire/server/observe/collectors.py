@@ -3,13 +3,13 @@ and of what is stored in --data-dir."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.engine import clock
 from quire.engine.link.client import EngineClient
 from quire.server.store.data import OPEN, Look
 
@@ -138,7 +138,7 @@ def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
     used = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in used]
     text = "Adapters of the open requests."
-    yield family(GaugeMetricFamily, "vllm:lora_requests_info", text, labels, {(str(max_loras), *names): time.time()})
+    yield family(GaugeMetricFamily, "vllm:lora_requests_info", text, labels, {(str(max_loras), *names): clock.time()})
 
 
 def kept_metrics(look: Callable[[], Look], results: Collection[str], model_name: str) -> Iterator[Metric]:

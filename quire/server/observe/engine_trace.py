@@ -7,12 +7,11 @@ and their phases, counters (C) for what a step held. Times are microseconds from
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.engine import VERSION
+from quire.engine import VERSION, clock
 from quire.engine.core.history import History, Step, Timeline
 from quire.server.encoding import encode_json
 
@@ -29,14 +28,14 @@ async def record(history: History, seconds: float) -> bytes:
     A thread builds the trace, because that takes long; it works on copies of timelines that still change.
     """
     steps: list[Step] = []
-    began = time.monotonic()
+    began = clock.monotonic()
     history.listeners.append(steps.append)
     try:
         await asyncio.sleep(seconds)
     finally:
         history.listeners.remove(steps.append)
     timelines = [replace(each, marks=[*each.marks]) for each in (*history.ended, *history.open)]
-    ended = time.monotonic()
+    ended = clock.monotonic()
     replicas = history.replicas
     return await asyncio.to_thread(lambda: encode_json(trace(steps, timelines, began, ended, replicas)))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from quire.engine import clock
 from quire.engine.core.history import History, Step, Timeline
 from quire.server.observe.prefix_use import Decode, prefix_use
 from quire.server.observe.request_log import RequestRecord
@@ -40,7 +40,7 @@ def explanation(
 
     What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
     """
-    now = time.monotonic() if record.ended is None else record.ended
+    now = clock.monotonic() if record.ended is None else record.ended
     timelines = sorted(history.of(record.job or ""), key=lambda each: each.submitted)
     mates, steps = _Mates(is_mine), max(1, MAX_STEPS // max(1, len(timelines)))
     return {

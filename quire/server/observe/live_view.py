@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import AsyncGenerator
 
 import msgspec
 
+from quire.engine import clock
 from quire.engine.core.stats import EngineSnapshot
 from quire.engine.link.client import EngineClient
 from quire.engine.processes.procfs import resident_bytes
@@ -35,7 +35,7 @@ class LiveView:
 
     def hello(self, facts: dict[str, object]) -> bytes:
         """The first event of a stream: `facts`, which do not change, and the statistics of the last minutes."""
-        now = int(time.time())
+        now = int(clock.time())
         history = [each.as_dict() for each in self._rolling.since(now - KEPT_SECONDS)]
         return _event("hello", {**facts, "now": now, "kept_seconds": KEPT_SECONDS, "history": history})
 
@@ -57,7 +57,7 @@ class LiveView:
         try:
             while self._streams:
                 snapshot = await self._snapshot()
-                self.event = _event("state", self._state(snapshot, time.time()))
+                self.event = _event("state", self._state(snapshot, clock.time()))
                 for stream in self._streams:
                     stream.wake()
                 cost = 0.0 if snapshot is None else snapshot.seconds

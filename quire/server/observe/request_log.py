@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Protocol, TypeGuard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.engine import clock, random_source
 from quire.server.access.authentication import tenant_of
 from quire.server.protocol.common import SOUND_ID
 
@@ -31,8 +30,8 @@ class RequestRecord:
     method: str
     path: str
     traceparent: str | None
-    created: float = field(default_factory=time.time)
-    arrived: float = field(default_factory=time.monotonic)
+    created: float = field(default_factory=lambda: clock.time())
+    arrived: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
     """Name of the API key's owner; empty without keys."""
     weight: float = 1.0
@@ -143,7 +142,7 @@ class RequestLogMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            record.ended = time.monotonic()
+            record.ended = clock.monotonic()
             if (tenant := scope.get("tenant")) is not None:
                 record.owner = tenant.name
             if counted and self._http is not None:
@@ -160,7 +159,7 @@ def _length(headers: Headers) -> int:
 
 def request_id(given: str | None) -> str:
     """The caller's id if it is safe in logs and headers; otherwise a new one."""
-    return given if is_sound(given) else f"req-{secrets.token_hex(16)}"
+    return given if is_sound(given) else f"req-{random_source.token_hex(16)}"
 
 
 def is_sound(given: str | None) -> TypeGuard[str]:

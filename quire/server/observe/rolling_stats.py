@@ -8,12 +8,12 @@ a sixth of the server's time for a token.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine import clock
 from quire.engine.link.client import EngineClient
 
 KEPT_SECONDS = 300
@@ -87,7 +87,7 @@ class RollingStats:
     def since(self, second: int) -> list[Bin]:
         """The complete bins since `second` of the Unix clock, oldest first."""
         self.count()
-        now = int(time.time())
+        now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
     def next_token(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class RollingStats:
 
     def now(self) -> Bin:
         """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""
-        second = int(time.time())
+        second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(Bin(second))
             while self._bins[0].second < second - KEPT_SECONDS:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, TypeVar
 
 import msgspec
 
+from quire.engine import random_source
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.bad_words import bad_words_ids, check_leaves_tokens
 from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
@@ -160,7 +160,7 @@ def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:
 def _ids(body: GenerationBody, prefix: str) -> _Ids:
     """Of the answer: ours, how both begin, and the one that its caller chose."""
     chosen = "" if body.request_id is None else f"{prefix}{body.request_id}"
-    return _Ids(id=f"{prefix}{secrets.token_hex(16)}", id_prefix=prefix, name=chosen)
+    return _Ids(id=f"{prefix}{random_source.token_hex(16)}", id_prefix=prefix, name=chosen)
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quire.engine import random_source
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.pairs import encode_cut
 from quire.engine.types import PoolingParams, Task
@@ -143,7 +143,7 @@ def vector_spec(
             f"input: vectors of all tokens are more than {MAX_NUMBERS} numbers: send less", param="input"
         )
     return VectorSpec(
-        id=f"{prefix}-{secrets.token_hex(16)}",
+        id=f"{prefix}-{random_source.token_hex(16)}",
         id_prefix=f"{prefix}-",
         name="" if body.request_id is None else f"{prefix}-{body.request_id}",
         model=model.answer_name(body.model),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from quire.engine import clock
 from quire.engine.errors import InvalidRequest
 from quire.server.store.database import Database, page_of
 from quire.server.store.files import Files, StoredFile
@@ -242,7 +242,7 @@ class Batches:
 
 def at(batch: Batch, status: Status) -> Batch:
     """The batch as it is from now on."""
-    return replace(batch, status=status, **{f"{status}_at": int(time.time())})
+    return replace(batch, status=status, **{f"{status}_at": int(clock.time())})
 
 
 def _cancelling(batch: Batch) -> Batch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.engine import clock
 from quire.server.budget import OwnerSizes
 from quire.server.store.database import ROW, Database
 from quire.server.store.garbage import BATCH_BYTES, OBJECTS
@@ -142,7 +142,7 @@ class Calls:
         with self._database.writing(self._sizes) as connection:
             if call.key is not None:
                 query = f"select id, ends < ? and not {_AWAITED} from calls where owner = ? and name = ?"
-                known = connection.execute(query, (time.time(), owner, call.key)).fetchone()
+                known = connection.execute(query, (clock.time(), owner, call.key)).fetchone()
                 if known is not None and known[0] != call.pins.id:
                     if not known[1] or (owner, known[0]) in self._held:
                         return False
@@ -186,7 +186,7 @@ class Calls:
     def claim(self, owner: str, id: str, process: str, attempt: int) -> bool:
         """An attempt of this process is about to answer a call again, and is the only one until `put`, `give_up`, or
         CLAIM_SECONDS from now. False while another one is."""
-        now = time.monotonic()
+        now = clock.monotonic()
         with self._claiming:
             if (other := self._claims.get((owner, id))) is not None and other.until > now:
                 return False
@@ -232,10 +232,10 @@ class Calls:
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._swept or (float("-inf"), "", "")
         with self._database.reading() as connection:
-            is_due = connection.execute(query, (time.time(), *start, 1)).fetchone() is not None
+            is_due = connection.execute(query, (clock.time(), *start, 1)).fetchone() is not None
         if is_due:
             with self._database.writing(self._sizes) as connection:
-                rows, freed = connection.execute(query, (time.time(), *start, OBJECTS)).fetchall(), 0
+                rows, freed = connection.execute(query, (clock.time(), *start, OBJECTS)).fetchall(), 0
                 for ends, owner, id, size, awaited in rows:
                     if freed >= BATCH_BYTES:
                         break
@@ -271,7 +271,7 @@ class Calls:
         columns = f"id, ends < ? and not {_AWAITED}, path, {body}, pins, name, progress"
         query = f"select {columns} from calls where owner = ? and {column} = ?"
         with self._database.reading() as connection:
-            row = connection.execute(query, (time.time(), owner, value)).fetchone()
+            row = connection.execute(query, (clock.time(), owner, value)).fetchone()
         if row is None:
             return None
         id, over, path, body, pins, key, progress = row

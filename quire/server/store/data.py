@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.errors import ConfigError
 from quire.server.store.batches import Batches
 from quire.server.store.calls import Calls
-from quire.server.store.database import Database
+from quire.server.store.database import Connect, Database
 from quire.server.store.files import Contents, Files
 from quire.server.store.garbage import Garbage
 from quire.server.store.owner_threads import OwnerThreads
@@ -111,11 +111,18 @@ class Data:
     close: Callable[[], None]
 
 
-def open_data(folder: Path, max_bytes: int, living: Container[str] = (), *, retention: float = 0) -> Data:
+def open_data(
+    folder: Path,
+    max_bytes: int,
+    living: Container[str] = (),
+    *,
+    retention: float = 0,
+    connect: Connect | None = None,
+) -> Data:
     """`max_bytes`: of what the Responses API keeps, and as much again of files and of calls. `living`: processes that
     share it already, because the one that had it has been replaced. `retention`: seconds after which stored responses
-    are deleted; 0: never. Raises ConfigError."""
-    database = Database(folder)
+    are deleted; 0: never. `connect`: see Database. Raises ConfigError."""
+    database = Database(folder, connect)
     try:
         garbage, files = Garbage(database), Files(database, max_bytes)
         store, calls = Store(database, garbage, max_bytes), Calls(database, max_bytes, living)

@@ -29,6 +29,10 @@ _CHUNK_ROWS = 500
 """Rows of a page that are read before others may go on."""
 
 
+Connect = Callable[..., sqlite3.Connection]
+"""Opens a file, as sqlite3.connect."""
+
+
 class Database:
     """Threads may use it at the same time: each `reading` and `writing` has it alone, in the order in which they came.
     Whoever has much to do does it in several blocks, so that others wait for a few rows only.
@@ -36,9 +40,11 @@ class Database:
     A write is in the file when its block has ended: it survives the death of every process. A power cut may take the
     last ones, but leaves the file as it was before them (WAL with synchronous = normal)."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder that cannot be used, or that another server uses."""
+    def __init__(self, folder: Path, connect: Connect | None = None) -> None:
+        """`connect`: in place of sqlite3.connect. Raises ConfigError for a folder that cannot be used, or that another
+        server uses."""
         self.folder = folder
+        self._connect = connect or sqlite3.connect
         self.refusal = ""
         """Why the last write was refused; "" where it was not."""
         self._lock = _TicketLock()
@@ -49,19 +55,19 @@ class Database:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             self._file = _file(folder / FILE)
-            self._connection = self._connect()
+            self._connection = self._open()
             self.upgraded = prepare(self._connection, ROW)
             """Whether an earlier version wrote the file."""
             self._connection.execute(f"pragma wal_autocheckpoint = {_MAX_LOG_PAGES}")
             self._connection.execute("pragma journal_size_limit = 0")  # so that the log's size says what is in it
-            self._checkpointer = self._connect()
+            self._checkpointer = self._open()
         except BlockingIOError:
             raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigError(f"data_dir: cannot keep anything in {folder}: {error}", param="data_dir") from None
 
-    def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None)
+    def _open(self) -> sqlite3.Connection:
+        return self._connect(self.folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None)
 
     def close(self) -> None:
         with self._checkpointing:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 import sqlite3
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.budget import Budget, OwnerSizes
 from quire.server.store.database import ROW, Database, page_of
@@ -34,11 +33,11 @@ class StoredFile:
 
 
 def new_file_id() -> str:
-    return f"file-{secrets.token_hex(12)}"
+    return f"file-{random_source.token_hex(12)}"
 
 
 def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id: str | None = None) -> StoredFile:
-    now = int(time.time())
+    now = int(clock.time())
     ends = None if keep_seconds is None else now + keep_seconds
     return StoredFile(id or new_file_id(), now, ends, size, name, purpose)
 
@@ -166,7 +165,7 @@ class Files:
     def find(self, owner: str, id: str) -> StoredFile | None:
         with self._database.reading() as connection:
             query = f"select {_FIELDS} from files where owner = ? and id = ? and {_THERE}"
-            row = connection.execute(query, (owner, id, time.time())).fetchone()
+            row = connection.execute(query, (owner, id, clock.time())).fetchone()
         return None if row is None else StoredFile(*row)
 
     def page(
@@ -174,7 +173,7 @@ class Files:
     ) -> tuple[Sequence[StoredFile], bool] | None:
         """The next files behind the one with the id `after`, `limit` at most, and whether others follow. None where
         `after` is not one of them."""
-        now = time.time()
+        now = clock.time()
 
         def is_there(row: tuple[str, int, int | None, int, str, str]) -> bool:
             expires = row[2]
@@ -213,7 +212,7 @@ class Files:
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""
         with self._database.reading() as connection:
-            return connection.execute(query, (time.time(), *(after or (-1, "", "")), limit)).fetchall()
+            return connection.execute(query, (clock.time(), *(after or (-1, "", "")), limit)).fetchall()
 
 
 _TAKEN_AWAY = "the process that has data_dir was replaced before it knew of the file. Please try again"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
+
+from quire.engine import clock
 
 log = logging.getLogger("quire.server")
 VERSION = 3
@@ -121,7 +122,7 @@ def _change(database: sqlite3.Connection, *, is_old: bool) -> None:
     """What version 2 wrote becomes a file of version 3: no row is written again, but for those of batches; each new
     index takes a reading of its table."""
     statements = [each.strip() for each in _CHANGES_OF_3.split(";") if each.strip()]
-    began = time.monotonic()
+    began = clock.monotonic()
     if is_old:
         (name,) = (row[2] for row in database.execute("pragma database_list") if row[1] == "main")
         size = Path(name).stat().st_size / 2**20
@@ -129,11 +130,11 @@ def _change(database: sqlite3.Connection, *, is_old: bool) -> None:
     for number, statement in enumerate(statements, 1):
         database.execute(statement)
         if is_old and statement.startswith("create index"):
-            log.info("data_dir: %d of %d changes done, %.1f s", number, len(statements), time.monotonic() - began)
+            log.info("data_dir: %d of %d changes done, %.1f s", number, len(statements), clock.monotonic() - began)
     if is_old:
-        database.execute("insert into upgrade values (?)", (time.time(),))
+        database.execute("insert into upgrade values (?)", (clock.time(),))
         log.warning(
-            "data_dir: the file is ready, after %.1f s; earlier versions cannot read it", time.monotonic() - began
+            "data_dir: the file is ready, after %.1f s; earlier versions cannot read it", clock.monotonic() - began
         )
 
 

@@ -7,19 +7,18 @@ JSON that answers give: most of these only repeat bytes, and none needs more tha
 from __future__ import annotations
 
 import json
-import secrets
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.budget import OwnerSizes
 from quire.server.encoding import encode_json
-from quire.server.store.database import FILE, PATIENCE, ROW, Database
+from quire.server.store.database import FILE, PATIENCE, ROW, Connect, Database
 from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
 from quire.server.store.room import Room
 
@@ -123,7 +122,7 @@ class Store:
             return _known(database, owner, kind, id)
 
     def put(self, owner: str, new: Put) -> None:
-        stored, items_key = new.stored, secrets.token_hex(8)
+        stored, items_key = new.stored, random_source.token_hex(8)
         size = ROW + len(stored.data) + size_of(new.items)
         self.room.make(size)
         *chunks, last = _chunks(new.items)
@@ -136,7 +135,7 @@ class Store:
                 place += len(chunk)
             with self.transaction() as database:
                 staging.finish(database)
-                now = time.time()
+                now = clock.time()
                 created = self.drop(database, owner, new.id)
                 row = (owner, new.id, stored.kind, now, new.unfinished, size, len(new.items))
                 database.execute(
@@ -238,7 +237,7 @@ class Store:
 
     def _grow(self, database: sqlite3.Connection, owner: str, id: str, size: int, count: int) -> None:
         grown = "update objects set size = size + ?, count = count + ?, at = ? where owner = ? and id = ?"
-        database.execute(grown, (size, count, time.time(), owner, id))
+        database.execute(grown, (size, count, clock.time(), owner, id))
         self._sizes.add(owner, size)
 
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
@@ -324,11 +323,11 @@ class Reader:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Reader]:
+def reading(folder: Path, connect: Connect | None = None) -> Iterator[Reader]:
     """Gives what reads the store of a folder, as it is at this moment, in another process than the one that has the
-    Store."""
+    Store. `connect`: see Database."""
     path = f"{(folder / FILE).resolve().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(path, uri=True, timeout=PATIENCE, isolation_level=None)) as database:
+    with closing((connect or sqlite3.connect)(path, uri=True, timeout=PATIENCE, isolation_level=None)) as database:
         database.execute("begin")  # what is deleted a few rows at a time is there whole, or not at all
         yield Reader(database)
 

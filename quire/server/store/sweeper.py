@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.engine import clock
 from quire.server.store.calls import Calls
 from quire.server.store.database import Database
 from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
@@ -41,7 +42,7 @@ class Retention:
     def step(self) -> bool:
         """Delete some of the responses that are due, in one transaction. Returns False after the last one. The newest
         go first, so that of a chain of responses all that are due go in one pass."""
-        latest = time.time() - self._seconds
+        latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded:
             return False
         place = self._place or (latest, 1 << 62)
@@ -122,10 +123,10 @@ class Sweeper:
 
     @staticmethod
     def _run(job: _Job) -> bool:
-        if time.monotonic() < job.not_before:
+        if clock.monotonic() < job.not_before:
             return False
         for _ in range(_STEPS):
             if not job.step():
-                job.not_before = time.monotonic() + job.pause
+                job.not_before = clock.monotonic() + job.pause
                 return False
         return True

@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from quire.engine import clock
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.procfs import Standstill
@@ -47,13 +47,17 @@ class _Worker:
     writer: asyncio.StreamWriter
 
 
+LaunchWorkers = Callable[..., Child]
+
+
 class WorkerPool:
     """Runs functions of a body's bytes, the model and the configuration. The process that forks workers starts with
     `start`, or when it is first needed."""
 
-    def __init__(self, source: ModelSource, adapters: Collection[str] = ()) -> None:
-        """`adapters`: the model's, as they come and go."""
+    def __init__(self, source: ModelSource, adapters: Collection[str] = (), launch: LaunchWorkers = Child) -> None:
+        """`adapters`: the model's, as they come and go. `launch`: starts the process that forks."""
         self._source = source
+        self._launch = launch
         self._adapters = adapters
         self.slots = min(8, max(2, usable_cpus() // 2))
         """Workers at the same time."""
@@ -252,7 +256,7 @@ class WorkerPool:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = process = Child(
+            self._process = process = self._launch(
                 [*module("quire.server.workers.worker"), str(theirs.fileno())],
                 descriptors=[theirs.fileno()],
                 environment=os.environ | NO_BACKTRACE,
@@ -284,12 +288,12 @@ class Watch:
 
     async def run(self) -> None:
         await asyncio.sleep(_LOOK_SECONDS)  # most jobs have ended by then
-        standstill, last = Standstill(self._pid), time.monotonic()
+        standstill, last = Standstill(self._pid), clock.monotonic()
         seconds = 0.0
         while seconds < STILL_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
             # Where it was this process that could not run, the other one may have been stopped with it.
-            last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)
+            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _LOOK_SECONDS)
             seconds = standstill.advance(elapsed)
         self.has_killed = True
         with suppress(ProcessLookupError):

@@ -3,12 +3,12 @@ within a kind, the smallest and oldest job is first."""
 
 from __future__ import annotations
 
-import time
 from asyncio import Future
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.engine import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class WorkerTurn:
     granted: Future[None]
     slow: bool = False
     """Whether it may take seconds however small it is."""
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=lambda: clock.monotonic())
     began: float = 0.0
 
     @property
@@ -87,7 +87,7 @@ class JobQueue:
         tenant, kind = turn.keys
         if turn in self._running:
             self._running.remove(turn)
-            seconds = (time.monotonic() - turn.began) / turn.tenant.weight
+            seconds = (clock.monotonic() - turn.began) / turn.tenant.weight
             self._tenants[tenant] += seconds
             self._kinds[kind] += seconds
         else:
@@ -105,10 +105,10 @@ class JobQueue:
             candidates = [turn for turn in self._waiting if not (turn.granted.done() or (turn.large and full))]
             if not candidates:
                 return
-            turn = min(candidates, key=self._order(time.monotonic()))
+            turn = min(candidates, key=self._order(clock.monotonic()))
             self._waiting.remove(turn)
             self._running.add(turn)
-            turn.began = time.monotonic()
+            turn.began = clock.monotonic()
             turn.granted.set_result(None)
 
     def _order(self, now: float) -> Callable[[WorkerTurn], tuple[float, float, float]]:

@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from quire.engine.errors import Overloaded
-from quire.server.access import bodies as bodies_module
-from quire.server.access.bodies import FREE_BYTES, READ, Bodies, Body
+from quire.server.access.bodies import FREE_BYTES, READ, Bodies, Body, BodyTimes
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.resolve.parse import MAX_JSON_DEPTH, too_deep
@@ -119,16 +118,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "PATIENCE", 0.2)
-    monkeypatch.setattr(bodies_module, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(bodies_module, "_SLOW_AFTER", 0.05)
+IMPATIENT = BodyTimes(room=0.2, check=0.02, slow=0.05)
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_bodies_beyond_the_budget_wait_unread_and_are_refused_in_the_end() -> None:
-    bodies, done = Bodies(4 * MIB, 10 * MIB), asyncio.Event()
+    bodies, done = Bodies(4 * MIB, 10 * MIB, IMPATIENT), asyncio.Event()
     first = [Sender(length=4 * MIB).send(4 * MIB) for _ in range(3)]
     taken = [asyncio.create_task(take(bodies, each, done)) for each in first]
     await settle()
@@ -175,9 +169,8 @@ async def test_who_waits_gets_the_place_of_who_is_done() -> None:
     assert bodies.held == 0
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_who_sends_nothing_is_cut_off_when_others_wait() -> None:
-    bodies, done = Bodies(4 * MIB, 4 * MIB), asyncio.Event()
+    bodies, done = Bodies(4 * MIB, 4 * MIB, IMPATIENT), asyncio.Event()
     done.set()
     slow = Sender(length=4 * MIB).send(KIB, more=True)
     holding = asyncio.create_task(take(bodies, slow, done))
@@ -189,9 +182,8 @@ async def test_who_sends_nothing_is_cut_off_when_others_wait() -> None:
     assert raised.value.status_code == 408
 
 
-async def test_a_body_without_an_end_is_cut_off_though_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "LONGEST", 0.1)
-    bodies, done = Bodies(4 * MIB, 4 * MIB), asyncio.Event()
+async def test_a_body_without_an_end_is_cut_off_though_nobody_waits() -> None:
+    bodies, done = Bodies(4 * MIB, 4 * MIB, BodyTimes(whole=0.1)), asyncio.Event()
     with pytest.raises(HTTPException) as raised:
         await take(bodies, Sender().send(MIB, more=True), done)
     assert raised.value.status_code == 408
@@ -262,8 +254,8 @@ async def test_what_a_web_page_may_send_without_asking_is_refused(kind: str) -> 
 
 def test_who_is_slow_depends_on_what_he_holds() -> None:
     """Whoever holds much with little sent would keep others out for as long as he likes."""
-    began = time.monotonic() - 4
+    began, times = time.monotonic() - 4, BodyTimes()
     large = Body("", held=16 * MIB, size=4 * 300 * KIB, began=began)
-    assert large.slow
-    assert not Body("", held=16 * MIB, size=15 * MIB, began=began).slow
-    assert not Body("", held=100 * KIB, size=90 * KIB, began=began).slow
+    assert times.is_slow(large)
+    assert not times.is_slow(Body("", held=16 * MIB, size=15 * MIB, began=began))
+    assert not times.is_slow(Body("", held=100 * KIB, size=90 * KIB, began=began))

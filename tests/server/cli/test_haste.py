@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, cast
 
 import httpx
-import pytest
 from fastapi import FastAPI
 
 from quire.server.cli.environment import INTERRUPTED
@@ -48,14 +47,13 @@ class Models:
         return ""
 
 
-async def test_open_requests_end_before_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_requests_end_before_the_process_does() -> None:
     """Else the end of the event loop cancels each, and the HTTP server writes a traceback for it."""
-    monkeypatch.setattr("quire.server.cli.serve.signals_told", lambda _: nullcontext())
     config, models = ServerConfig(served_model_name=[NAME]), Models()
     main = cast(Any, asyncio.current_task())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        service = Service(config, cast(OneModel, models), listener, 0.0)
+        service = Service(config, cast(OneModel, models), listener, 0.0, lambda _: nullcontext())
         running = asyncio.create_task(service.run())
         await models.ready.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -87,7 +87,7 @@ def test_a_plan_for_this_machine_says_how_fast_it_is(
         (tmp_path / "asked").write_text(str(command))
         raise OSError("no such processor")
 
-    monkeypatch.setattr(rates.subprocess, "run", fails)
+    monkeypatch.setattr(subprocess, "run", fails)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert plan(capsys, "--max-model-len", "1k")["limits"] is None, "what cannot be measured is not known"
     assert "quire.kernels.rates" in (tmp_path / "asked").read_text()
@@ -99,7 +99,7 @@ def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = rates.rates()
     assert found is not None
     assert (1e8 < found.bandwidth < 1e13, 1e8 < found.flops < 1e16) == (True, True)
-    monkeypatch.setattr(rates.subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     assert rates.rates() == found
     (tmp_path / "quire" / "rates.json").write_text('{"' + machine_key() + '": {}}')
     with pytest.raises(TypeError):

@@ -27,6 +27,7 @@ from quire.server.runtime import Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, scripted
+from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 
 KIB = 1024
@@ -47,7 +48,7 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Run
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     source = ModelSource(entry.config, tokenizer, VOCAB_SIZE, {})
     engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
-    async with serving(source, None, EngineClient(engine), keyed=False, folder=None) as runtime:
+    async with serving(source, None, EngineClient(engine), keyed=False, folder=None, launch=FORKED) as runtime:
         yield runtime
 
 

@@ -23,6 +23,7 @@ from quire.server.runtime import Runtime, Server, serving
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, hashed
+from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 
 SMALL = f'[small]\nmodel = "{DEMO_MODEL}"\n'
@@ -47,7 +48,7 @@ async def opened(settings: FleetConfig) -> AsyncIterator[tuple[list[FakeEngine],
     async def of(entry: ModelEntry) -> AsyncIterator[Runtime]:
         source = ModelSource(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
         engines.append(engine := FakeEngine(hashed(b"abcdef")))
-        async with serving(source, None, EngineClient(engine), keyed=False, folder=None) as runtime:
+        async with serving(source, None, EngineClient(engine), keyed=False, folder=None, launch=FORKED) as runtime:
             yield runtime
 
     config = ServerConfig()

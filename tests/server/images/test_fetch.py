@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,8 @@ def server() -> Iterator[str]:
         http.shutdown()
 
 
-async def fetched(url: str, *domains: str, anywhere: bool = False) -> bytes:
-    fetcher = Fetcher(domains or ["*"], (lambda address: True) if anywhere else is_public)
+async def fetched(url: str, *domains: str, anywhere: bool = False, look_up: Any = socket.getaddrinfo) -> bytes:
+    fetcher = Fetcher(domains or ["*"], (lambda address: True) if anywhere else is_public, look_up)
     return (await fetcher.all({url: WHERE}, lambda size: None))[url]
 
 
@@ -122,16 +123,15 @@ async def test_a_redirection_leads_to_nothing_inside(server: str) -> None:
         await limited.all({f"{server}/inside": WHERE}, lambda size: None)
 
 
-async def test_a_name_with_one_private_address_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_with_one_private_address_is_refused() -> None:
     """A name that stands for several addresses must not pass by the first of them."""
 
     def resolve(*args: object, **options: object) -> list[tuple[object, ...]]:
         kinds = socket.AF_INET, socket.SOCK_STREAM, 6, ""
         return [(*kinds, ("93.184.215.14", 80)), (*kinds, ("127.0.0.1", 80))]
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(InvalidRequest, match="not of the public network"):
-        await fetched("http://example.com/a.png")
+        await fetched("http://example.com/a.png", look_up=resolve)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ async def test_what_comes_counts_as_it_comes(server: str, monkeypatch: pytest.Mo
     assert sum(held) <= fetch.MOST_IN_ALL
 
 
-async def test_a_host_is_asked_at_each_of_its_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_is_asked_at_each_of_its_addresses(server: str) -> None:
     """Some hosts have an address of IPv6 that leads nowhere from here."""
     port = int(server.rpartition(":")[2])
 
@@ -190,5 +190,4 @@ async def test_a_host_is_asked_at_each_of_its_addresses(server: str, monkeypatch
         kinds = socket.AF_INET, socket.SOCK_STREAM, 6, ""
         return [(*kinds, ("127.0.0.2", 1)), (*kinds, ("127.0.0.1", port))]
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert await fetched(f"{server}/image", anywhere=True) == b"pixels"
+    assert await fetched(f"{server}/image", anywhere=True, look_up=resolve) == b"pixels"

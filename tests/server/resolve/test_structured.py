@@ -27,6 +27,7 @@ from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
+from tests.server.forked import FORKED
 from tests.texts import byte_level_tokenizer
 
 ANYBODY = Tenant("", b"", RateLimits(None, None))
@@ -139,7 +140,7 @@ async def test_what_kills_the_compiler_is_a_refusal_too(api: Api, schema: dict[s
 
 async def test_workers_start_when_they_are_needed_and_survive_a_cancelled_check() -> None:
     source = ModelSource(ServerConfig(), byte_level_tokenizer().tokenizer, vocab_size=320, sampling_defaults={})
-    workers = WorkerPool(source)
+    workers = WorkerPool(source, launch=FORKED)
     checker = GrammarChecker(workers)
     assert workers.pids == []
     task = asyncio.create_task(checker.check([("a", Grammar("json", json.dumps(ENDLESS)))], ANYBODY))

@@ -25,6 +25,7 @@ from quire.server.generation.spec import GenerationSpec, Prompt
 from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
+from tests.server.forked import FORKED
 from tests.server.formats.test_tools import PARTS, ROME, TWO_CALLS, slowly
 from tests.server.formats.test_tools_grammar import make_tokenizer
 from tests.texts import CHATML, byte_level_tokenizer, shared
@@ -398,7 +399,7 @@ async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.As
     """A server whose model answers with these tokens."""
     engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
     config = ServerConfig(served_model_name=["m"])
-    app = create_app(EngineClient(engine), ModelSource(config, tokenizer, tokenizer.vocab_size, {}))
+    app = create_app(EngineClient(engine), ModelSource(config, tokenizer, tokenizer.vocab_size, {}), launch=FORKED)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http

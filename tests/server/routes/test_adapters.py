@@ -24,6 +24,7 @@ from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from tests.adapters import save_adapter
 from tests.server.api import Api
+from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -51,7 +52,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     client = EngineClient(InProcessLink(config))
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules)
+    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules, launch=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from openai.types import Batch, FileObject
 
 from quire.server.batches import reader, runner
 from quire.server.store.batches import Batches
+from tests.machine import set_clock
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -244,9 +246,12 @@ async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
 
 
 async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.resolve.translated.stored._SECONDS", {"m": 1})
-    async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
+    slow: Any = {"step_seconds": 0.05, "max_num_seqs": 1}
+    async with keeping(tmp_path, **slow) as api:
         batch = await begin(api, jsonl(*map(request, "abcdefgh")), completion_window="1m")
+        assert batch.expires_at == batch.created_at + 60
+    set_clock(monkeypatch, time=lambda: time.time() + 59)
+    async with keeping(tmp_path, **slow) as api:
         ended = await at_its_end(api, batch.id)
         assert ended.status == "expired"
         errors = await lines_of(api, ended.error_file_id)

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.machine import set_clock
 from tests.server.api import NAME
 from tests.server.routes.test_batches import CHAT, at_its_end, begin, jsonl, keeping, request
 from tests.server.routes.test_streams import COMPLETIONS, TEXT, ids
@@ -91,9 +92,8 @@ async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkey
             expires_after={"anchor": "created_at", "seconds": 3600},
         )
         batch = await api.openai.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        now = time.time
         async with api.http.stream("GET", f"/v1/files/{file.id}/content") as reading:
-            monkeypatch.setattr("time.time", lambda: now() + 4000)
+            set_clock(monkeypatch, time=lambda: time.time() + 4000)
             await api.runtime.turns.in_thread(int)  # whoever sweeps has seen the clock
             assert await reading.aread()
         with pytest.raises(openai.NotFoundError):

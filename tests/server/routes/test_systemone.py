@@ -22,6 +22,7 @@ from quire.server.config import ServerConfig
 from quire.server.generation.answers.decisions import confidence_of_choice, confidence_of_score
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME
+from tests.server.forked import FORKED
 from tests.server.routes.test_decisions import LOGITS, prompts, weighing
 
 PATH = "/v1/systemone"
@@ -127,7 +128,7 @@ async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Engin
     """The embedded model, in this process."""
     config = ServerConfig(**{"threads": 1, "max_model_len": 1024, "num_kv_blocks": 400, **options})
     client = EngineClient(InProcessLink(config))
-    app = create_app(client, ModelSource(config, Tokenizer.load(DEMO_MODEL), 4096, {}))
+    app = create_app(client, ModelSource(config, Tokenizer.load(DEMO_MODEL), 4096, {}), launch=FORKED)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http, client

@@ -19,6 +19,7 @@ from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from tests.server.api import Api
 from tests.server.fake import FakeEngine, hashed
+from tests.server.forked import FORKED
 from tests.texts import SHARED
 
 MODELS = [Path(DEMO_MODEL), *sorted(file.parent for file in (SHARED / "tokenizers").glob("*/tokenizer_config.json"))]
@@ -28,7 +29,7 @@ TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So
 async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
     config = ServerConfig(**options)
     files = ModelSource(config, tokenizer, tokenizer.vocab_size, {})
-    app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files)
+    app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files, launch=FORKED)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
         answer = await http.get("http://quire/tokenizer_info")

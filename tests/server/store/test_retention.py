@@ -14,6 +14,7 @@ from quire.server.store.data import Data, open_data
 from quire.server.store.garbage import BATCH_ROWS
 from quire.server.store.store import Put, Stored
 from quire.server.store.sweeper import DAY
+from tests.machine import set_clock
 from tests.server.statements import Counted
 from tests.server.store.test_calls import call
 from tests.server.store.test_store import BIG, conversation, item, response
@@ -26,8 +27,7 @@ BEGIN = 1_800_000_000.0
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = BEGIN
-        monkeypatch.setattr("time.time", lambda: self.now)
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        set_clock(monkeypatch, monotonic=lambda: self.now, time=lambda: self.now)
 
     def sweep(self, data: Data, days: float = 0.0) -> None:
         """All that is due so many days later."""
@@ -128,7 +128,7 @@ def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
     folder.mkdir()
     before = {str(number): str(number - 1) if number else None for number in range(count)}
     write_version_2(folder, before, at=BEGIN - 1000 * DAY, items=0)
-    data = open_data(folder, BIG, retention=DAY)
+    data = open_data(folder, BIG, retention=DAY, connect=partial(sqlite3.connect, factory=Counted))
     clock.now += DAY + 1
     data.store.put(A, following("new", str(count - 1)))
     Counted.counts.clear()
@@ -138,10 +138,7 @@ def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
     return max(times for text, times in Counted.counts.items() if text.startswith("select created, rowid"))
 
 
-def test_what_was_created_at_the_same_time_is_not_visited_once_more(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_created_at_the_same_time_is_not_visited_once_more(tmp_path: Path, clock: Clock) -> None:
     """In an upgraded store each step passed over all that stays of an earlier version."""
-    monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Counted))
     few, many = (instructions_of_a_pass(tmp_path / str(count), clock, count) for count in (200, 1200))
     assert many < 1.5 * few

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from quire.server.store.batches import Batch, Line, Result
 from quire.server.store.calls import Call, Note, Pins
@@ -137,32 +136,31 @@ def scenario(data: Data, folder: Path) -> dict[Callable[..., Any], Callable[[], 
     return {method.__func__: step for method, step in steps}
 
 
-def instructions(folder: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def instructions(folder: Path, rows: int) -> dict[str, int]:
     """By statement: the most that one execution took, in a full store with so many rows of each kind."""
     folder.mkdir()
     fill(folder, rows)
     opened = open_data(folder, BIG)
     full = opened.store.size - 1000
     opened.close()
-    with monkeypatch.context() as patch:
-        patch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Counted))
-        data = open_data(folder, full, retention=30 * DAY)
-        steps = scenario(data, folder)
-        assert {*steps} == {*METHODS}, "a method is not tried here"
-        Counted.counts.clear()
-        data.calls.room.make(full - 1000)
-        for step in steps.values():
-            step()
-        with reading(folder) as reader:
-            reader.known(A, "conversation", "long")
-            reader.get(A, "conversation", "long")
-            reader.items(A, "new")
-        data.close()
+    counted = partial(sqlite3.connect, factory=Counted)
+    data = open_data(folder, full, retention=30 * DAY, connect=counted)
+    steps = scenario(data, folder)
+    assert {*steps} == {*METHODS}, "a method is not tried here"
+    Counted.counts.clear()
+    data.calls.room.make(full - 1000)
+    for step in steps.values():
+        step()
+    with reading(folder, counted) as reader:
+        reader.known(A, "conversation", "long")
+        reader.get(A, "conversation", "long")
+        reader.items(A, "new")
+    data.close()
     return {text: count for text, count in Counted.counts.items() if not text.startswith("pragma")}
 
 
-def test_no_statement_does_more_in_a_larger_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = (instructions(tmp_path / str(rows), rows, monkeypatch) for rows in SIZES)
+def test_no_statement_does_more_in_a_larger_store(tmp_path: Path) -> None:
+    small, large = (instructions(tmp_path / str(rows), rows) for rows in SIZES)
     grown = {text: (small.get(text), count) for text, count in large.items() if count > 1.05 * small.get(text, 0) + 5}
     assert not grown
     assert small.keys() == large.keys()

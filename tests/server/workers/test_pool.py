@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ContextLengthExceeded, EngineError, InvalidRequest, Overloaded
+from quire.engine.processes.child import Child
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from quire.server.workers import pool as pools
-from quire.server.workers.pool import WorkerPool
+from quire.server.workers.pool import LaunchWorkers, WorkerPool
 from quire.server.workers.worker import Limits
+from tests.server.forked import FORKED
 from tests.server.workers import works
 from tests.texts import byte_level_tokenizer
 from tests.tree import ROOT
@@ -44,8 +47,9 @@ def works_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def open_pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(SOURCE)
+async def open_pool(source: ModelSource = SOURCE, launch: LaunchWorkers = FORKED) -> AsyncIterator[WorkerPool]:
+    """`launch`: by Child the process that forks is started as a server starts it, with all its imports."""
+    pool = WorkerPool(source, launch=launch)
     try:
         yield pool
     finally:
@@ -62,9 +66,8 @@ async def gone(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_work_is_done_elsewhere_and_a_worker_stays() -> None:
-    async with open_pool() as pool:
+    async with open_pool(launch=Child) as pool:
         assert pool.pids == []
         there = await pool.run(works.pid, [b"x"], ANYBODY)
         assert there != os.getpid()
@@ -89,9 +92,8 @@ async def test_errors_come_back_as_they_are() -> None:
             await isolated(pool, works.mistake)
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_workers_do_not_know_the_keys() -> None:
-    async with open_pool() as pool:
+    async with open_pool(launch=Child) as pool:
         assert await isolated(pool, works.keys) == []
 
 
@@ -130,12 +132,11 @@ async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("started_workers")
 async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket's buffer is sent to it, which it does not read."""
     monkeypatch.setattr(pools, "STILL_SECONDS", 0.4)
-    async with open_pool() as pool, asyncio.timeout(60):
-        pool._source = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
+    large = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
+    async with open_pool(large, Child) as pool, asyncio.timeout(60):
         starting = pool.start()
         while pool._process is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -144,11 +145,10 @@ async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch
         assert starting.exception() is not None
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_rust_code_ends_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backtrace it would wait for itself."""
     monkeypatch.setenv("RUST_BACKTRACE", "1")
-    async with open_pool() as pool, asyncio.timeout(60):
+    async with open_pool(launch=Child) as pool, asyncio.timeout(60):
         given = b"[" + b",".join([b"[]"] * 1_000_000) + b"]"
         with pytest.raises(InvalidRequest, match="too much"):
             await isolated(pool, works.nested, given, Limits(60, 96 << 20))
@@ -200,9 +200,8 @@ async def test_no_more_wait_than_are_allowed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("started_workers")
 async def test_the_process_that_forks_may_die_too() -> None:
-    async with open_pool() as pool:
+    async with open_pool(launch=Child) as pool:
         first = await isolated(pool, works.pid)
         assert pool._process is not None
         os.kill(pool._process.pid, signal.SIGKILL)
@@ -213,9 +212,8 @@ async def test_the_process_that_forks_may_die_too() -> None:
         assert pool._process.returncode is None
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_the_process_that_forks_dies_while_it_is_asked() -> None:
-    async with open_pool() as pool:
+    async with open_pool(launch=Child) as pool:
         await isolated(pool, works.pid)
         assert pool._process is not None
         os.kill(pool._process.pid, signal.SIGSTOP)
@@ -243,17 +241,15 @@ async def test_those_who_leave_ask_for_few_workers() -> None:
         assert len(pool.pids) <= 2 * pool.slots
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.processes.child.sys.executable", "/nowhere/python")
-    async with open_pool() as pool:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    async with open_pool(launch=Child) as pool:
         with pytest.raises(EngineError):
             await isolated(pool, works.pid)
 
 
-@pytest.mark.usefixtures("started_workers")
 async def test_all_processes_end_with_the_pool() -> None:
-    async with open_pool() as pool:
+    async with open_pool(launch=Child) as pool:
         pids = [await isolated(pool, works.pid)]
         sleeping = asyncio.create_task(isolated(pool, works.asleep))
         await asyncio.sleep(0.2)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.workers import queue as queues
 from quire.server.workers.queue import LARGE_BYTES, JobQueue, WorkerTurn
+from tests.machine import set_clock
 
 
 def tenant(name: str, weight: float = 1.0) -> Tenant:
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(queues.time, "monotonic", clock)
+    set_clock(monkeypatch, monotonic=clock)
     return clock
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
+from quire.engine import clock
 from quire.engine.text.conversation.units import Message
 from quire.engine.text.parts import in_parts
 
@@ -37,7 +38,10 @@ class TemplateInput:
         more: Mapping[str, Any] = {}
         if self.functions:
             functions = [tool.get("function", tool) for tool in tools or ()]
-            more = {"functions": json.dumps(functions, indent=4), "datetime": datetime.now().strftime("%Y-%m-%d")}
+            more = {
+                "functions": json.dumps(functions, indent=4),
+                "datetime": datetime.fromtimestamp(clock.time()).strftime("%Y-%m-%d"),
+            }
         turns = [in_parts(message) for message in messages] if self.parts else messages
         return {**more, "messages": turns, "tools": tools or ([] if self.tool_list else None)}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json, encode_object
 from quire.server.generation.answers.responses import usage_fields
@@ -118,7 +118,7 @@ class WarmedWriter(WholeWriter):
 
     def __init__(self, session: str, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
-        self._session, self._began = session, time.monotonic()
+        self._session, self._began = session, clock.monotonic()
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         told = {
@@ -128,7 +128,7 @@ class WarmedWriter(WholeWriter):
             "tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "seconds": round(time.monotonic() - self._began, 6),
+            "seconds": round(clock.monotonic() - self._began, 6),
             "weights_version": self.weights_version,
         }
         return encode_json(told)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from quire.engine import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json
 from quire.server.errors import failure
@@ -31,7 +31,7 @@ class OllamaWriter(PartsWriter):
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
-        self._began = time.monotonic_ns()
+        self._began = int(clock.monotonic() * 1e9)
 
     @property
     def ping(self) -> bytes:
@@ -82,7 +82,7 @@ class OllamaWriter(PartsWriter):
 
     def _end(self, reason: str | None, usage: Usage) -> dict[str, object]:
         """Ollama's reasons are stop and length. Times are in nanoseconds."""
-        ended = time.monotonic_ns()
+        ended = int(clock.monotonic() * 1e9)
         first = ended if usage.first_at is None else int(usage.first_at * 1e9)
         return {
             "done_reason": "length" if reason == "length" else "stop",
@@ -131,4 +131,4 @@ def loaded(model: str, shape: Shape) -> bytes:
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(clock.time(), UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

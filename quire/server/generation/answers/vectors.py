@@ -4,12 +4,12 @@ arguments before the spec are given."""
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from quire.engine import clock
 from quire.server.encoding import encode_json
 from quire.server.generation.vectors import VectorSpec
 
@@ -19,7 +19,7 @@ Pairs = Sequence[tuple[int, int]] | None
 
 
 def _whole(spec: VectorSpec, weights_version: str, data: list[dict[str, Any]]) -> bytes:
-    about = {"id": spec.answer_id, "object": "list", "created": int(time.time()), "model": spec.model}
+    about = {"id": spec.answer_id, "object": "list", "created": int(clock.time()), "model": spec.model}
     return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage(spec)})
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.engine import random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.encoding import encode_json
 from quire.server.protocol.bounds import MAX_MESSAGES
@@ -140,4 +140,4 @@ def _kept(item: Item) -> dict[str, Any]:
         fields["encrypted_content"] = item.encrypted_content or None
     if not fields.get("namespace"):
         fields.pop("namespace", None)
-    return {**fields, "id": IDS[item.type] + secrets.token_hex(16), "status": "completed"}
+    return {**fields, "id": IDS[item.type] + random_source.token_hex(16), "status": "completed"}

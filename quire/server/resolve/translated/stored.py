@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from dataclasses import dataclass
 
+from quire.engine import clock, random_source
 from quire.server.config import ServerConfig
 from quire.server.protocol.kept import BatchRequest, ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.checks import check_texts
@@ -48,9 +47,9 @@ def new_batch(given: bytes, model: ServedModel, config: ServerConfig) -> Batch:
     """Raises InvalidRequest naming the field."""
     body = parse(given, BatchRequest)
     check_texts(body.metadata or {}, "metadata")
-    now, window, keep = int(time.time()), body.completion_window, body.output_expires_after
+    now, window, keep = int(clock.time()), body.completion_window, body.output_expires_after
     return Batch(
-        id=f"batch_{secrets.token_hex(16)}",
+        id=f"batch_{random_source.token_hex(16)}",
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=window,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine import clock, random_source
 from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import StoredRoute
 from quire.server.encoding import encode_json
@@ -28,8 +26,8 @@ ONE = "/v1/conversations/{conversation_id}"
 async def create_conversation(request: Request) -> Response:
     store = store_of(request, "conversation")
     given = await worked_on(request, new_conversation)
-    id = f"conv_{secrets.token_hex(16)}"
-    told = {"id": id, "created_at": int(time.time()), "metadata": given.metadata, "object": "conversation"}
+    id = f"conv_{random_source.token_hex(16)}"
+    told = {"id": id, "created_at": int(clock.time()), "metadata": given.metadata, "object": "conversation"}
     kept = Stored("conversation", {}, encode_json(told))
     await long_write(request, store.put, Put(id, kept, given.items))
     return answer(request, kept.data)
