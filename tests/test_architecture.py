@@ -168,36 +168,6 @@ OTHERS_PRIVATE = {
 }
 """What begins with _ and is used all the same: an expression, or an attribute of anything."""
 
-OTHERS_PATCHED = {
-    "_active": "Triton's: the driver that it compiles for, which it reads by no public name",
-    "_cuda_endAllocateToPool": "PyTorch's: ours calls it by this name",
-    "_cuda_releasePool": "the same",
-    "_has_mkldnn": "PyTorch's: whether it was built with oneDNN, which nothing public turns off",
-    "_new_shared_cuda": "PyTorch's: memory of another process, of which there is one GPU's at most",
-    "_patch_lang": "Triton's: its interpreter has no other way to run kernels in threads",
-    "_scaled_mm": "PyTorch's: ours calls it by this name",
-    "_share_cuda_": "as _new_shared_cuda",
-}
-"""Private names of third parties that tests set, each with the reason why there is no other way."""
-TO_MEND = {
-    "tests/engine/worker/test_compiling.py",
-    "tests/engine/worker/test_device.py",
-    "tests/engine/worker/test_graphs.py",
-    "tests/engine/worker/test_never_waits.py",
-    "tests/engine/worker/test_prompt_graphs.py",
-    "tests/kernels/compile_flash4.py",
-    "tests/kernels/test_flash.py",
-    "tests/kernels/test_later_flash.py",
-    "tests/kernels/test_probe.py",
-    "tests/kernels/test_sdpa.py",
-    "tests/kernels/triton/test_lora.py",
-    "tests/kernels/triton/test_one_shot.py",
-    "tests/kernels/triton/test_products.py",
-    "tests/kernels/triton/test_rounded.py",
-    "tests/server/cli/test_plan.py",
-}
-"""DELETE ON MERGING: files whose private patches other branches mend."""
-
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 16
 
 
@@ -528,9 +498,8 @@ def test_no_test_sets_a_private_name() -> None:
     wrong = [
         f"{path}:{line} sets {name}"
         for path in python_files()
-        if path.parts[0] == "tests" and str(path) not in TO_MEND
-        for line, name in private_names_set(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-        if name not in OTHERS_PATCHED
+        if path.parts[0] == "tests"
+        for line, name in private_names_set(tree_of(path))
     ]
     advice = "Hand over an argument, set a public attribute, or try it from outside."
     assert not wrong, "\n".join([*wrong, advice])
@@ -565,9 +534,11 @@ def test_what_is_ones_own_or_public_may_be_set(line: str) -> None:
 
 
 OF_THE_MACHINE = {
-    **dict.fromkeys(("time.time", "time.time_ns", "datetime.now"), "engine/clock.py"),
-    **dict.fromkeys(("time.monotonic", "time.monotonic_ns"), "engine/clock.py"),
-    **dict.fromkeys(("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "engine/random_source.py"),
+    **dict.fromkeys(("time.time", "time.time_ns", "datetime.now"), "quire/engine/clock.py"),
+    **dict.fromkeys(("time.monotonic", "time.monotonic_ns"), "quire/engine/clock.py"),
+    **dict.fromkeys(
+        ("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "quire/engine/random_source.py"
+    ),
 }
 """What tells the time or draws at random, and the module that is asked instead."""
 
@@ -576,11 +547,15 @@ def test_the_time_and_chance_come_from_one_place_each() -> None:
     """So that a simulation of a whole server has them. Commands and device code are no part of one."""
     wrong = []
     for path in our_files():
-        if part_of(module_name(path)) not in ("server", "control", "member") or path.parts[:2] == ("server", "cli"):
+        if part_of(module_name(path)) not in ("server", "control", "member") or path.parts[:3] == (
+            "quire",
+            "server",
+            "cli",
+        ):
             continue
         text = (ROOT / path).read_text(encoding="utf-8")
         if re.search(r"^(import|from) (time|datetime|secrets|os|uuid)\b", text, re.MULTILINE):
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(tree_of(path)):
                 names = []
                 if isinstance(node, ast.Attribute):
                     names = [ast.unparse(node)]
